@@ -1,0 +1,52 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`; both set up first.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= # another torch than the tested one, for instance: make test VENV=.venv-2.14 TORCH=2.14.1
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all check format gpu-check bench clean
+
+help: ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 12
+
+setup: $(READY) ## Virtual environment in .venv with the tested versions (constraints.txt)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	sed -E 's/^torch==.*/$(if $(strip $(TORCH)),torch==$(strip $(TORCH)),&)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## Fine-tune SmolLM2-135M on the project's own examples; shows answers before and after
+	$(BIN)/python scripts/demo/demo.py
+
+test: setup ## All tests but those marked slow or gpu, on two processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu'
+
+test-all: setup ## All tests but those marked gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not gpu'
+
+check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: setup ## Format, and fix what the linter can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+gpu-check: setup ## Tests that need a CUDA device, then the benchmarks on it
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python scripts/bench_step.py --device cuda
+
+bench: setup ## Step time and kept bytes beside the stock Trainer; host memory at load
+	$(BIN)/python scripts/bench_step.py
+	$(BIN)/python scripts/measure_load.py
+
+clean: ## Remove the virtual environment, caches and runs
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs build dist

@@ -1,0 +1,55 @@
+"""What went wrong and whose fault it is: the error types, and the exit code of each.
+
+A user's error carries one or more problems; each is one sentence of the form *rule, value seen, way out*.
+The command line prints them without a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+EXIT_USER_ERROR = 2
+EXIT_DOES_NOT_FIT = 3
+
+
+class UserError(Exception):
+    """The user's input is at fault; the message says the rule, the value seen and the way out."""
+
+    exit_code = EXIT_USER_ERROR
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class RecipeError(UserError):
+    """A recipe has unknown keys, wrong values or a combination that cannot work; lists all of them."""
+
+
+class DataError(UserError):
+    """Training or evaluation data is missing, malformed or leaves nothing to learn from."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer cannot be found, read or used for causal language modelling."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, or is not one that this run can resume from."""
+
+
+class MissingPackageError(UserError):
+    """An optional package that the recipe asks for is not installed."""
+
+    def __init__(self, asked_for_by: str, package: str, extra: str | None = None) -> None:
+        install = f"lowmem-ft[{extra}]" if extra else package
+        super().__init__(
+            f"{asked_for_by} needs the package {package}, which is not installed. Run: pip install '{install}'"
+        )
+
+
+def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
+    """A suffix naming the closest known names, such as `` Did you mean `packing`?``; empty if none is close."""
+    close: Sequence[str] = difflib.get_close_matches(name, list(known), n=limit, cutoff=0.6)
+    return f" Did you mean {' or '.join(f'`{match}`' for match in close)}?" if close else ""
