@@ -1,0 +1,34 @@
+"""Which model to train, from where, in which type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lowmem_ft.knob import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model and its tokenizer: any HuggingFace causal LM by hub id, local folder or GGUF file."""
+
+    name_or_path: str | None = knob(None, "Hub id, local folder, or a .gguf file.")
+    revision: str | None = knob(None, "Hub branch, tag or commit; null: the default branch.")
+    gguf_file: str | None = knob(None, "Name of the .gguf file inside the hub repository or folder.")
+    tokenizer_name_or_path: str | None = knob(None, "Tokenizer from elsewhere; null: the model's own.")
+    weights: Literal["pretrained", "random"] = knob(
+        "pretrained",
+        "random: initialise from the config alone, seeded by training.seed (tests, pretraining).",
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = knob(
+        "float32",
+        "Type the weights are kept in; auto: the checkpoint's own.",
+        frees="bfloat16: 2 bytes a parameter for weights, 2 for gradients, 4 for AdamW's state",
+        costs="bfloat16: updates smaller than about 1/512 of a weight round away; the run measures how many",
+    )
+    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = knob(
+        "auto", "Attention kernel; auto picks the leanest that is installed and logs why."
+    )
+    trust_remote_code: bool = knob(
+        False, "Run Python code from the model's repository; pin a revision if you do."
+    )

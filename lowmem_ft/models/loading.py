@@ -1,0 +1,255 @@
+"""Read a model and its tokenizer: hub id, local folder or GGUF file; safetensors only; straight to the device.
+
+transformers builds the model on the meta device and reads one tensor at a time into its place, so the host never
+holds a second copy of the weights: the peak is the weights plus the largest tensor (``scripts/measure_load.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lowmem_ft.errors import MissingPackageError, ModelError
+from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
+from lowmem_ft.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+def load_model_config(config: ModelConfig) -> PretrainedConfig:
+    """The architecture of the model, without its weights.
+
+    Raises:
+        ModelError: if the name is no folder, no GGUF file and no reachable hub repository, or holds no causal LM.
+    """
+    source = _source(config)
+    try:
+        hf_config = AutoConfig.from_pretrained(source.pop("path"), **source)
+    except (OSError, ValueError) as error:
+        raise _explained(config, error) from error
+    if type(hf_config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
+        getattr(hf_config, "auto_map", None) or {}
+    ):
+        raise ModelError(
+            f"model.name_or_path needs a causal language model, but {config.name_or_path} is of type "
+            f"{hf_config.model_type!r}, which transformers has no causal LM for. Choose a decoder model."
+        )
+    return hf_config
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``.
+
+    Raises:
+        ModelError: if no tokenizer can be read there.
+    """
+    source = _source(config)
+    if config.tokenizer_name_or_path:
+        source = {"path": config.tokenizer_name_or_path, "local_files_only": source["local_files_only"]}
+    path = source.pop("path")
+    try:
+        return AutoTokenizer.from_pretrained(path, **source)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"No tokenizer could be read from {path}: {_first_line(error)} "
+            "Set model.tokenizer_name_or_path to a folder or hub id that has one."
+        ) from error
+
+
+def load_model(
+    config: ModelConfig,
+    hf_config: PretrainedConfig,
+    *,
+    attn_implementation: str,
+    device: torch.device,
+    seed: int,
+) -> PreTrainedModel:
+    """The model with its weights on ``device`` at ``model.dtype``.
+
+    Args:
+        config: the recipe's model group.
+        hf_config: what :func:`load_model_config` returned for it.
+        attn_implementation: the attention kernel chosen for this run.
+        device: where the weights go; each tensor is copied there as it is read.
+        seed: seeds the initial weights when ``model.weights`` is ``random``.
+
+    Raises:
+        ModelError: if weights are missing, are no safetensors, or do not match the architecture.
+    """
+    if config.weights == "random":
+        return _random_model(config, hf_config, attn_implementation, device, seed)
+    source = _source(config)
+    path = source.pop("path")
+    if gguf_file := source.get("gguf_file"):
+        source["quantization_config"] = _dequantize_gguf()
+        logger.info("Weights of %s are unpacked from GGUF to %s.", gguf_file, config.dtype)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=hf_config,
+            dtype=_dtype(config),
+            attn_implementation=attn_implementation,
+            device_map={"": device},
+            use_safetensors=None if gguf_file else True,
+            output_loading_info=True,
+            **source,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise _explained(config, error) from error
+    model, report = loaded
+    _refuse_missing_weights(config, report)
+    return model
+
+
+def compute_dtype(dtype: torch.dtype, mixed_precision: str) -> torch.dtype:
+    """The type that matrix products run in: autocast's where it is on, else the weights' own."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, dtype)
+
+
+def weights_dtype(config: ModelConfig, hf_config: PretrainedConfig) -> torch.dtype:
+    """The type the weights will be kept in; ``auto`` is the type that the checkpoint's config names."""
+    dtype = _dtype(config)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else torch.float32
+
+
+def max_positions(hf_config: PretrainedConfig) -> int | None:
+    """The longest sequence the architecture was made for, in tokens; None where the config names no limit."""
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        limit = getattr(hf_config.get_text_config(), name, None)
+        if isinstance(limit, int):
+            return limit
+    return None
+
+
+def _source(config: ModelConfig) -> dict[str, Any]:
+    """Where to read from: ``path`` and the keyword arguments that every ``from_pretrained`` understands."""
+    path = Path(config.name_or_path or "").expanduser()
+    source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model.name_or_path={config.name_or_path}: there is no such file.")
+        return source | {"path": str(path.parent), "gguf_file": path.name}
+    if config.gguf_file:
+        source["gguf_file"] = config.gguf_file
+    if path.is_dir():
+        return source | {"path": str(path)}
+    if path.is_file() or _looks_like_a_path(config.name_or_path or ""):
+        raise ModelError(
+            f"model.name_or_path={config.name_or_path} is no folder. Pass a folder with config.json and "
+            "*.safetensors, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
+        )
+    return source | {
+        "path": config.name_or_path,
+        "revision": config.revision or "main",
+        "local_files_only": not hub_is_reachable(),
+    }
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
+
+
+def _dtype(config: ModelConfig) -> torch.dtype | str:
+    return "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def _random_model(
+    config: ModelConfig,
+    hf_config: PretrainedConfig,
+    attn_implementation: str,
+    device: torch.device,
+    seed: int,
+) -> PreTrainedModel:
+    logger.info(
+        "Weights are initialised at random from the config alone (model.weights=random, seed %d).", seed
+    )
+    with torch.random.fork_rng(), device:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=weights_dtype(config, hf_config),
+            attn_implementation=attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model
+
+
+def _dequantize_gguf() -> Any:
+    """How to ask for plain weights from a GGUF file; transformers before 5.20 always unpacks and has no such config."""
+    import transformers
+
+    config_class = getattr(transformers, "GgufConfig", None)
+    return config_class(dequantize=True) if config_class else None
+
+
+def _refuse_missing_weights(config: ModelConfig, report: dict[str, Any]) -> None:
+    """Weights that the checkpoint lacks would silently be trained from random values."""
+    wrong = {kind: sorted(map(str, report.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
+    problems = [
+        f"{kind.removesuffix('_keys')}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"
+        for kind, keys in wrong.items()
+        if keys
+    ]
+    if problems:
+        raise ModelError(
+            f"The weights in {config.name_or_path} do not match its config.json ({'; '.join(problems)}). "
+            "Download the model again, or point model.name_or_path at a complete checkpoint."
+        )
+
+
+def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPackageError:
+    """The user's way out of whatever transformers or the hub raised."""
+    name = config.name_or_path
+    causes = _cause_names(error)
+    if isinstance(error, ImportError) and "gguf" in str(error).lower():
+        return MissingPackageError("A GGUF model", "gguf", extra="gguf")
+    if "GatedRepoError" in causes:
+        return ModelError(
+            f"{name} is gated: its authors ask you to accept a licence first. Open https://huggingface.co/{name}, "
+            "accept it, run `hf auth login`, and start again."
+        )
+    if "RepositoryNotFoundError" in causes or "RevisionNotFoundError" in causes:
+        return ModelError(
+            f"The hub has no model {name} at revision {config.revision or 'main'} (or it is private and you are not "
+            "logged in: `hf auth login`). Check the spelling, or pass a local folder."
+        )
+    if {"LocalEntryNotFoundError", "ConnectError", "OfflineModeIsEnabled"} & causes:
+        return ModelError(
+            f"{name} is neither a local folder nor in the hub's cache, and the hub is out of reach. {OFFLINE_ADVICE}"
+        )
+    if "trust_remote_code" in str(error):
+        return ModelError(
+            f"{name} brings its own Python code. Read it, then set model.trust_remote_code=true and pin it with "
+            "model.revision=COMMIT."
+        )
+    return ModelError(
+        f"{name} cannot be read as a causal language model: {_first_line(error)} A model folder holds config.json and "
+        "*.safetensors; convert older .bin files with from_pretrained(...).save_pretrained(...)."
+    )
+
+
+def _cause_names(error: BaseException | None) -> set[str]:
+    names = set()
+    while error is not None:
+        names.add(type(error).__name__)
+        error = error.__cause__ or error.__context__
+    return names
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".") + "."

@@ -1,0 +1,87 @@
+"""Write a model that vanilla ``from_pretrained`` loads, and prove it by reading the folder back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from lowmem_ft.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write weights (safetensors), config, generation config and tokenizer, then check what was written.
+
+    Raises:
+        CheckpointError: if the folder, read back, does not hold this model.
+    """
+    with _quiet_transformers():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    verify_saved_model(model, folder)
+
+
+def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:
+    """Reopen a saved model as a user would and compare it with the one in memory: keys, shapes, types and ties.
+
+    Only headers are read: the folder is loaded by ``from_pretrained`` onto the meta device.
+
+    Raises:
+        CheckpointError: naming what is missing, unexpected or different.
+    """
+    try:
+        with _quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, device_map={"": "meta"}, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"The model saved in {folder} cannot be read back: {error}") from error
+    reopened, report = loaded
+    problems = [f"{kind}: {sorted(map(str, keys))[:5]}" for kind, keys in report.items() if keys]
+    saved, live = dict(reopened.named_parameters()), dict(model.named_parameters())
+    problems += [
+        f"{name}: {_kind(saved.get(name))} saved, {_kind(parameter)} in memory"
+        for name, parameter in live.items()
+        if _kind(saved.get(name)) != _kind(parameter)
+    ][:5]
+    if _ties(reopened) != _ties(model):
+        problems.append(f"tied weights: {_ties(reopened)} saved, {_ties(model)} in memory")
+    if problems:
+        raise CheckpointError(
+            f"The model saved in {folder} is not the one in memory ({'; '.join(problems)})."
+        )
+
+
+def _kind(parameter: torch.Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
+    return None if parameter is None else (tuple(parameter.shape), parameter.dtype)
+
+
+def _ties(model: PreTrainedModel) -> list[list[str]]:
+    """Groups of names that share one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and load reports from transformers: our own message says what happened."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
