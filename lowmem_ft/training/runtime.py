@@ -1,0 +1,210 @@
+"""The little that the training step needs from its surroundings.
+
+Real runs take it from Accelerate; a trace on a virtual device brings its own. Whatever the step asks of the outside
+goes through :class:`Runtime`, so that both execute the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    ProjectConfiguration,
+    gather_object,
+    is_tensorboard_available,
+    is_trackio_available,
+    is_wandb_available,
+)
+from torch import nn
+
+from lowmem_ft.errors import MissingPackageError, UserError
+from lowmem_ft.recipe import Recipe, TrainingConfig
+
+
+class Runtime(Protocol):
+    """Device, precision, gradients and the other processes, as :func:`lowmem_ft.training.step.train_step` sees them."""
+
+    device: torch.device
+    num_processes: int
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Mixed precision for a forward pass."""
+        ...
+
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+        """Wraps one micro-batch; gradients need to reach the other processes only in the last one of a window."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backpropagate, scaled where the precision needs it."""
+        ...
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Unscale the gradients, scale them to ``max_norm`` if their global norm is above it; the norm before that."""
+        ...
+
+    def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of a 0-d tensor over all processes."""
+        ...
+
+    def is_finite(self, value: torch.Tensor) -> bool:
+        """Whether a 0-d tensor is neither infinite nor NaN."""
+        ...
+
+    def loss_scale_may_overflow(self) -> bool:
+        """Whether a non-finite gradient may be the fault of the fp16 loss scale alone."""
+        ...
+
+    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
+        """Step if the gradients are finite; else leave the weights alone and lower the loss scale, if there is one."""
+        ...
+
+
+class AccelerateRuntime:
+    """A :class:`Runtime` on a real device, by Accelerate."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.device: torch.device = accelerator.device
+        self.num_processes: int = accelerator.num_processes
+        self.process_index: int = accelerator.process_index
+        self.is_main: bool = accelerator.is_main_process
+
+    @staticmethod
+    def create(config: TrainingConfig, output_dir: Path) -> AccelerateRuntime:
+        """Join the other processes of ``accelerate launch``, if any, and take a device.
+
+        Raises:
+            MissingPackageError: if a tracker of ``training.report_to`` is not installed.
+            UserError: if the launch asks for a kind of parallelism that the step does not support.
+        """
+        for name in config.report_to:
+            if not _TRACKER_AVAILABLE[name]():
+                raise MissingPackageError(f"training.report_to={name}", name, extra="track")
+        AcceleratorState._reset_state()  # a second run in one process may have another precision
+        accelerator = Accelerator(
+            # Always said, never None: otherwise `accelerate launch --mixed_precision` would override the recipe.
+            mixed_precision=config.mixed_precision,
+            cpu=config.use_cpu,
+            log_with=list(config.report_to) or None,
+            project_config=ProjectConfiguration(
+                project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
+            ),
+        )
+        kind = accelerator.distributed_type.value
+        if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            raise UserError(
+                f"Training runs in one process or data-parallel (DDP), but the launch asks for {kind}. "
+                "Run `accelerate launch --num_processes N scripts/finetune.py ...` without that option, or choose "
+                "another configuration with `accelerate config`."
+            )
+        return AccelerateRuntime(accelerator)
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Wrap the model for data parallelism and the optimizer for loss scaling, where the run needs them."""
+        own_forward = {name: value for name, value in vars(model).items() if name == "forward"}
+        prepared_model, prepared_optimizer = self.accelerator.prepare(model, optimizer)
+        # Under mixed precision Accelerate wraps the model's forward, and its wrapper copies all outputs to fp32, logits
+        # too: 4 bytes for each of vocab * tokens. The step opens autocast itself, so the wrapper goes.
+        for name in ("forward", "_original_forward"):
+            vars(model).pop(name, None)
+        vars(model).update(own_forward)
+        return prepared_model, prepared_optimizer
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Accelerate's autocast at ``training.mixed_precision``."""
+        return self.accelerator.autocast()
+
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+        """DDP's ``no_sync`` for all but the last micro-batch of a window."""
+        return contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``loss.backward()``, times the loss scale under fp16."""
+        self.accelerator.backward(loss)
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Accelerate's ``clip_grad_norm_``, which unscales fp16 gradients first."""
+        norm = self.accelerator.clip_grad_norm_(parameters, max_norm)
+        assert norm is not None  # only DeepSpeed returns None, and create() refuses it
+        return norm
+
+    def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
+        """All-reduce, or the value itself in a single process."""
+        if self.num_processes == 1:
+            return value
+        return self.accelerator.reduce(value, reduction="sum")  # type: ignore[return-value]
+
+    def is_finite(self, value: torch.Tensor) -> bool:
+        """Asks the device: the one point of a step where the host waits."""
+        return bool(torch.isfinite(value))
+
+    def loss_scale_may_overflow(self) -> bool:
+        """Under fp16, as long as the scale is at least 1: below that the gradients overflow by themselves."""
+        scaler = self.accelerator.scaler
+        return scaler is not None and scaler.get_scale() >= 1
+
+    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
+        """Step; under fp16 also when not finite, because the scaler skips such a step itself and must see it."""
+        if finite or self.accelerator.scaler is not None:
+            optimizer.step()
+
+    def any_process(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
+        if self.num_processes == 1:
+            return flag
+        return bool(self.sum_over_processes(torch.tensor(int(flag), device=self.device)).item())
+
+    def gather(self, value: list[Any]) -> list[Any]:
+        """The lists of all processes, one after the other."""
+        return value if self.num_processes == 1 else gather_object(value)
+
+    def start_trackers(self, recipe: Recipe) -> None:
+        """Open the trackers of ``training.report_to`` and tell them the recipe."""
+        config = recipe.training
+        run_name = config.run_name or Path(self.accelerator.project_dir).name
+        self.accelerator.init_trackers(
+            config.project,
+            config=_flat(dataclasses.asdict(recipe)),
+            init_kwargs={"wandb": {"name": run_name}, "trackio": {"name": run_name}},
+        )
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Pass one record of metrics to the trackers."""
+        self.accelerator.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def end_trackers(self) -> None:
+        """Flush and close the trackers."""
+        self.accelerator.end_training()
+
+    def wait_for_everyone(self) -> None:
+        """A barrier."""
+        self.accelerator.wait_for_everyone()
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"training": {"seed": 1}}`` as ``{"training.seed": 1}``; values that trackers cannot show become text."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return flat
+
+
+_TRACKER_AVAILABLE = {
+    "tensorboard": is_tensorboard_available,
+    "wandb": is_wandb_available,
+    "trackio": is_trackio_available,
+}

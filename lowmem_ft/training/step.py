@@ -1,0 +1,102 @@
+"""The optimizer step, once, for real runs and for traces on a virtual device.
+
+One step takes a *window*: all micro-batches between two updates. Its loss is the mean over every label token of the
+whole window, in all processes: each micro-batch adds its *sum* divided by that one count. A mean of means would weigh a
+token by how short its micro-batch happens to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowmem_ft.data import Batch
+from lowmem_ft.training.session import Session
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Args:
+        loss: mean negative log-likelihood over the window's label tokens, in nats; 0-d, fp32.
+        grad_norm: global gradient norm before clipping; 0-d.
+        num_tokens: tokens of the window that are not padding, in all processes.
+        applied: False if the weights were left alone.
+        overflow: True if only the fp16 loss scale can be to blame, which has been lowered by now.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    num_tokens: int
+    applied: bool
+    overflow: bool
+
+
+def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
+    """Forward and backward over every micro-batch, clip, update the weights, advance the schedule.
+
+    A non-finite loss or gradient norm leaves weights, optimizer state and schedule as they were.
+
+    Args:
+        session: model, optimizer, schedule and surroundings; changed in place.
+        window: this process's micro-batches; every process passes equally many.
+
+    Returns:
+        The result; equal in all processes.
+    """
+    runtime = session.runtime
+    num_label_tokens, num_tokens = _count_tokens(session, window)
+    loss = torch.zeros((), dtype=torch.float32, device=runtime.device)
+    for index, batch in enumerate(window):
+        with runtime.micro_batch(session.model, is_last=index == len(window) - 1):
+            micro_loss = _forward(session, batch, num_label_tokens)
+            # DDP averages gradients over the processes; the window's loss is their sum.
+            runtime.backward(micro_loss * runtime.num_processes)
+        loss += micro_loss.detach()
+    loss = runtime.sum_over_processes(loss)
+    max_norm = math.inf if session.max_grad_norm is None else session.max_grad_norm
+    grad_norm = runtime.clip_grad_norm(session.trainable_parameters(), max_norm)
+    loss_is_finite = runtime.is_finite(loss)
+    finite = loss_is_finite and runtime.is_finite(grad_norm)
+    overflow = loss_is_finite and not finite and runtime.loss_scale_may_overflow()
+    runtime.update_weights(session.optimizer, finite=finite)
+    if finite:
+        session.scheduler.step()
+    session.optimizer.zero_grad()
+    return StepResult(
+        loss=loss, grad_norm=grad_norm, num_tokens=num_tokens, applied=finite, overflow=overflow
+    )
+
+
+def evaluation_loss(session: Session, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the negative log-likelihood (fp32) and count of label tokens of this process's batches; keeps no logits."""
+    loss_sum = torch.zeros((), dtype=torch.float32, device=session.runtime.device)
+    num_label_tokens = torch.zeros((), dtype=torch.int64, device=session.runtime.device)
+    with torch.no_grad():
+        for batch in batches:
+            loss_sum += _forward(session, batch, num_items=1)
+            num_label_tokens += batch.num_label_tokens
+    return loss_sum, num_label_tokens
+
+
+def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
+    """Label tokens and tokens of the window over all processes."""
+    counts = [sum(batch.num_label_tokens for batch in window), sum(batch.num_tokens for batch in window)]
+    if session.runtime.num_processes > 1:
+        totals = session.runtime.sum_over_processes(torch.tensor(counts, device=session.runtime.device))
+        counts = [int(total) for total in totals]
+    return max(counts[0], 1), counts[1]
+
+
+def _forward(session: Session, batch: Batch, num_items: int) -> torch.Tensor:
+    """The micro-batch's summed loss divided by ``num_items``."""
+    batch = batch.to(session.runtime.device)
+    inputs = dict(batch.model_inputs(), labels=batch.labels_BT, use_cache=False, num_items_in_batch=num_items)
+    if session.chunked_loss:
+        inputs["num_label_tokens"] = batch.num_label_tokens
+    with session.runtime.autocast():
+        return session.model(**inputs).loss.float()

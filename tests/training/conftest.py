@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft.recipe import load_recipe
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """The recipe `tiny` in a folder of its own, with overrides."""
+
+    def load(*overrides, output_dir: Path | None = None):
+        folder = output_dir or tmp_path / "run"
+        return load_recipe("tiny", [f"training.output_dir={folder}", "training.use_cpu=true", *overrides])
+
+    return load
+
+
+@pytest.fixture
+def metrics():
+    """The step records of a run folder."""
+
+    def read(folder: Path, key: str = "loss"):
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [record[key] for record in records if "loss" in record]
+
+    return read

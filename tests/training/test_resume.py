@@ -1,0 +1,215 @@
+"""A run that was stopped and resumed is the run that was not, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.training import train
+from lowmem_ft.training.run_folder import RunFolder
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
+
+
+def interrupt_at(monkeypatch, step, number):
+    """Send this process a signal while it writes the metrics of a step."""
+    write = RunFolder.write_metrics
+
+    def write_and_interrupt(self, record):
+        write(self, record)
+        if record["step"] == step and "loss" in record:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(RunFolder, "write_metrics", write_and_interrupt)
+
+
+def assert_same_model(one: Path, other: Path):
+    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture
+def with_dropout(tmp_path):
+    """The tiny model with dropout, so that the random state matters."""
+    folder = tmp_path / "model_with_dropout"
+    shutil.copytree(SCRIPT.parents[1] / "recipes" / "tiny", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}))
+    return f"model={folder}"
+
+
+SHORT = ("training.max_steps=9", "training.save_steps=4", "training.eval_steps=null")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("data.packing=true",),
+        ("data.group_by_length=true", "optimizer.name=lion"),
+        ("optimizer.name=adamw_bnb_8bit",),
+        ("model.dtype=bfloat16", "training.lr_scheduler_type=linear", "training.warmup_steps=3"),
+        ("training.mixed_precision=bf16", "checkpointing.mode=none", "loss.chunk_tokens=null"),
+        ("data.streaming=true", "data.eval_size=null"),
+    ],
+    ids=lambda overrides: " ".join(overrides) or "plain",
+)
+@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143)])
+def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
+    tiny, metrics, with_dropout, tmp_path, monkeypatch, overrides, number, code
+):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    arguments = (with_dropout, *SHORT, *overrides)
+    train(tiny(*arguments, output_dir=whole))
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5, number)
+        with pytest.raises(SystemExit) as stop:
+            train(tiny(*arguments, output_dir=stopped))
+    assert stop.value.code == code
+    assert (stopped / "checkpoint-5" / "checkpoint.json").exists()
+    train(tiny(*arguments, "training.resume_from_checkpoint=auto", output_dir=stopped))
+    for key in ("loss", "grad_norm", "learning_rate", "tokens"):
+        assert metrics(stopped, key) == metrics(whole, key)
+    assert metrics(stopped, "step") == list(range(1, 10))
+    assert_same_model(whole / "model", stopped / "model")
+
+
+def test_dropout_makes_the_random_state_matter(tiny, metrics, with_dropout, tmp_path):
+    """The test above could not fail without this."""
+    train(tiny(with_dropout, *SHORT, output_dir=tmp_path / "one"))
+    train(
+        tiny(with_dropout, *SHORT, "training.max_steps=9", "training.seed=43", output_dir=tmp_path / "other")
+    )
+    assert metrics(tmp_path / "one") != metrics(tmp_path / "other")
+
+
+def test_ctrl_c_saves_and_exits_130(tiny, monkeypatch, tmp_path):
+    interrupt_at(monkeypatch, 2, signal.SIGINT)
+    with pytest.raises(SystemExit) as stop:
+        train(tiny(output_dir=tmp_path / "run"))
+    assert stop.value.code == 130
+    assert (tmp_path / "run" / "checkpoint-2" / "checkpoint.json").exists()
+
+
+def test_a_signal_during_evaluation_stops_it_and_saves(tiny, monkeypatch, tmp_path):
+    from lowmem_ft.training import evaluation
+
+    forward = evaluation.evaluation_loss
+
+    def interrupted(session, batches):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return forward(session, batches)
+
+    monkeypatch.setattr(evaluation, "evaluation_loss", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        train(tiny("training.eval_steps=3", output_dir=tmp_path / "run"))
+    assert stop.value.code == 143
+    assert (tmp_path / "run" / "checkpoint-3" / "checkpoint.json").exists()
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tiny, metrics, tmp_path):
+    """SIGKILL cannot be caught: what counts is what was on disk."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    overrides = ("training.max_steps=40", "training.save_steps=3", "training.eval_steps=null")
+    train(tiny(*overrides, output_dir=whole))
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "recipe=tiny",
+        "training.use_cpu=true",
+        f"training.output_dir={killed}",
+    ]
+    process = subprocess.Popen([*command, *overrides], stderr=subprocess.DEVNULL)
+    step = random.randint(4, 30)
+    file = killed / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not file.exists() or file.read_text().count("\n") < step:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert not (killed / "model").exists(), f"killed too late, at step {step}"
+    train(tiny(*overrides, "training.resume_from_checkpoint=auto", output_dir=killed))
+    assert metrics(killed) == metrics(whole), f"killed at step {step}"
+    assert_same_model(whole / "model", killed / "model")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tiny, metrics, tmp_path, caplog):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    losses = metrics(run)
+    weights = run / "checkpoint-8" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with caplog.at_level("WARNING"):
+        train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=run))
+    assert "checkpoint-8 is damaged: model.safetensors" in caplog.text
+    assert metrics(run) == losses
+
+
+def test_an_incomplete_checkpoint_is_never_picked_up(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    (run / "checkpoint-8" / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*auto"):
+        RunFolder.open(tiny(f"training.resume_from_checkpoint={run / 'checkpoint-8'}", output_dir=run))
+    assert RunFolder.open(tiny("training.resume_from_checkpoint=auto", output_dir=run)).resume_from == (
+        run / "checkpoint-4"
+    )
+
+
+def test_auto_starts_afresh_where_there_is_nothing(tiny, tmp_path):
+    result = train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=tmp_path / "run"))
+    assert result.steps == 9
+
+
+@pytest.mark.parametrize("change", ["training.seed=7", "optimizer.name=sgd", "data.max_length=64"])
+def test_another_recipe_cannot_continue_a_run(tiny, tmp_path, change):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    with pytest.raises(CheckpointError, match=change.split("=")[0]):
+        RunFolder.open(tiny(*SHORT, change, "training.resume_from_checkpoint=auto", output_dir=run))
+
+
+def test_a_folder_with_another_run_is_not_touched(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    before = sorted(path.name for path in run.iterdir())
+    with pytest.raises(UserError, match=r"holds another run.*overwrite_output_dir=true"):
+        train(tiny(*SHORT, output_dir=run))
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_overwriting_removes_the_old_run_and_nothing_else(tiny, metrics, tmp_path):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    (run / "notes.txt").write_text("mine")
+    train(tiny("training.max_steps=3", "training.overwrite_output_dir=true", output_dir=run))
+    assert metrics(run, "step") == [1, 2, 3]
+    assert (run / "notes.txt").exists()
+    assert not (run / "checkpoint-8").exists()
+
+
+def test_no_more_checkpoints_are_kept_than_asked_for(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(
+        tiny("training.max_steps=9", "training.save_steps=2", "training.save_total_limit=3", output_dir=run)
+    )
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
