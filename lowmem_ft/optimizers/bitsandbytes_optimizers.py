@@ -1,0 +1,86 @@
+"""bitsandbytes' AdamW and Lion, in 8-bit and paged forms; the only module here that imports bitsandbytes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+def is_bitsandbytes_installed() -> bool:
+    """Whether ``import bitsandbytes`` would find the package."""
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
+def bitsandbytes_builder(algorithm: str, *, bits: int, paged: bool) -> Callable[..., Optimizer]:
+    """A builder, as the table of optimizers wants it, of one of bitsandbytes' optimizers.
+
+    Args:
+        algorithm: bitsandbytes' class, ``AdamW`` or ``Lion``.
+        bits: 8 quantises the state blockwise (256 elements a block), except of tensors below 4096 elements;
+            32 keeps it in float32 whatever the weights are.
+        paged: put the state in CUDA's managed memory, which moves to the host when the device is full.
+
+    Returns:
+        :func:`build_bitsandbytes` with these three filled in.
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; paging: "QLoRA", 2023.
+    """
+    return functools.partial(build_bitsandbytes, algorithm=algorithm, bits=bits, paged=paged)
+
+
+def build_bitsandbytes(
+    groups: list[dict[str, Any]], *, algorithm: str, bits: int, paged: bool, **hyperparameters: Any
+) -> Optimizer:
+    """One of bitsandbytes' optimizers, sharing no settings with any other.
+
+    Args:
+        groups: parameter groups with their weight decay.
+        algorithm: bitsandbytes' class, ``AdamW`` or ``Lion``.
+        bits: 8 or 32 bits a state.
+        paged: whether the state lives in managed memory.
+        **hyperparameters: ``lr``, ``betas`` and, for AdamW, ``eps``.
+
+    Returns:
+        The optimizer.
+    """
+    import bitsandbytes
+
+    optimizer = getattr(bitsandbytes.optim, algorithm)(
+        groups, optim_bits=bits, is_paged=paged, **hyperparameters
+    )
+    # bitsandbytes keeps overrides in one manager for the whole process, by the id() of a parameter: a later
+    # model whose parameter lands on a freed id would inherit them. A manager of its own prevents that.
+    manager_class = bitsandbytes.optim.GlobalOptimManager
+    optimizer.mng = manager_class.__new__(manager_class)
+    optimizer.mng.initialize()
+    return optimizer
+
+
+def keep_embeddings_in_32bit(optimizer: Any, model: nn.Module) -> None:
+    """Give ``nn.Embedding`` weights, and a head tied to one, 32-bit state: rare tokens are unstable in 8.
+
+    Args:
+        optimizer: one that :func:`build_bitsandbytes` made, before its first step.
+        model: the model it trains.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in embeddings:
+                optimizer.mng.index2config[group_index, index] = {"optim_bits": 32}
+
+
+@runtime_checkable
+class AllocatesState(Protocol):
+    """What bitsandbytes' optimizers have and torch's lack: a call that allocates one parameter's state."""
+
+    state: dict[nn.Parameter, dict[str, Any]]
+
+    def init_state(self, group: dict[str, Any], p: nn.Parameter, gindex: int, pindex: int) -> None:
+        """Allocate zeros for the parameter at ``param_groups[gindex]["params"][pindex]``."""
+        ...

@@ -1,0 +1,182 @@
+"""Optimizer state by parameter name, as plain tensors and JSON, so that a checkpoint needs no pickle.
+
+``torch.optim.Optimizer.state_dict`` numbers parameters by position, and loading it casts state to the type of
+the weight, which spoils float32 state of bfloat16 weights; bitsandbytes' paged state does not come back paged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem_ft.errors import CheckpointError
+from lowmem_ft.optimizers.bitsandbytes_optimizers import AllocatesState
+
+# They choose a kernel, not the mathematics: the run that resumes keeps its own.
+_KERNEL_CHOICES = {"fused", "foreach", "capturable", "differentiable"}
+
+# Tables that bitsandbytes shares between all its parameters, and makes anew itself.
+_CONSTANTS = {"qmap1", "qmap2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """Everything an optimizer knows beside its parameters.
+
+    Args:
+        tensors: by ``{parameter name}.{state key}``; the live tensors, not copies: write them before the next
+            step.
+        scalars: what JSON can hold: the optimizer's kind, each group's hyperparameters and shapes, and state
+            that is no tensor.
+    """
+
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+
+def export_optimizer_state(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> OptimizerState:
+    """The state of an optimizer under the names of its parameters.
+
+    Args:
+        optimizer: the optimizer itself, not Accelerate's wrapper around it.
+        named_parameters: as ``model.named_parameters()`` gives them, with or without frozen ones.
+
+    Returns:
+        The state; its tensors are shared with the optimizer.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters}
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                if key not in _CONSTANTS:
+                    tensors[f"{names[parameter]}.{key}"] = value.detach()
+            else:
+                scalars.setdefault(names[parameter], {})[key] = value
+    return OptimizerState(
+        tensors=tensors,
+        scalars={
+            "optimizer": _kind(optimizer),
+            "groups": [_export_group(group, names) for group in optimizer.param_groups],
+            "state": scalars,
+        },
+    )
+
+
+def import_optimizer_state(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]], state: OptimizerState
+) -> None:
+    """Continue where :func:`export_optimizer_state` left off, bit for bit.
+
+    Every tensor goes where this optimizer keeps it: beside its parameter, in managed memory if it is paged, a
+    step counter on the host unless the kernel wants it on the device. Tensors are copied one at a time.
+
+    Args:
+        optimizer: of the same kind over the same parameters; the optimizer itself, not Accelerate's wrapper.
+        named_parameters: as ``model.named_parameters()`` gives them.
+        state: from memory or from files; its tensors are copied, never kept.
+
+    Raises:
+        CheckpointError: naming every difference in kind, parameters, shapes or types.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters}
+    problems = _differences(optimizer, names, state.scalars)
+    if problems:
+        raise CheckpointError(*problems)
+    for group, saved in zip(optimizer.param_groups, state.scalars["groups"], strict=True):
+        for key, value in saved["hyperparameters"].items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    tensors = _by_parameter(state.tensors)
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            name = names[parameter]
+            scalars = state.scalars["state"].get(name, {})
+            optimizer.state.pop(parameter, None)
+            if name not in tensors and not scalars:
+                continue  # it never had a gradient
+            if isinstance(optimizer, AllocatesState):
+                optimizer.init_state(group, parameter, group_index, index)
+                _fill(name, optimizer.state[parameter], tensors.get(name, {}))
+            else:
+                optimizer.state[parameter].update(_place(tensors.get(name, {}), parameter, group))
+            optimizer.state[parameter].update(scalars)
+
+
+def _kind(optimizer: Optimizer) -> str:
+    """Package and class, such as ``torch.AdamW``; the modules in between move with versions."""
+    return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
+
+
+def _export_group(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:
+    return {
+        "hyperparameters": {k: v for k, v in group.items() if k != "params" and k not in _KERNEL_CHOICES},
+        "shapes": {names[parameter]: list(parameter.shape) for parameter in group["params"]},
+    }
+
+
+def _differences(optimizer: Optimizer, names: Mapping[Tensor, str], scalars: Mapping[str, Any]) -> list[str]:
+    """What keeps this state from fitting this optimizer, one sentence each."""
+    if scalars["optimizer"] != _kind(optimizer):
+        return [
+            f"The optimizer state was written by {scalars['optimizer']}, this run uses {_kind(optimizer)}. "
+            "Set optimizer.name to the one that was used, or start a new run from the saved weights."
+        ]
+    saved = [group["shapes"] for group in scalars["groups"]]
+    own = [_export_group(group, names)["shapes"] for group in optimizer.param_groups]
+    if saved == own:
+        return []
+    saved_shapes = {name: shape for group in saved for name, shape in group.items()}
+    own_shapes = {name: shape for group in own for name, shape in group.items()}
+    problems = [
+        f"The optimizer state holds {name}, which this run does not train."
+        for name in saved_shapes.keys() - own_shapes.keys()
+    ] + [
+        f"The optimizer state has nothing of {name}, which this run trains."
+        for name in own_shapes.keys() - saved_shapes.keys()
+    ]
+    problems += [
+        f"The optimizer state has {name} of shape {saved_shapes[name]}, this run's is {own_shapes[name]}."
+        for name in saved_shapes.keys() & own_shapes.keys()
+        if saved_shapes[name] != own_shapes[name]
+    ]
+    return sorted(problems) or ["The optimizer state has the same parameters in other groups than this run."]
+
+
+def _by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """State tensors by parameter name, then by state key."""
+    result: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition(".")
+        result.setdefault(name, {})[key] = tensor
+    return result
+
+
+def _fill(name: str, allocated: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:
+    """Copy saved tensors into those an optimizer allocated."""
+    for key, tensor in saved.items():
+        target = allocated.get(key)
+        if target is None or target.dtype != tensor.dtype or target.shape != tensor.shape:
+            kept = "nothing" if target is None else f"{target.dtype} of shape {list(target.shape)}"
+            raise CheckpointError(
+                f"The optimizer state has {name}.{key} as {tensor.dtype} of shape {list(tensor.shape)}, "
+                f"this optimizer keeps {kept}. Set optimizer.name to the one that was used."
+            )
+        target.copy_(tensor)
+
+
+def _place(
+    saved: Mapping[str, Tensor], parameter: nn.Parameter, group: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Copies of saved tensors where torch's optimizers keep them, in the types they were saved in."""
+    step_on_device = group.get("fused") or group.get("capturable")
+    return {
+        key: tensor.to("cpu" if key == "step" and not step_on_device else parameter.device, copy=True)
+        for key, tensor in saved.items()
+    }

@@ -1,0 +1,215 @@
+"""State exported, written as safetensors and JSON, and imported continues bit for bit, whatever the optimizer."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lowmem_ft.errors import CheckpointError
+from lowmem_ft.optimizers import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    OptimizerState,
+    create_optimizer,
+    export_optimizer_state,
+    import_optimizer_state,
+)
+
+ON_CPU = [name for name, row in OPTIMIZERS.items() if row.devices is None or "cpu" in row.devices]
+EVERY_ROW = [pytest.param(name, "cpu", id=name) for name in ON_CPU] + [
+    pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in OPTIMIZERS
+]
+UNPAGED_TWIN = {
+    "paged_adamw_8bit": "adamw_bnb_8bit",
+    "paged_lion_8bit": "lion_8bit",
+    "paged_lion_32bit": "lion_32bit",
+}
+
+
+class Model(nn.Module):
+    """An embedding, two matrices large enough for 8-bit state, and a parameter that never gets a gradient."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(70, 64)
+        self.hidden = nn.Linear(64, 64)
+        self.linear = nn.Linear(64, 70)
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.to(dtype)
+
+
+def build(name, device="cpu", dtype=torch.float32, **fields):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = Model(dtype).to(device)
+    config = OptimizerConfig(name=name, weight_decay=0.01, **fields)
+    return model, create_optimizer(model, config, learning_rate=1e-2)
+
+
+def train(model, optimizer, steps):
+    """Steps with gradients that depend on the step and the weights, and a schedule that changes the rate."""
+    device = model.linear.weight.device
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 70, (32,), generator=generator).to(device)
+        optimizer.zero_grad()
+        model.linear(model.hidden(model.embedding(tokens))).float().square().mean().backward()
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * 0.97**step
+        optimizer.step()
+
+
+def through_files(state, folder):
+    """What a checkpoint does to it."""
+    save_file(
+        {key: tensor.contiguous() for key, tensor in state.tensors.items()}, folder / "state.safetensors"
+    )
+    (folder / "state.json").write_text(json.dumps(state.scalars))
+    return OptimizerState(
+        tensors=load_file(folder / "state.safetensors"),
+        scalars=json.loads((folder / "state.json").read_text()),
+    )
+
+
+def same_bits(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def assert_same_state(first, second):
+    """Every entry of the state equal in value, type and device; and the same hyperparameters."""
+    for group, other in zip(first.param_groups, second.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == {
+            k: v for k, v in other.items() if k != "params"
+        }
+        for parameter, twin in zip(group["params"], other["params"], strict=True):
+            state, twin_state = first.state.get(parameter, {}), second.state.get(twin, {})
+            assert state.keys() == twin_state.keys()
+            for key, value in state.items():
+                assert type(value) is type(twin_state[key])
+                if isinstance(value, torch.Tensor):
+                    assert (value.dtype, value.device) == (twin_state[key].dtype, twin_state[key].device)
+                    assert torch.equal(value, twin_state[key])
+                else:
+                    assert value == twin_state[key]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name,device", EVERY_ROW)
+def test_five_steps_saved_and_five_more_equal_ten(name, device, dtype, tmp_path):
+    straight, optimizer = build(name, device, dtype)
+    train(straight, optimizer, range(10))
+
+    model, first = build(name, device, dtype)
+    train(model, first, range(5))
+    state = through_files(export_optimizer_state(first, model.named_parameters()), tmp_path)
+    resumed, second = build(name, device, dtype)
+    resumed.load_state_dict(model.state_dict())
+    import_optimizer_state(second, resumed.named_parameters(), state)
+    assert_same_state(first, second)
+    train(resumed, second, range(5, 10))
+    assert same_bits(resumed, straight)
+    assert_same_state(second, optimizer)
+
+
+def test_momentum_zero_keeps_no_state_and_resumes():
+    straight, optimizer = build("sgd", momentum=0.0)
+    train(straight, optimizer, range(4))
+    model, first = build("sgd", momentum=0.0)
+    train(model, first, range(2))
+    state = export_optimizer_state(first, model.named_parameters())
+    assert not state.tensors
+    resumed, second = build("sgd", momentum=0.0)
+    resumed.load_state_dict(model.state_dict())
+    import_optimizer_state(second, resumed.named_parameters(), state)
+    train(resumed, second, range(2, 4))
+    assert same_bits(resumed, straight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(UNPAGED_TWIN))
+@pytest.mark.parametrize("into_paged", [True, False])
+def test_paged_and_unpaged_load_each_other(name, into_paged):
+    names = (UNPAGED_TWIN[name], name) if into_paged else (name, UNPAGED_TWIN[name])
+    model, first = build(names[0], "cuda")
+    train(model, first, range(3))
+    resumed, second = build(names[1], "cuda")
+    resumed.load_state_dict(model.state_dict())
+    import_optimizer_state(
+        second, resumed.named_parameters(), export_optimizer_state(first, model.named_parameters())
+    )
+    train(model, first, range(3, 6))
+    train(resumed, second, range(3, 6))
+    assert same_bits(model, resumed)
+
+
+def test_export_shares_tensors_and_import_copies_them():
+    model, first = build("adamw")
+    train(model, first, range(2))
+    state = export_optimizer_state(first, model.named_parameters())
+    moment = first.state[model.linear.weight]["exp_avg"]
+    assert state.tensors["linear.weight.exp_avg"].data_ptr() == moment.data_ptr()
+    resumed, second = build("adamw")
+    import_optimizer_state(second, resumed.named_parameters(), state)
+    assert second.state[resumed.linear.weight]["exp_avg"].data_ptr() != moment.data_ptr()
+
+
+def test_a_parameter_without_gradients_has_no_state_before_or_after():
+    model, first = build("adamw")
+    train(model, first, range(2))
+    state = export_optimizer_state(first, model.named_parameters())
+    assert not any(key.startswith("unused") for key in state.tensors)
+    resumed, second = build("adamw")
+    import_optimizer_state(second, resumed.named_parameters(), state)
+    assert resumed.unused not in second.state
+
+
+def test_an_unfused_optimizer_takes_fused_state_and_keeps_its_own_kernel():
+    model, fused = build("adamw")
+    train(model, fused, range(2))
+    state = export_optimizer_state(fused, model.named_parameters())
+    other, _ = build("adamw")
+    groups = [
+        {"params": group["params"]}
+        for group in create_optimizer(other, OptimizerConfig(), learning_rate=1.0).param_groups
+    ]
+    unfused = torch.optim.AdamW(groups, fused=False)
+    import_optimizer_state(unfused, other.named_parameters(), state)
+    assert all(group["fused"] is False for group in unfused.param_groups)
+    assert unfused.param_groups[0]["lr"] == fused.param_groups[0]["lr"]
+    train(other, unfused, range(2, 3))
+
+
+def test_differences_are_all_named():
+    model, first = build("adamw")
+    train(model, first, range(1))
+    state = export_optimizer_state(first, model.named_parameters())
+    other = Model()
+    other.unused = None
+    other.extra = nn.Parameter(torch.zeros(2))
+    other.linear = nn.Linear(64, 9)
+    second = create_optimizer(other, OptimizerConfig(), learning_rate=1e-2)
+    with pytest.raises(CheckpointError) as caught:
+        import_optimizer_state(second, other.named_parameters(), state)
+    text = str(caught.value)
+    assert "holds unused, which this run does not train" in text
+    assert "nothing of extra, which this run trains" in text
+    assert "linear.weight of shape [70, 64], this run's is [9, 64]" in text
+    assert len(caught.value.problems) == 4
+    assert not second.state  # nothing was changed
+
+
+@pytest.mark.parametrize(
+    "names", [("adamw", "lion"), ("lion_8bit", "lion_32bit"), ("adamw", "adamw_bnb_8bit")]
+)
+def test_state_of_another_optimizer_is_refused(names):
+    model, first = build(names[0])
+    train(model, first, range(1))
+    other, second = build(names[1])
+    with pytest.raises(CheckpointError, match=r"Set optimizer\.name to the one that was used"):
+        import_optimizer_state(
+            second, other.named_parameters(), export_optimizer_state(first, model.named_parameters())
+        )

@@ -1,0 +1,235 @@
+"""Every row of the table trains; groups are the Trainer's; what cannot run says why."""
+
+import sys
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.optimizers import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    check_optimizer,
+    create_optimizer,
+    parameter_groups,
+)
+
+CPU = torch.device("cpu")
+CPU_NAMES = [name for name, row in OPTIMIZERS.items() if row.devices is None or "cpu" in row.devices]
+EVERY_ROW = [pytest.param(name, "cpu", id=name) for name in CPU_NAMES] + [
+    pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in OPTIMIZERS
+]
+BITSANDBYTES_8BIT = [name for name in CPU_NAMES if name.endswith("8bit")]
+
+# Learning rates under which each family descends on the regression below.
+LEARNING_RATE = {"sgd": 5.0} | {name: 0.003 for name in OPTIMIZERS if "lion" in name}
+
+
+class Regression(nn.Module):
+    """Embedding, norm and a matrix of more than 4096 elements, so that 8-bit optimizers do use 8 bits."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(80, 64)
+        self.norm = nn.LayerNorm(64)
+        self.linear = nn.Linear(64, 80)
+        self.to(dtype)
+        self.tokens = torch.randint(0, 80, (256,))
+        self.targets = (torch.randn(80, 80) / 8)[self.tokens]
+
+    def loss(self):
+        prediction = self.linear(self.norm(self.embedding(self.tokens)))
+        return (prediction.float() - self.targets).square().mean()
+
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.loss().backward()
+        optimizer.step()
+
+
+def build(name, device="cpu", dtype=torch.float32, **fields):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = Regression(dtype).to(device)
+    model.tokens, model.targets = model.tokens.to(device), model.targets.to(device)
+    config = OptimizerConfig(name=name, **fields)
+    return model, create_optimizer(model, config, learning_rate=LEARNING_RATE.get(name, 0.02))
+
+
+def test_every_name_has_a_row_and_every_row_a_name():
+    assert sorted(OPTIMIZERS) == sorted(get_args(get_type_hints(OptimizerConfig)["name"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name,device", EVERY_ROW)
+def test_it_learns(name, device, dtype):
+    model, optimizer = build(name, device, dtype)
+    before = model.loss().item()
+    train(model, optimizer, 60)
+    assert model.loss().item() < 0.3 * before
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name,device", EVERY_ROW)
+def test_a_zero_gradient_moves_nothing(name, device):
+    model, optimizer = build(name, device)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name,device", EVERY_ROW)
+def test_weight_decay_shrinks_weights_and_spares_biases_and_norms(name, device):
+    model, optimizer = build(name, device, weight_decay=0.5)
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = 1 - 0.5 * LEARNING_RATE.get(name, 0.02)
+    after = dict(model.named_parameters())
+    for key in ("embedding.weight", "linear.weight"):
+        torch.testing.assert_close(after[key].detach(), before[key] * kept)
+    for key in ("norm.weight", "norm.bias", "linear.bias"):
+        assert torch.equal(after[key], before[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name,device", EVERY_ROW)
+def test_the_table_states_the_bytes_of_state(name, device, dtype):
+    """On one matrix; what the table leaves out (step counters, Adafactor's row and column) is below 2 % here."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = nn.Linear(512, 512, bias=False).to(device, dtype)
+    optimizer = create_optimizer(model, OptimizerConfig(name=name), learning_rate=1e-3)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    held = sum(
+        value.nbytes
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and not key.startswith("qmap")  # shared by all parameters
+    )
+    stated = OPTIMIZERS[name].state_bytes(dtype.itemsize)
+    assert held / model.weight.numel() == pytest.approx(stated, abs=0.02)
+
+
+def test_groups_are_those_of_the_trainer():
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        attention_bias=True, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.model.layers[0].requires_grad_(False)
+    trainer_decays = set(Trainer.get_decay_parameter_names(None, model))
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed, not_decayed = parameter_groups(model, 0.1)
+    assert list(map(id, decayed["params"])) == [id(p) for name, p in trainable if name in trainer_decays]
+    assert list(map(id, not_decayed["params"])) == [
+        id(p) for name, p in trainable if name not in trainer_decays
+    ]
+    assert (decayed["weight_decay"], not_decayed["weight_decay"]) == (0.1, 0.0)
+    assert sum(parameter is model.lm_head.weight for parameter in decayed["params"]) == 1  # tied, yet once
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    with pytest.raises(UserError, match="all of them frozen"):
+        create_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizerConfig(), learning_rate=1e-3)
+
+
+def test_adamw_is_fused_on_the_cpu_and_sgd_is_not():
+    assert build("adamw")[1].defaults["fused"] is True
+    assert (
+        build("sgd")[1].defaults["fused"] is False
+    )  # it would leave bfloat16 weights unmoved: pytorch#191763
+
+
+def test_hyperparameters_reach_the_optimizer_and_null_is_its_own_default():
+    _, lion = build("lion")
+    assert lion.param_groups[0]["betas"] == (0.9, 0.99)
+    _, adamw = build("adamw", betas=(0.8, 0.95), eps=1e-6)
+    assert (adamw.param_groups[0]["betas"], adamw.param_groups[0]["eps"]) == ((0.8, 0.95), 1e-6)
+    _, sgd = build("sgd", momentum=0.0)
+    assert sgd.param_groups[0]["momentum"] == 0.0
+
+
+def test_everything_wrong_is_named_at_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UserError) as caught:
+        check_optimizer(OptimizerConfig(name="paged_lion_8bit", eps=1e-6, weight_decay=-1.0), CPU)
+    assert len(caught.value.problems) == 4
+    config = OptimizerConfig(name="sgd", betas=(0.9, 1.0), eps=-1.0, momentum=1.5, weight_decay=-0.1)
+    with pytest.raises(UserError) as caught:
+        check_optimizer(config, CPU)
+    text = str(caught.value)
+    assert len(caught.value.problems) == 6  # betas and eps: not taken, and out of range
+    for named in ("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.weight_decay"):
+        assert named in text
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in CPU_NAMES])
+def test_paged_forms_refuse_the_cpu_and_name_one_that_runs_there(name):
+    with pytest.raises(UserError, match=f"optimizer.name={name} runs on cuda, got device cpu") as caught:
+        create_optimizer(nn.Linear(2, 2), OptimizerConfig(name=name), learning_rate=1e-3)
+    suggested = str(caught.value).rpartition("optimizer.name=")[2].rstrip(".")
+    check_optimizer(OptimizerConfig(name=suggested), CPU)
+
+
+def test_missing_bitsandbytes_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UserError, match=r"adamw_bnb_8bit.*pip install 'lowmem-ft\[bitsandbytes\]'"):
+        create_optimizer(nn.Linear(2, 2), OptimizerConfig(name="adamw_bnb_8bit"), learning_rate=1e-3)
+    create_optimizer(nn.Linear(2, 2), OptimizerConfig(), learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("name", BITSANDBYTES_8BIT)
+def test_embeddings_keep_32_bit_state_also_when_the_head_is_tied(name):
+    model, optimizer = build(name)
+    train(model, optimizer, 1)
+    assert optimizer.state[model.embedding.weight]["state1"].dtype == torch.float32
+    assert optimizer.state[model.linear.weight]["state1"].dtype == torch.uint8
+    assert optimizer.state[model.linear.bias]["state1"].dtype == torch.float32  # below 4096 elements
+
+    tied = Regression()
+    tied.linear = nn.Linear(64, 80, bias=False)
+    tied.linear.weight = tied.embedding.weight
+    optimizer = create_optimizer(tied, OptimizerConfig(name=name), learning_rate=1e-3)
+    train(tied, optimizer, 1)
+    assert optimizer.state[tied.linear.weight]["state1"].dtype == torch.float32
+
+
+def test_bitsandbytes_optimizers_leak_no_settings_into_each_other_or_the_process():
+    from bitsandbytes.optim import GlobalOptimManager
+
+    model, first = build("adamw_bnb_8bit")
+    linear_only = nn.ModuleDict({"linear": model.linear})
+    linear_only.linear.weight = model.embedding.weight  # the same parameter, in no embedding this time
+    second = create_optimizer(linear_only, OptimizerConfig(name="adamw_bnb_8bit"), learning_rate=1e-3)
+    model.embedding.weight.grad = torch.ones_like(model.embedding.weight)
+    first.step()
+    second.step()
+    assert first.state[model.embedding.weight]["state1"].dtype == torch.float32
+    assert second.state[model.embedding.weight]["state1"].dtype == torch.uint8
+    process_wide = GlobalOptimManager.get_instance()
+    assert not process_wide.pid2config
+    assert not process_wide.index2config
+
+
+@pytest.mark.parametrize("name", BITSANDBYTES_8BIT)
+def test_32_bit_embeddings_survive_accelerate(name):
+    """Accelerate reloads the optimizer's state dict while wrapping it."""
+    model, optimizer = build(name)
+    AcceleratorState._reset_state(reset_partial_state=True)  # another test's settings
+    train(model, Accelerator(cpu=True).prepare_optimizer(optimizer), 2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert optimizer.state[model.embedding.weight]["state1"].dtype == torch.float32
+    assert optimizer.state[model.linear.weight]["state1"].dtype == torch.uint8
