@@ -73,7 +73,7 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
 
 
 def evaluation_loss(session: Session, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the negative log-likelihood (fp32) and count of label tokens of this process's batches; keeps no logits."""
+    """Sum of the negative log-likelihood (fp32) and count of label tokens of one process's batches; keeps no logits."""
     loss_sum = torch.zeros((), dtype=torch.float32, device=session.runtime.device)
     num_label_tokens = torch.zeros((), dtype=torch.int64, device=session.runtime.device)
     with torch.no_grad():

@@ -1,0 +1,204 @@
+"""What a run leaves behind, and what it says when it cannot go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowmem_ft.errors import CheckpointError, MissingPackageError, UserError
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.training import loop, train
+from lowmem_ft.training.build import num_warmup_steps
+
+SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2")
+
+
+def test_the_saved_model_is_a_plain_huggingface_model_that_has_learnt(tiny, metrics, tmp_path):
+    result = train(tiny(output_dir=tmp_path / "run"))
+    losses = metrics(tmp_path / "run")
+    assert losses[-1] < losses[0] - 1
+    assert result.evaluation is not None
+    assert result.evaluation.loss < losses[0] - 1
+    model = AutoModelForCausalLM.from_pretrained(result.model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(result.model_folder)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    assert answer.shape[1] > prompt["input_ids"].shape[1]
+    assert model.config.use_cache
+
+
+def test_the_held_out_loss_is_the_saved_models(tiny, tmp_path):
+    """Evaluation through the chunked loss equals the plain loss of the reloaded model."""
+    recipe = tiny(*SHORT, output_dir=tmp_path / "run")
+    result = train(recipe)
+    model = AutoModelForCausalLM.from_pretrained(result.model_folder)
+    run = loop._Run(
+        load_recipe(
+            "tiny",
+            [f"training.output_dir={tmp_path / 'again'}", "training.use_cpu=true", "loss.chunk_tokens=null"],
+        ),
+        loop.Interruption(),
+    )
+    loss_sum, count = 0.0, 0
+    for index in range(run.data.evaluation.num_rows):
+        batch = run.data.collate([run.data.evaluation.read(index)])
+        with torch.no_grad():
+            loss = model(input_ids=batch.input_ids_BT, labels=batch.labels_BT).loss
+        loss_sum, count = loss_sum + float(loss) * batch.num_label_tokens, count + batch.num_label_tokens
+    assert count == result.evaluation.num_label_tokens
+    assert result.evaluation.loss == pytest.approx(loss_sum / count, rel=1e-5)
+
+
+def test_metrics_say_what_every_step_did(tiny, tmp_path):
+    train(tiny(*SHORT, "training.eval_on_start=true", output_dir=tmp_path / "run"))
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    for record in steps:
+        assert record["tokens_per_second"] > 0
+        assert 0 < record["memory_now_bytes"] <= record["memory_peak_bytes"]
+        assert record["grad_norm"] > 0
+        assert record["skipped_steps"] == 0
+    assert [record["step"] for record in records if "eval_loss" in record] == [0, 2, 4]
+    assert all(record["eval_perplexity"] == math.exp(record["eval_loss"]) for record in records if "eval_loss" in record)
+
+
+def test_the_run_folder_says_how_to_do_it_again(tiny, tmp_path):
+    recipe = tiny(*SHORT, output_dir=tmp_path / "run")
+    train(recipe)
+    assert load_recipe(str(tmp_path / "run" / "recipe.yaml")) == recipe
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "held-out loss" in card
+    assert "learning_rate: 0.01" in card
+
+
+def test_training_lengthens_with_epochs_and_max_steps_goes_before_them(tiny, tmp_path):
+    # 56 examples, 8 a step
+    assert train(tiny("training.num_train_epochs=0.5", output_dir=tmp_path / "half")).steps == 4
+    assert train(tiny("training.max_steps=5", output_dir=tmp_path / "five")).steps == 5
+
+
+@pytest.mark.parametrize("setting,steps", [(0, 0), (0.05, 6), (0.5, 51), (7, 7), (1, 1)])
+def test_warmup_is_a_number_of_steps_or_a_share_of_them(setting, steps):
+    training = load_recipe("tiny", [f"training.warmup_steps={setting}"]).training
+    assert num_warmup_steps(training, 101) == steps
+
+
+def test_a_step_that_is_not_finite_is_skipped_counted_and_named(tiny, metrics, tmp_path, monkeypatch, caplog):
+    poison(monkeypatch, steps={3})
+    train(tiny(*SHORT, output_dir=tmp_path / "run"))
+    assert metrics(tmp_path / "run", "skipped_steps") == [0, 0, 1, 1]
+    assert "Step 3 skipped: loss nan" in caplog.text
+    assert "Examples of this step: [" in caplog.text
+    assert all(math.isfinite(loss) for index, loss in enumerate(metrics(tmp_path / "run")) if index != 2)
+
+
+def test_after_too_many_such_steps_in_a_row_the_run_stops(tiny, metrics, tmp_path, monkeypatch):
+    poison(monkeypatch, steps={2, 3, 5, 6, 7})
+    with pytest.raises(UserError, match=r"3 steps in a row \(training\.max_skipped_steps\), the last at step 7"):
+        train(tiny("training.max_skipped_steps=3", output_dir=tmp_path / "run"))
+    assert len(metrics(tmp_path / "run")) == 6
+
+
+def poison(monkeypatch, steps):
+    """Make the loss of some steps NaN, as one bad example would."""
+    step = loop.train_step
+    count = 0
+
+    def poisoned(session, window):
+        nonlocal count
+        count += 1
+        if count not in steps:
+            return step(session, window)
+        forward = session.unwrapped_model.forward
+
+        def broken(*args, **kwargs):
+            outputs = forward(*args, **kwargs)
+            outputs.loss = outputs.loss * float("nan")
+            return outputs
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session.unwrapped_model, "forward", broken)
+            return step(session, window)
+
+    monkeypatch.setattr(loop, "train_step", poisoned)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny, tmp_path):
+    """A real failing write: the kernel refuses files above a limit, as it does on a full disk."""
+    run = tmp_path / "run"
+    train(tiny("training.max_steps=2", "training.save_steps=2", "training.eval_steps=null", output_dir=run))
+    shutil_free = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, shutil_free[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written.*Earlier checkpoints are untouched"):
+            train(
+                tiny(
+                    "training.max_steps=4",
+                    "training.save_steps=2",
+                    "training.eval_steps=null",
+                    "training.resume_from_checkpoint=auto",
+                    output_dir=run,
+                )
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, shutil_free)
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2"]
+    resumed = tiny(
+        "training.max_steps=4", "training.eval_steps=null", "training.resume_from_checkpoint=auto", output_dir=run
+    )
+    assert train(resumed).steps == 4
+
+
+def test_a_tracker_gets_the_metrics(tiny, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tiny(*SHORT, "training.report_to=[tensorboard]", "training.logging_steps=1", output_dir=tmp_path / "run"))
+    events = EventAccumulator(str(next((tmp_path / "run" / "logs").glob("*"))))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval_loss")] == [2, 4]
+
+
+def test_a_tracker_that_is_not_installed_says_how_to_install_it(tiny, tmp_path, monkeypatch):
+    from lowmem_ft.training import runtime
+
+    monkeypatch.setitem(runtime._TRACKER_AVAILABLE, "wandb", lambda: False)
+    with pytest.raises(MissingPackageError, match=r"pip install 'lowmem-ft\[track\]'"):
+        train(tiny("training.report_to=[wandb]", output_dir=tmp_path / "run"))
+
+
+def test_streaming_without_an_end_asks_for_one(tiny, tmp_path):
+    with pytest.raises(UserError, match=r"training\.max_steps"):
+        train(tiny("data.streaming=true", "data.eval_size=null", output_dir=tmp_path / "run"))
+
+
+def test_lost_updates_of_bf16_weights_are_measured(tiny, metrics, tmp_path, caplog):
+    overrides = ("model.dtype=bfloat16", "training.learning_rate=1e-7", "training.logging_steps=1")
+    train(tiny(*SHORT, *overrides, output_dir=tmp_path / "run"))
+    assert min(metrics(tmp_path / "run", "lost_updates")) > 0.5
+    assert "rounded away in torch.bfloat16" in caplog.text
+
+
+def test_techniques_are_taken_off_the_finished_model(tiny, tmp_path):
+    run = loop._Run(tiny(*SHORT, output_dir=tmp_path / "run"), loop.Interruption())
+    model = run.session.unwrapped_model
+    run.train()
+    assert "forward" not in vars(model)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def test_pushing_to_a_hub_out_of_reach_keeps_the_folder_and_says_how_to_upload(tiny, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"saved in .*hf upload me/model"):
+        train(
+            tiny(*SHORT, "training.push_to_hub=true", "training.hub_model_id=me/model", output_dir=tmp_path / "run")
+        )
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
