@@ -1,0 +1,51 @@
+"""Training data: from files or the hub to the micro-batches of an optimizer step.
+
+Names resolve on first use, so that reading a recipe (which needs ``DataConfig`` alone) does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_ft.data.batch import IGNORED_LABEL, Batch
+    from lowmem_ft.data.collating import Collator
+    from lowmem_ft.data.config import DataConfig
+    from lowmem_ft.data.loading import PreparedData, load_data
+    from lowmem_ft.data.stream import DataPosition, DataStream, Window, eval_batches
+    from lowmem_ft.data.summary import DataSummary
+
+__all__ = [
+    "IGNORED_LABEL",
+    "Batch",
+    "Collator",
+    "DataConfig",
+    "DataPosition",
+    "DataStream",
+    "DataSummary",
+    "PreparedData",
+    "Window",
+    "eval_batches",
+    "load_data",
+]
+
+_MODULE_OF = {
+    "IGNORED_LABEL": "batch",
+    "Batch": "batch",
+    "Collator": "collating",
+    "DataConfig": "config",
+    "DataPosition": "stream",
+    "DataStream": "stream",
+    "DataSummary": "summary",
+    "PreparedData": "loading",
+    "Window": "stream",
+    "eval_batches": "stream",
+    "load_data": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,140 @@
+"""Conversations to text by the tokenizer's chat template, and tokenizers made fit for training."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from lowmem_ft.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Message: TypeAlias = dict[str, Any]
+"""One turn: at least ``role`` and ``content``, perhaps ``tool_calls`` and the like, which the template knows."""
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"
+    "{% if message['role'] == 'assistant' and eos_token and eos_token != '<|im_end|>' %}{{ eos_token }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template for tokenizers that bring none. Its markers are plain text to a tokenizer that does not know them, so
+an answer also ends with the tokenizer's own EOS: that is the token at which ``generate`` stops."""
+
+
+def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
+    """Give a tokenizer, in place, what training needs and what should be saved with the model.
+
+    A missing pad token becomes the EOS token. That hides no label: padding is known by the length of an example,
+    never by its id, so an EOS at the end of an answer is still learnt.
+
+    Args:
+        tokenizer: any fast tokenizer.
+        chat_template: path of a Jinja file that replaces the tokenizer's template, or None.
+
+    Raises:
+        DataError: if the tokenizer has neither a pad nor an EOS token, cannot tell where in the text a token lies, or
+            the template file cannot be read.
+    """
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"Training needs a tokenizer that tells where in the text each token lies; {type(tokenizer).__name__} "
+            "does not. Use one with a tokenizer.json (model.tokenizer_name_or_path)."
+        )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                "Training needs a pad or an EOS token; the tokenizer has pad_token=None and eos_token=None. "
+                "Set one in its tokenizer_config.json, or name another with model.tokenizer_name_or_path."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("Padding with the EOS token %r, as the tokenizer has no pad token.", tokenizer.eos_token)
+    if tokenizer.eos_token_id is None:
+        logger.warning("The tokenizer has no EOS token, so raw text and completions end without one.")
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
+        logger.info("Chat template: %s (data.chat_template).", chat_template)
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a tokenizer without a chat template ChatML, in place, and say so."""
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = CHATML
+        logger.warning(
+            "Chat template: ChatML, as the tokenizer has none. Its markers are tokenized as plain text and answers end "
+            "with %r. Set data.chat_template to use another.",
+            tokenizer.eos_token,
+        )
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, add_generation_prompt: bool = False
+) -> str:
+    """A conversation as the template writes it.
+
+    Args:
+        tokenizer: has a chat template.
+        messages: the turns.
+        add_generation_prompt: end with what asks the model for its answer.
+
+    Returns:
+        The text, with special tokens written out.
+
+    Raises:
+        DataError: if the template refuses these turns.
+    """
+    return _render(tokenizer, messages, add_generation_prompt=add_generation_prompt)[0]
+
+
+def render_with_marks(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message]
+) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation as text, and the character ranges that the template marks with ``{% generation %}``.
+
+    Raises:
+        DataError: if the template refuses these turns.
+    """
+    text, ranges = _render(tokenizer, messages, return_assistant_tokens_mask=True)
+    return text, [(start, end) for start, end in ranges]
+
+
+def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template marks what the assistant says with ``{% generation %}``."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: bool) -> tuple[str, Any]:
+    # apply_chat_template calls this too, but hands out the marks only as a token mask; we need characters.
+    try:
+        special_tokens: dict[str, Any] = tokenizer.special_tokens_map
+        texts, ranges = render_jinja_template(
+            conversations=[messages],
+            chat_template=tokenizer.get_chat_template(),
+            **options,
+            **special_tokens,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # ValueError: no template at all
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise DataError(
+            f"The chat template refuses a conversation of the roles {roles}: {error}. Change the data to what the "
+            "template takes, or set data.chat_template to a template that takes them."
+        ) from error
+    return texts[0], ranges[0] if ranges else []
+
+
+def _read_template(path: str) -> str:
+    file = Path(path).expanduser()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data.chat_template is a file with a Jinja template, which cannot be read: {path} ({error})."
+        ) from error

@@ -1,0 +1,142 @@
+"""Which examples to train on, how to read them, and which of their tokens to learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lowmem_ft.knob import knob
+
+FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca", "text"]
+LossOn = Literal["completion", "assistant", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The training data, an optional held-out part, and what becomes of an example on its way to a batch."""
+
+    path: str | None = knob(
+        None, "Hub dataset name, or a local json/jsonl/csv/parquet/txt file, a folder of such, or a glob."
+    )
+    name: str | None = knob(None, "Configuration of a hub dataset, as in load_dataset(path, name).")
+    revision: str | None = knob(None, "Hub branch, tag or commit; null: the default branch.")
+    data_files: list[str] | None = knob(None, "Files inside the hub repository or folder; null: all of them.")  # noqa: RUF009 (a field)
+    split: str = knob(
+        "train", "Split to train on; slices such as train[:10%] work. Local files hold `train` only."
+    )
+    streaming: bool = knob(
+        False,
+        "Read and tokenize while training, without a copy on disk; a resumed run replays what it has read.",
+        frees="disk: no tokenized copy",
+        costs="tokenizing time in every epoch, and in every process",
+    )
+    max_samples: int | None = knob(None, "Read only the first n examples of the training split; null: all.")
+
+    format: Literal["auto", "messages", "conversations", "prompt_completion", "alpaca", "text"] = knob(
+        "auto", "What an example looks like; auto: recognised from the columns, and logged."
+    )
+    messages_column: str | None = knob(None, "Column of message lists; null: messages or conversations.")
+    prompt_column: str | None = knob(None, "Column of prompts; null: prompt (alpaca: instruction).")
+    completion_column: str | None = knob(None, "Column of completions; null: completion (alpaca: output).")
+    text_column: str | None = knob(None, "Column of raw text; null: text.")
+    system_prompt: str | None = knob(None, "System message for chats that bring none; null: none is added.")
+    chat_template: str | None = knob(None, "File with a Jinja chat template; null: the tokenizer's own.")
+    loss_on: Literal["auto", "completion", "assistant", "all"] = knob(
+        "auto",
+        "Tokens to learn: the completion (of a chat: the last assistant turn), every assistant turn, or all. "
+        "auto: completion for prompt/completion and alpaca, assistant for chats, all for text.",
+    )
+
+    max_length: int | None = knob(
+        1024,
+        "Longest example in tokens; longer ones are cut (text: split) and counted; null: the model's limit.",
+        frees="activations grow with the tokens of a micro-batch",
+        costs="what lies beyond the limit is not learnt",
+    )
+    packing: bool = knob(
+        False,
+        "Join short examples into rows of max_length; attention and positions stay apart.",
+        frees="padding",
+        costs="sdpa and eager attention build a mask of max_length x max_length for each row",
+    )
+    group_by_length: bool = knob(
+        False,
+        "Batch examples of similar length, so that less is padded.",
+        frees="padding",
+        costs="batches are less random",
+    )
+    shuffle: bool = knob(
+        True, "A new order in every epoch, from training.seed; false: the order of the files."
+    )
+    shuffle_buffer_size: int = knob(
+        1000, "With streaming: examples held in memory to draw the next one from."
+    )
+
+    eval_path: str | None = knob(
+        None, "Where held-out examples lie, as data.path; null: see eval_split, eval_size."
+    )
+    eval_split: str | None = knob(None, "Held-out split of eval_path, or of path where eval_path is null.")
+    eval_size: float | None = knob(
+        None, "Hold out this many training examples (a value below 1: this share), chosen by training.seed."
+    )
+    num_proc: int | None = knob(None, "Processes that tokenize; null: this one.")
+
+    def problems(self) -> list[str]:
+        """What is wrong with these values in themselves, before any file is looked at; empty if nothing is."""
+        return [message for broken, message in self._rules() if broken]
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        at_least_one = {
+            "max_samples": self.max_samples,
+            "shuffle_buffer_size": self.shuffle_buffer_size,
+            "num_proc": self.num_proc,
+        }
+        held_out = self.eval_path is not None or self.eval_split is not None
+        return [
+            *(
+                (value is not None and value < 1, f"data.{key} is at least 1, got {value}.")
+                for key, value in at_least_one.items()
+            ),
+            (
+                self.max_length is not None and self.max_length < 2,
+                f"data.max_length is at least 2 (one token predicts the next), got {self.max_length}.",
+            ),
+            (
+                self.packing and self.group_by_length,
+                "data.packing fills every row, so data.group_by_length=true has nothing to group. "
+                "Set one of the two to false.",
+            ),
+            (
+                self.streaming and self.group_by_length,
+                "data.group_by_length needs all lengths beforehand, which data.streaming=true does not have. "
+                "Set one of the two to false.",
+            ),
+            (
+                self.streaming and self.num_proc is not None,
+                f"data.num_proc={self.num_proc} works on files that are tokenized beforehand, not with "
+                "data.streaming=true. Set data.num_proc=null.",
+            ),
+            (
+                self.group_by_length and not self.shuffle,
+                "data.group_by_length reorders examples, so it needs data.shuffle=true, got false. "
+                "Set data.group_by_length=false to keep the order of the files.",
+            ),
+            (
+                self.eval_size is not None and self.eval_size <= 0,
+                f"data.eval_size is a number of examples, or a share between 0 and 1, got {self.eval_size}.",
+            ),
+            (
+                self.eval_size is not None and self.eval_size > 1 and self.eval_size != int(self.eval_size),
+                f"data.eval_size above 1 is a whole number of examples, got {self.eval_size}.",
+            ),
+            (
+                self.eval_size is not None and held_out,
+                "data.eval_size takes the held-out part from the training data, but data.eval_path or "
+                "data.eval_split names one already. Set only one of them.",
+            ),
+            (
+                self.eval_size is not None and self.streaming,
+                "data.eval_size chooses among all examples, which data.streaming=true does not know beforehand. "
+                "Use data.eval_path or data.eval_split.",
+            ),
+        ]

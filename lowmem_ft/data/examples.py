@@ -1,0 +1,212 @@
+"""Rows to train on, in the order of an epoch: read from a memory-mapped table, or made while the data streams in.
+
+A row is one example, or with packing several that share a row of the batch. Axes: T tokens of one example.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol, TypeAlias
+
+import datasets
+import numpy as np
+from datasets.utils import tqdm
+
+from lowmem_ft.data.batch import IGNORED_LABEL
+from lowmem_ft.data.order import epoch_order
+from lowmem_ft.data.packing import PackedRows, pack_best_fit
+from lowmem_ft.data.summary import DataSummary, Outcome, summarise
+
+logger = logging.getLogger(__name__)
+
+PACKING_BUFFER_EXAMPLES = 1000
+"""Streamed examples that are packed together: enough for rows about 99 % full, few enough to hold in memory."""
+
+
+@dataclass(frozen=True)
+class TokenizedExample:
+    """One example as the model reads it.
+
+    Args:
+        sample_id: index among the rows of the source.
+        input_ids_T: int64 token ids.
+        labels_T: int64, -100 where nothing is learnt; the first always is.
+    """
+
+    sample_id: int
+    input_ids_T: np.ndarray
+    labels_T: np.ndarray
+
+
+Row: TypeAlias = list[TokenizedExample]
+
+
+class Examples(Protocol):
+    """What a data stream needs of its examples.
+
+    ``order`` gives references to the rows of an epoch, so that a process reads only the rows of its own micro-batches.
+    """
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of an epoch, or None when streaming."""
+        ...
+
+    def order(self, seed: int, epoch: int, start: int = 0) -> Iterator[Any]:
+        """References to the rows of an epoch from the row at ``start`` on; the same in every process."""
+        ...
+
+    def read(self, reference: Any) -> Row:
+        """The row of a reference."""
+        ...
+
+
+class MappedExamples:
+    """Examples in a memory-mapped table: any row can be read at once, and resuming costs nothing.
+
+    Args:
+        table: tokenized examples with the columns ``tokenizing.TOKENIZED``, all of them kept ones.
+        shuffle: a new order in each epoch.
+        group_by_length: neighbours have similar lengths.
+        packed: which examples share a row; None: each has its own.
+    """
+
+    def __init__(
+        self,
+        table: datasets.Dataset,
+        *,
+        shuffle: bool,
+        group_by_length: bool = False,
+        packed: PackedRows | None = None,
+    ) -> None:
+        self._table = table.select_columns(["sample_id", "input_ids", "is_learnt"]).with_format("numpy")
+        self._shuffle, self._group_by_length, self._packed = shuffle, group_by_length, packed
+        lengths = column(table, "num_tokens").astype(np.int64)
+        self.row_lengths = (
+            lengths if packed is None else np.add.reduceat(lengths[packed.members], packed.offsets[:-1])
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+        return len(self.row_lengths)
+
+    def order(self, seed: int, epoch: int, start: int = 0) -> Iterator[int]:
+        """Row indices of an epoch from ``start`` on."""
+        order = epoch_order(
+            self.row_lengths,
+            seed=seed,
+            epoch=epoch,
+            shuffle=self._shuffle,
+            group_by_length=self._group_by_length,
+        )
+        return iter(order[start:].tolist())
+
+    def read(self, reference: int) -> Row:
+        """The row at an index."""
+        members = [reference] if self._packed is None else self._packed.row(reference).tolist()
+        return [_example(self._table[index]) for index in members]
+
+    def first(self) -> TokenizedExample:
+        """The first example in the order of the source."""
+        return _example(self._table[0])
+
+
+class StreamedExamples:
+    """Examples that are read and tokenized while the epoch runs; nothing but the buffers is kept.
+
+    A process reads the whole stream and uses its own share. Resuming replays the epoch up to where it was.
+
+    Args:
+        tokenized: gives the epoch from its start, in tokenized batches of columns ``tokenizing.TOKENIZED``.
+        source: where the data comes from, for messages.
+        shuffle_buffer_size: examples from which the next one is drawn; 1 keeps the order of the source.
+        pack_to: tokens of a packed row, or None.
+    """
+
+    num_rows = None
+
+    def __init__(
+        self,
+        tokenized: Callable[[], Iterable[dict[str, list[Any]]]],
+        *,
+        source: str,
+        shuffle_buffer_size: int,
+        pack_to: int | None,
+    ) -> None:
+        self._tokenized, self._source = tokenized, source
+        self._shuffle_buffer_size, self._pack_to = shuffle_buffer_size, pack_to
+
+    def order(self, seed: int, epoch: int, start: int = 0) -> Iterator[Row]:
+        """The rows of an epoch themselves; those before ``start`` are read again and passed over."""
+        examples = self._examples()
+        if self._shuffle_buffer_size > 1:
+            examples = _shuffled(examples, self._shuffle_buffer_size, np.random.default_rng([seed, epoch]))
+        rows = (
+            ([example] for example in examples) if self._pack_to is None else _packed(examples, self._pack_to)
+        )
+        if start:
+            logger.info("Replaying %d rows of %s to where the run stopped.", start, self._source)
+            for _ in tqdm(islice(rows, start), total=start, desc="Replaying", unit=" rows"):
+                pass
+        return rows
+
+    def read(self, reference: Row) -> Row:
+        """The row itself."""
+        return reference
+
+    def first(self) -> TokenizedExample:
+        """The first example in the order of the source."""
+        return next(self._examples())
+
+    def _examples(self) -> Iterator[TokenizedExample]:
+        summary = DataSummary()
+        for columns in self._tokenized():
+            summary = summary + summarise(
+                columns["outcome"],
+                columns["is_cut"],
+                np.asarray(columns["num_tokens"]),
+                np.asarray(columns["num_label_tokens"]),
+            )
+            for values in zip(*columns.values(), strict=True):
+                tokenized = dict(zip(columns, values, strict=True))
+                if tokenized["outcome"] == Outcome.KEPT:
+                    yield _example(tokenized)
+        summary.require_examples(self._source)
+        for line in summary.lines():
+            logger.info("%s, one epoch: %s", self._source, line)
+
+
+def column(table: datasets.Dataset, name: str) -> np.ndarray:
+    """One column of numbers of a table, without reading the others."""
+    values: Any = table.select_columns([name]).with_format("numpy")[:]
+    return np.asarray(values[name])
+
+
+def _example(tokenized: dict[str, Any]) -> TokenizedExample:
+    input_ids_T = np.asarray(tokenized["input_ids"], dtype=np.int64)
+    labels_T = np.where(np.asarray(tokenized["is_learnt"], dtype=bool), input_ids_T, IGNORED_LABEL)
+    return TokenizedExample(int(tokenized["sample_id"]), input_ids_T, labels_T)
+
+
+def _shuffled(
+    examples: Iterator[TokenizedExample], buffer_size: int, generator: np.random.Generator
+) -> Iterator[TokenizedExample]:
+    """The examples, each drawn at random from a buffer that the next one then refills."""
+    buffer = list(islice(examples, buffer_size))
+    for example in examples:
+        drawn = int(generator.integers(len(buffer)))
+        yield buffer[drawn]
+        buffer[drawn] = example
+    for index in generator.permutation(len(buffer)).tolist():
+        yield buffer[index]
+
+
+def _packed(examples: Iterator[TokenizedExample], capacity: int) -> Iterator[Row]:
+    while buffer := list(islice(examples, PACKING_BUFFER_EXAMPLES)):
+        packed = pack_best_fit(np.array([len(example.input_ids_T) for example in buffer]), capacity)
+        for index in range(len(packed)):
+            yield [buffer[member] for member in packed.row(index)]

@@ -1,0 +1,340 @@
+"""What an example looks like in the user's columns, and how to read it.
+
+=================  ===============================  ==================================================================
+format             columns (any others are ignored)  becomes
+=================  ===============================  ==================================================================
+messages           ``messages``                     a chat, through the tokenizer's template
+conversations      ``conversations``                the same; ShareGPT's ``from``/``value`` and ``role``/``content``
+prompt_completion  ``prompt``, ``completion``       strings: joined as they are, then EOS, as TRL does (no template);
+                                                    message lists: a chat
+alpaca             ``instruction``, ``output``,     a user/assistant chat if the tokenizer has a chat template,
+                   perhaps ``input``                else the prompt text of Stanford Alpaca, then EOS
+text               ``text``                         raw text, then EOS
+=================  ===============================  ==================================================================
+
+Where columns match several formats, the one higher in the table wins; an Alpaca file may carry a ``text`` column.
+An example with nothing in a field it needs (null, blank, no turns) is left out and counted; one of the wrong
+structure is an error that names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from lowmem_ft.data.chat_templates import Message
+from lowmem_ft.data.config import DataConfig, FormatName, LossOn
+from lowmem_ft.errors import DataError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation; ``num_prompt_messages`` of its messages are the prompt, or None where the data does not say."""
+
+    messages: list[Message]
+    num_prompt_messages: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Two strings that follow each other."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """Raw text."""
+
+    text: str
+
+
+Example: TypeAlias = Chat | Completion | Document
+Row: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleFormat:
+    """How to read an example from a row.
+
+    Args:
+        name: one of the formats in the table above.
+        columns: the columns that must be there, in the order in which the format's reader takes them.
+        system_prompt: system message for chats that bring none, or None.
+        has_chat_template: whether Alpaca examples become chats.
+    """
+
+    name: FormatName
+    columns: tuple[str, ...]
+    system_prompt: str | None = None
+    has_chat_template: bool = True
+
+    def is_chat(self, row: Row) -> bool:
+        """Whether the example in a row is to be rendered by a chat template."""
+        if self.name == "prompt_completion":
+            return isinstance(row.get(self.columns[0]), list)
+        return self.name in ("messages", "conversations") or (
+            self.name == "alpaca" and self.has_chat_template
+        )
+
+    def read(self, row: Row) -> Example | None:
+        """The example in a row; None if a field that it needs is empty.
+
+        Raises:
+            DataError: if the row has the wrong structure.
+        """
+        return _READERS[self.name](self, row)
+
+
+def recognise_format(
+    config: DataConfig, columns: Sequence[str], *, has_chat_template: bool, source: str
+) -> ExampleFormat:
+    """The format that the recipe asks for, or else the one that the columns show; logged with the reason.
+
+    Args:
+        config: ``format`` and the ``*_column`` overrides.
+        columns: the columns seen.
+        has_chat_template: whether the tokenizer has a chat template.
+        source: where the columns were seen, for messages.
+
+    Returns:
+        The format, with its columns.
+
+    Raises:
+        DataError: if overrides contradict each other, a named column is absent, or no format matches.
+    """
+    name, reason = _choose_format(config, columns, source)
+    wanted = _columns_of(name, config, columns)
+    missing = {key: column for key, column in wanted.items() if column not in columns}
+    if missing:
+        raise DataError(
+            *(_absent_column(key, column, name, columns, source) for key, column in missing.items())
+        )
+    logger.info("Format of %s: %s (%s).", source, name, reason)
+    return ExampleFormat(
+        name=name,
+        columns=tuple(wanted.values()),
+        system_prompt=config.system_prompt,
+        has_chat_template=has_chat_template,
+    )
+
+
+def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
+    """Which tokens to learn, with ``auto`` decided by the format and logged.
+
+    Args:
+        config: ``loss_on`` is what the recipe asks for.
+        example_format: the format of the data.
+
+    Returns:
+        The choice.
+
+    Raises:
+        DataError: if raw text is asked for an answer.
+    """
+    name = example_format.name
+    if config.loss_on == "auto":
+        by_format: dict[str, LossOn] = {"messages": "assistant", "conversations": "assistant", "text": "all"}
+        chosen = by_format.get(name, "completion")
+        logger.info("Loss on: %s (data.loss_on=auto, format %s).", chosen, name)
+        return chosen
+    if name == "text" and config.loss_on != "all":
+        raise DataError(
+            f"data.loss_on={config.loss_on} needs examples with a prompt and an answer, got the format text. "
+            "Set data.loss_on=all."
+        )
+    return config.loss_on
+
+
+_COLUMN_BY_DEFAULT: dict[FormatName, dict[str, str]] = {
+    "messages": {"messages_column": "messages"},
+    "conversations": {"messages_column": "conversations"},
+    "prompt_completion": {"prompt_column": "prompt", "completion_column": "completion"},
+    "alpaca": {"prompt_column": "instruction", "completion_column": "output"},
+    "text": {"text_column": "text"},
+}
+_FORMAT_OF_OVERRIDE: dict[str, FormatName] = {
+    "messages_column": "messages",
+    "prompt_column": "prompt_completion",
+    "completion_column": "prompt_completion",
+    "text_column": "text",
+}
+
+
+def _choose_format(config: DataConfig, columns: Sequence[str], source: str) -> tuple[FormatName, str]:
+    overrides = [key for key in _FORMAT_OF_OVERRIDE if getattr(config, key) is not None]
+    if config.format != "auto":
+        foreign = [f"data.{key}" for key in overrides if key not in _COLUMN_BY_DEFAULT[config.format]]
+        if foreign:
+            raise DataError(
+                f"data.format={config.format} does not use {' or '.join(foreign)}. Set it to null, or data.format=auto."
+            )
+        return config.format, "data.format"
+    named: set[FormatName] = {_FORMAT_OF_OVERRIDE[key] for key in overrides}
+    if len(named) > 1:
+        raise DataError(
+            f"{' and '.join(f'data.{key}' for key in overrides)} belong to different formats "
+            f"({', '.join(sorted(named))}). Set those of one format only."
+        )
+    if named:
+        return named.pop(), f"by data.{overrides[0]}"
+    for name, needed in _COLUMN_BY_DEFAULT.items():
+        if set(needed.values()) <= set(columns):
+            return name, f"recognised from the columns {', '.join(needed.values())}"
+    known = "; ".join(f"{name} ({', '.join(needed.values())})" for name, needed in _COLUMN_BY_DEFAULT.items())
+    raise DataError(
+        f"No known format has the columns of {source}. Columns seen: {', '.join(columns)}. Formats known: {known}. "
+        "Name the columns, as in `data.prompt_column=question data.completion_column=answer` or "
+        "`data.text_column=body`. A CSV file needs a header line, else its first row is taken for the column names."
+    )
+
+
+def _columns_of(name: FormatName, config: DataConfig, columns: Sequence[str]) -> dict[str, str]:
+    wanted = {key: getattr(config, key) or column for key, column in _COLUMN_BY_DEFAULT[name].items()}
+    if name == "alpaca" and "input" in columns:
+        wanted["input"] = "input"
+    return wanted
+
+
+def _absent_column(key: str, column: str, name: str, columns: Sequence[str], source: str) -> str:
+    return (
+        f"data.{key} of the format {name} is {column}, which {source} does not have. "
+        f"Columns seen: {', '.join(columns)}.{did_you_mean(column, columns)}"
+    )
+
+
+def _read_messages(fmt: ExampleFormat, row: Row) -> Example | None:
+    (column,) = fmt.columns
+    messages = _messages(row.get(column), column)
+    return Chat(_with_system_prompt(messages, fmt.system_prompt)) if messages else None
+
+
+def _read_prompt_completion(fmt: ExampleFormat, row: Row) -> Example | None:
+    prompt, completion = (row.get(column) for column in fmt.columns)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        asked, answered = (_messages(row.get(column), column) for column in fmt.columns)
+        if not asked or not answered:
+            return None
+        asked = _with_system_prompt(asked, fmt.system_prompt)
+        return Chat(asked + answered, num_prompt_messages=len(asked))
+    texts = [_text(row.get(column), column) for column in fmt.columns]
+    return Completion(*texts) if all(text.strip() for text in texts) else None
+
+
+def _read_alpaca(fmt: ExampleFormat, row: Row) -> Example | None:
+    instruction, output = (_text(row.get(column), column) for column in fmt.columns[:2])
+    context = _text(row.get("input"), "input") if "input" in fmt.columns else ""
+    if not instruction.strip() or not output.strip():
+        return None
+    if not fmt.has_chat_template:
+        return Completion(_alpaca_prompt(instruction, context), output)
+    question = f"{instruction}\n\n{context}" if context.strip() else instruction
+    asked = _with_system_prompt([{"role": "user", "content": question}], fmt.system_prompt)
+    return Chat([*asked, {"role": "assistant", "content": output}], num_prompt_messages=len(asked))
+
+
+def _alpaca_prompt(instruction: str, context: str) -> str:
+    """The prompt that the Stanford Alpaca models were trained on, with and without an input."""
+    if context.strip():
+        return (
+            "Below is an instruction that describes a task, paired with an input that provides further context. "
+            "Write a response that appropriately completes the request.\n\n"
+            f"### Instruction:\n{instruction}\n\n### Input:\n{context}\n\n### Response:\n"
+        )
+    return (
+        "Below is an instruction that describes a task. "
+        "Write a response that appropriately completes the request.\n\n"
+        f"### Instruction:\n{instruction}\n\n### Response:\n"
+    )
+
+
+def _read_text(fmt: ExampleFormat, row: Row) -> Example | None:
+    (column,) = fmt.columns
+    text = _text(row.get(column), column)
+    return Document(text) if text.strip() else None
+
+
+_READERS: dict[FormatName, Callable[[ExampleFormat, Row], Example | None]] = {
+    "messages": _read_messages,
+    "conversations": _read_messages,
+    "prompt_completion": _read_prompt_completion,
+    "alpaca": _read_alpaca,
+    "text": _read_text,
+}
+
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "ipython",
+}
+
+
+def _messages(value: Any, column: str) -> list[Message] | None:
+    """The turns in a column; None if there are none, or one of them says nothing."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise DataError(
+            f"{column} is a list of messages such as {{'role': 'user', 'content': 'Hi'}}, got {_seen(value)}."
+        )
+    messages = [_message(message, column) for message in value]
+    spoken = all(message["content"].strip() or "tool_calls" in message for message in messages)
+    return messages if messages and spoken else None
+
+
+def _message(raw: Row, column: str) -> Message:
+    # Arrow fills a key that only other messages have with null; templates ask whether it is defined.
+    message = {key: value for key, value in raw.items() if value is not None}
+    role = message.pop("role", None) or message.pop("from", None)
+    if role not in _ROLES:
+        raise DataError(
+            f"{column}: the role of a message is one of {', '.join(_ROLES)}, got {_seen(role)}"
+            f"{'' if role is not None else f' in {_seen(raw)}'}."
+        )
+    content = message.pop("content", None)
+    content = message.pop("value", None) if content is None else content
+    return {"role": _ROLES[role], "content": _content(content, column), **message}
+
+
+def _content(content: Any, column: str) -> str:
+    """What a message says; the multi-part form is taken where all parts are text."""
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    ):
+        return "".join(_text(part.get("text"), column) for part in cast(list[Row], content))
+    return _text(content, f"The content of a message in {column}")
+
+
+def _text(value: Any, column: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(
+            f"{column} is text, got {type(value).__name__}: {_seen(value)}. Convert it to a string."
+        )
+    return value
+
+
+def _seen(value: Any, limit: int = 100) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]

@@ -1,0 +1,311 @@
+"""From ``DataConfig`` to examples that a run can train on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets.fingerprint import Hasher
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_ft.data.chat_templates import prepare_tokenizer, require_chat_template
+from lowmem_ft.data.collating import Collator
+from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.examples import (
+    Examples,
+    MappedExamples,
+    StreamedExamples,
+    TokenizedExample,
+    column,
+)
+from lowmem_ft.data.formats import choose_loss_on, recognise_format
+from lowmem_ft.data.packing import pack_best_fit
+from lowmem_ft.data.sources import READING_ERRORS, Source, open_rows, reading_error
+from lowmem_ft.data.summary import DataSummary, Outcome, marked_text, summarise
+from lowmem_ft.data.tokenizing import TOKENIZED, Tokenization
+from lowmem_ft.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+TOKENIZING_BATCH_ROWS = 1000
+STREAMING_BATCH_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """What a run trains and evaluates on.
+
+    Args:
+        train: training examples.
+        evaluation: held-out examples in their own order, or None.
+        summary: counts of the training data, or None when streaming (they are logged after each epoch).
+        evaluation_summary: counts of the held-out data, or None.
+        collate: makes batches of either.
+    """
+
+    train: Examples
+    evaluation: Examples | None
+    summary: DataSummary | None
+    evaluation_summary: DataSummary | None
+    collate: Collator
+
+
+def load_data(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_positions: int | None,
+    seed: int,
+    attn_implementation: str,
+) -> PreparedData:
+    """Tokenized training and held-out data, memory-mapped from the cache of ``datasets`` or streamed.
+
+    With several processes, let the first one of each machine call it before the others (``main_process_first``): it
+    tokenizes, they find the result in the cache.
+
+    Args:
+        config: the recipe's ``data``.
+        tokenizer: changed in place where it lacks a pad token or a chat template, so that these are saved with it.
+        max_positions: longest input of the model in tokens, or None where it has no limit.
+        seed: chooses the held-out examples of ``data.eval_size``.
+        attn_implementation: the model's attention; it decides how packed rows are laid out.
+
+    Returns:
+        The data; what was left out, cut and learnt is logged, with one example as the model reads it.
+
+    Raises:
+        DataError: if the configuration, the source, an example or the tokenizer is unfit, or nothing is left to learn.
+    """
+    if config.path is None:
+        raise DataError("data.path names the training data, got null. Set data=FILE or data=HUB_NAME.")
+    if problems := config.problems():
+        raise DataError(*problems)
+    config = replace(config, max_length=_max_length(config, max_positions))
+    if int(os.environ.get("RANK", "0")) > 0:
+        datasets.disable_progress_bars()
+    prepare_tokenizer(tokenizer, chat_template=config.chat_template)
+    pad_token_id: Any = tokenizer.pad_token_id
+    collate = Collator(
+        pad_token_id=pad_token_id,
+        max_length=config.max_length,
+        packed=config.packing,
+        in_one_row="flash" in attn_implementation,
+    )
+    if config.streaming:
+        return _load_streamed(config, tokenizer, collate)
+    return _load_mapped(config, tokenizer, collate, seed)
+
+
+def _load_mapped(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, collate: Collator, seed: int
+) -> PreparedData:
+    train_source, eval_source = _sources(config)
+    train_table, eval_table = _tokenize(config, train_source, tokenizer, is_train=True), None
+    if eval_source is not None:
+        eval_table = _tokenize(config, eval_source, tokenizer, is_train=False)
+    elif config.eval_size is not None:
+        train_table, eval_table = _hold_out(train_table, config.eval_size, seed)
+    train, summary = _examples(train_table, config, train_source, is_train=True)
+    _log_example(train.first(), tokenizer)
+    evaluation, evaluation_summary = None, None
+    if eval_table is not None:
+        evaluation, evaluation_summary = _examples(
+            eval_table, config, eval_source or train_source, is_train=False
+        )
+    return PreparedData(
+        train=train,
+        evaluation=evaluation,
+        summary=summary,
+        evaluation_summary=evaluation_summary,
+        collate=collate,
+    )
+
+
+def _load_streamed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, collate: Collator) -> PreparedData:
+    train_source, eval_source = _sources(config)
+    train = _stream(config, train_source, tokenizer, is_train=True)
+    _log_example(train.first(), tokenizer)
+    evaluation = None if eval_source is None else _stream(config, eval_source, tokenizer, is_train=False)
+    return PreparedData(
+        train=train, evaluation=evaluation, summary=None, evaluation_summary=None, collate=collate
+    )
+
+
+def _max_length(config: DataConfig, max_positions: int | None) -> int | None:
+    if config.max_length is None:
+        if max_positions is None and config.packing:
+            raise DataError(
+                "data.packing needs a length of rows, but data.max_length is null and the model has no limit. "
+                "Set data.max_length."
+            )
+        return max_positions
+    if max_positions is not None and config.max_length > max_positions:
+        raise DataError(
+            f"data.max_length is at most what the model takes, {max_positions} tokens, got {config.max_length}. "
+            f"Set data.max_length={max_positions} or less, or null for the model's limit."
+        )
+    return config.max_length
+
+
+def _sources(config: DataConfig) -> tuple[Source, Source | None]:
+    assert config.path is not None
+    train = Source(
+        path=config.path,
+        split=config.split,
+        name=config.name,
+        revision=config.revision,
+        data_files=config.data_files,
+        streaming=config.streaming,
+    )
+    if config.eval_path is not None:
+        return train, Source(
+            path=config.eval_path,
+            split=config.eval_split or "train",
+            setting="data.eval_path",
+            split_setting="data.eval_split",
+            streaming=config.streaming,
+        )
+    if config.eval_split is not None:
+        return train, replace(train, split=config.eval_split, split_setting="data.eval_split")
+    return train, None
+
+
+def _open(config: DataConfig, source: Source, *, is_train: bool) -> Any:
+    rows: Any = open_rows(source)
+    if config.max_samples is None or not is_train:
+        return rows
+    return rows.take(config.max_samples if config.streaming else min(config.max_samples, len(rows)))
+
+
+def _tokenization(
+    config: DataConfig, source: Source, tokenizer: PreTrainedTokenizerBase, first_row: dict[str, Any]
+) -> Tokenization:
+    has_chat_template = tokenizer.chat_template is not None
+    example_format = recognise_format(
+        config, list(first_row), has_chat_template=has_chat_template, source=str(source)
+    )
+    if example_format.is_chat(first_row):
+        require_chat_template(tokenizer)
+    elif has_chat_template and example_format.name == "prompt_completion":
+        logger.info(
+            "Prompts and completions are strings, so they are joined as they are. To wrap them in the chat template, "
+            "add data.format=alpaca."
+        )
+    return Tokenization(
+        tokenizer=tokenizer,
+        example_format=example_format,
+        loss_on=choose_loss_on(config, example_format),
+        max_length=config.max_length,
+        source=str(source),
+    )
+
+
+def _tokenize(
+    config: DataConfig, source: Source, tokenizer: PreTrainedTokenizerBase, *, is_train: bool
+) -> datasets.Dataset:
+    """The tokenized table of a split, dropped examples included, from the cache if it was made before."""
+    rows = _open(config, source, is_train=is_train)
+    tokenization = _tokenization(config, source, tokenizer, rows[0])
+    rows = rows.select_columns(list(tokenization.example_format.columns))
+    return rows.map(
+        tokenization,
+        with_indices=True,
+        batched=True,
+        batch_size=TOKENIZING_BATCH_ROWS,
+        writer_batch_size=TOKENIZING_BATCH_ROWS,
+        remove_columns=rows.column_names,
+        features=TOKENIZED,
+        num_proc=config.num_proc,
+        # Hashing the function itself would hash the tokenizer's inner state, which changes as it is used.
+        new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
+        desc=f"Tokenizing {source}",
+    )
+
+
+def _hold_out(table: datasets.Dataset, size: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """The table in two parts; the pieces of one document stay together."""
+    sample_ids = column(table, "sample_id")
+    candidates = np.unique(sample_ids)
+    count = int(size) if size >= 1 else max(1, round(size * len(candidates)))
+    if count >= len(candidates):
+        raise DataError(
+            f"data.eval_size leaves at least one example to train on, got {size:g} of {len(candidates)}. Set it lower."
+        )
+    chosen = np.random.default_rng([seed, len(candidates)]).choice(candidates, count, replace=False)
+    is_held_out = np.isin(sample_ids, chosen)
+    return table.select(np.flatnonzero(~is_held_out)), table.select(np.flatnonzero(is_held_out))
+
+
+def _examples(
+    table: datasets.Dataset, config: DataConfig, source: Source, *, is_train: bool
+) -> tuple[MappedExamples, DataSummary]:
+    outcomes, lengths = column(table, "outcome"), column(table, "num_tokens")
+    summary = summarise(outcomes, column(table, "is_cut"), lengths, column(table, "num_label_tokens"))
+    summary.require_examples(str(source))
+    is_kept = outcomes == Outcome.KEPT
+    if not is_kept.all():
+        table = table.select(np.flatnonzero(is_kept))
+    packed = None
+    if config.packing:
+        assert config.max_length is not None
+        packed = pack_best_fit(lengths[is_kept].astype(np.int64), config.max_length)
+        summary = replace(summary, num_rows=len(packed), row_capacity=config.max_length)
+    for line in summary.lines():
+        logger.info("%s data %s: %s", "Training" if is_train else "Held-out", source, line)
+    examples = MappedExamples(
+        table,
+        shuffle=config.shuffle and is_train,
+        group_by_length=config.group_by_length and is_train,
+        packed=packed,
+    )
+    return examples, summary
+
+
+def _stream(
+    config: DataConfig, source: Source, tokenizer: PreTrainedTokenizerBase, *, is_train: bool
+) -> StreamedExamples:
+    rows = _open(config, source, is_train=is_train)
+    first_row = next(_batches(rows, source, batch_rows=1), None)
+    if first_row is None:
+        raise DataError(f"{source.setting} holds no example: {source}. Name data with at least one row.")
+    tokenization = _tokenization(
+        config, source, tokenizer, {name: values[0] for name, values in first_row.items()}
+    )
+    rows = rows.select_columns(list(tokenization.example_format.columns))
+    return StreamedExamples(
+        _tokenized_batches(rows, source, tokenization),
+        source=str(source),
+        shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle and is_train else 1,
+        pack_to=config.max_length if config.packing else None,
+    )
+
+
+def _tokenized_batches(
+    rows: Any, source: Source, tokenization: Tokenization
+) -> Callable[[], Iterator[dict[str, list[Any]]]]:
+    def from_the_start() -> Iterator[dict[str, list[Any]]]:
+        num_read = 0
+        for columns in _batches(rows, source, batch_rows=STREAMING_BATCH_ROWS):
+            num_rows = len(next(iter(columns.values())))
+            yield tokenization(columns, list(range(num_read, num_read + num_rows)))
+            num_read += num_rows
+
+    return from_the_start
+
+
+def _batches(rows: Any, source: Source, *, batch_rows: int) -> Iterator[dict[str, list[Any]]]:
+    """Batches of raw columns; a stream meets a malformed file only here."""
+    try:
+        yield from rows.iter(batch_size=batch_rows)
+    except READING_ERRORS as error:
+        raise reading_error(error, source) from error
+
+
+def _log_example(example: TokenizedExample, tokenizer: PreTrainedTokenizerBase) -> None:
+    text = marked_text(example.input_ids_T, example.labels_T, tokenizer)
+    logger.info("Example %d as the model reads it, learnt between ⟦ and ⟧:\n%s", example.sample_id, text)

@@ -1,0 +1,185 @@
+"""The micro-batches of each optimizer step, and the place in the data from which a run can go on.
+
+One optimizer step takes ``B x A x W`` consecutive rows of the global order: B rows a micro-batch, A micro-batches, W
+processes. Micro-batch ``j`` of process ``r`` takes rows ``[(j * W + r) * B : (j * W + r + 1) * B]`` of them. So the set
+of rows of a step depends on the global batch size alone, not on how it is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+from lowmem_ft.data.batch import Batch
+from lowmem_ft.data.collating import Collator
+from lowmem_ft.data.examples import Examples, Row
+from lowmem_ft.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPosition:
+    """A place in the data, independent of the shape of batches.
+
+    Args:
+        seed: of the order.
+        epoch: from 0.
+        index: rows of the epoch's order that are done: examples, or packed rows with packing.
+    """
+
+    seed: int
+    epoch: int = 0
+    index: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """The position as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, int]) -> DataPosition:
+        """The position that :meth:`to_json` wrote."""
+        return cls(**value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The data of one optimizer step on this process.
+
+    Args:
+        batches: the micro-batches; as many on every process.
+        position: where to go on after this step.
+        epoch: epochs done after this step; when streaming, whole ones only.
+    """
+
+    batches: list[Batch]
+    position: DataPosition
+    epoch: float
+
+
+class DataStream:
+    """Windows of training data without end: one epoch follows the other.
+
+    The last window of an epoch is short when the rows do not divide evenly: it may have fewer micro-batches, and a
+    process without a share gets micro-batches without labels (``sample_ids=()``), which cost time but change no
+    number. No row is repeated or left out.
+
+    Args:
+        examples: the rows, and their order.
+        position: where to begin; its seed decides the order.
+        per_device_batch_size: rows of a micro-batch.
+        gradient_accumulation_steps: micro-batches of a window on each process.
+        num_processes: processes that share the data.
+        process_index: which of them this is.
+        collate: rows to a batch.
+
+    Raises:
+        DataError: if the position lies beyond the end of the data.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        *,
+        position: DataPosition,
+        per_device_batch_size: int,
+        gradient_accumulation_steps: int,
+        num_processes: int,
+        process_index: int,
+        collate: Collator,
+    ) -> None:
+        self._examples, self._collate = examples, collate
+        self._batch_size = per_device_batch_size
+        self._num_processes, self._process_index = num_processes, process_index
+        self._window_rows = per_device_batch_size * gradient_accumulation_steps * num_processes
+        if examples.num_rows is not None and position.index >= examples.num_rows:
+            raise DataError(
+                f"The run stopped at row {position.index} of an epoch, but the data has {examples.num_rows} rows now. "
+                "Resume with the data, data.max_length and data.packing that the run began with."
+            )
+        self.position = position
+        self._references: Iterator[Any] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of one epoch, or None when streaming."""
+        num_rows = self._examples.num_rows
+        return None if num_rows is None else -(-num_rows // self._window_rows)
+
+    def next_window(self) -> Window:
+        """The data of the next optimizer step.
+
+        Raises:
+            DataError: if an epoch of streamed data holds no example, or its source cannot be read any more.
+        """
+        references = self._take()
+        if not references:  # only a stream learns that an epoch is over by finding nothing more
+            self._begin_next_epoch()
+            references = self._take()
+            if not references:
+                raise DataError("The training data has no example to begin an epoch with.")
+        self.position = replace(self.position, index=self.position.index + len(references))
+        num_rows = self._examples.num_rows
+        if num_rows is not None and self.position.index >= num_rows:
+            self._begin_next_epoch()
+        batches = _share(
+            references,
+            self._examples.read,
+            self._batch_size,
+            self._num_processes,
+            self._process_index,
+            self._collate,
+        )
+        epoch = self.position.epoch + (self.position.index / num_rows if num_rows else 0.0)
+        return Window(batches=batches, position=self.position, epoch=epoch)
+
+    def _take(self) -> list[Any]:
+        if self._references is None:
+            self._references = self._examples.order(
+                self.position.seed, self.position.epoch, self.position.index
+            )
+        return list(islice(self._references, self._window_rows))
+
+    def _begin_next_epoch(self) -> None:
+        self.position = replace(self.position, epoch=self.position.epoch + 1, index=0)
+        self._references = None
+
+
+def eval_batches(
+    examples: Examples, *, batch_size: int, num_processes: int, process_index: int, collate: Collator
+) -> Iterator[Batch]:
+    """The micro-batches of this process's share of held-out examples, in their order.
+
+    Args:
+        examples: made without shuffling.
+        batch_size: rows of a micro-batch.
+        num_processes: processes that share the data.
+        process_index: which of them this is.
+        collate: rows to a batch.
+
+    Yields:
+        Batches, as many on every process; without labels where a process has no share.
+    """
+    references = examples.order(0, 0)
+    while chunk := list(islice(references, batch_size * num_processes)):
+        yield from _share(chunk, examples.read, batch_size, num_processes, process_index, collate)
+
+
+def _share(
+    references: Sequence[Any],
+    read: Callable[[Any], Row],
+    batch_size: int,
+    num_processes: int,
+    process_index: int,
+    collate: Collator,
+) -> list[Batch]:
+    """The micro-batches of one process from rows that all processes share; as many for each of them."""
+    batches = []
+    for start in range(0, len(references), batch_size * num_processes):
+        first = start + process_index * batch_size
+        own = references[first : first + batch_size]
+        if own:
+            batches.append(collate([read(reference) for reference in own]))
+        else:  # this one's share is empty, but the others wait for it in their collectives
+            batches.append(collate([read(references[start])], learn=False))
+    return batches

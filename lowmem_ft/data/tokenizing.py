@@ -1,0 +1,180 @@
+"""Examples to token ids and the tokens that are learnt, in batches.
+
+Axes: T tokens of one example.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_ft.data.config import LossOn
+from lowmem_ft.data.formats import ExampleFormat, Row
+from lowmem_ft.data.masking import MarkedText, mark_learnt
+from lowmem_ft.data.summary import Outcome
+from lowmem_ft.errors import DataError
+
+TOKENIZED = datasets.Features(
+    {
+        "sample_id": datasets.Value("int64"),
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "is_learnt": datasets.List(datasets.Value("bool")),
+        "num_tokens": datasets.Value("int32"),
+        "num_label_tokens": datasets.Value("int32"),
+        "is_cut": datasets.Value("bool"),
+        "outcome": datasets.Value("int8"),
+    }
+)
+"""The columns of a tokenized example. ``sample_id`` is its index among the rows read; the mask is one bit a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """Everything that decides what a row becomes; called by ``Dataset.map`` on batches of rows.
+
+    Args:
+        tokenizer: fast, with a chat template if the format needs one.
+        example_format: how to read a row.
+        loss_on: which tokens to learn.
+        max_length: tokens beyond it are cut off, or begin a new piece of a document; None: no limit.
+        source: where the rows come from, for messages.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    example_format: ExampleFormat
+    loss_on: LossOn
+    max_length: int | None
+    source: str
+
+    def __call__(self, columns: dict[str, list[Any]], sample_ids: list[int]) -> dict[str, list[Any]]:
+        """The tokenized columns of a batch of rows; documents that are too long become several rows.
+
+        Args:
+            columns: values by column, as ``datasets`` hands them over.
+            sample_ids: index of each row.
+
+        Returns:
+            Values by the column names of ``TOKENIZED``.
+        """
+        columns = dict(columns)
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        marked = [self._mark(row, sample_id) for row, sample_id in zip(rows, sample_ids, strict=True)]
+        tokenized: dict[str, list[Any]] = {column: [] for column in TOKENIZED}
+        for sample_id, text, encoded in zip(sample_ids, marked, self._encode(marked), strict=True):
+            for piece in self._pieces(text, encoded):
+                for column, value in {"sample_id": sample_id, **piece}.items():
+                    tokenized[column].append(value)
+        return tokenized
+
+    def key(self) -> dict[str, Any]:
+        """What the result depends on, as plain values: the name of its cache."""
+        tokenizer: Any = self.tokenizer
+        return {
+            "tokenizer": tokenizer.backend_tokenizer.to_str(),
+            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "chat_template": str(tokenizer.chat_template),
+            "example_format": repr(self.example_format),
+            "loss_on": self.loss_on,
+            "max_length": self.max_length,
+            "version": 1,  # raise it when the same values give other tokens
+        }
+
+    def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
+        try:
+            example = self.example_format.read(row)
+            return None if example is None else mark_learnt(example, self.tokenizer, self.loss_on)
+        except DataError as error:
+            raise DataError(
+                *(f"Example {sample_id} of {self.source}: {problem}" for problem in error.problems)
+            ) from error
+
+    def _encode(self, marked: list[MarkedText | None]) -> list[tuple[np.ndarray, np.ndarray] | None]:
+        """Token ids and the learnt mask of each text."""
+        encoded: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(marked)
+        for templated in (True, False):
+            chosen = [i for i, text in enumerate(marked) if text and text.holds_special_tokens is templated]
+            if not chosen:
+                continue
+            texts = [text for text in (marked[i] for i in chosen) if text]
+            encodings: Any = self.tokenizer(
+                [text.text for text in texts],
+                add_special_tokens=not templated,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,  # "longer than the model's maximum": we cut and count
+            )
+            both = zip(encodings["input_ids"], encodings["offset_mapping"], strict=True)
+            for i, text, (ids, offsets) in zip(chosen, texts, both, strict=True):
+                encoded[i] = self._learnt_tokens(text, ids, offsets)
+        return encoded
+
+    def _learnt_tokens(
+        self, text: MarkedText, ids: list[int], offsets: list[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        input_ids_T = np.asarray(ids, dtype=np.int32)
+        starts_T, ends_T = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+        is_learnt_T = np.zeros(len(ids), dtype=bool)
+        for start, end in text.learnt:
+            is_learnt_T |= (starts_T < end) & (ends_T > start) & (starts_T < ends_T)
+        eos: Any = self.tokenizer.eos_token_id
+        if text.holds_special_tokens or eos is None:
+            return input_ids_T, is_learnt_T
+        if ids and ids[-1] == eos:  # the tokenizer ends every text with EOS by itself
+            is_learnt_T[-1] = True
+            return input_ids_T, is_learnt_T
+        return np.append(input_ids_T, np.int32(eos)), np.append(is_learnt_T, True)
+
+    def _pieces(
+        self, text: MarkedText | None, encoded: tuple[np.ndarray, np.ndarray] | None
+    ) -> list[dict[str, Any]]:
+        if text is None or encoded is None:
+            return [_dropped(Outcome.EMPTY)]
+        if not text.learnt:
+            return [_dropped(Outcome.NO_ANSWER)]
+        input_ids_T, is_learnt_T = encoded
+        limit = self.max_length or len(input_ids_T)
+        is_cut = len(input_ids_T) > limit
+        is_document = self.example_format.name == "text"
+        # A last piece of a single token would have nothing to predict it from.
+        starts = range(0, max(len(input_ids_T) - 1, 1), limit) if is_document else [0]
+        return [
+            _piece(
+                input_ids_T[start : start + limit],
+                is_learnt_T[start : start + limit],
+                is_cut=is_cut and start == 0,
+            )
+            for start in starts
+        ]
+
+
+def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, *, is_cut: bool) -> dict[str, Any]:
+    """One row of ``TOKENIZED`` but for its sample id."""
+    is_learnt_T = is_learnt_T.copy()
+    is_learnt_T[:1] = False  # nothing comes before the first token to predict it from
+    if not is_learnt_T.any():
+        return _dropped(Outcome.ANSWER_CUT_OFF if is_cut else Outcome.NO_ANSWER, is_cut=is_cut)
+    return {
+        "input_ids": input_ids_T,
+        "is_learnt": is_learnt_T,
+        "num_tokens": len(input_ids_T),
+        "num_label_tokens": int(is_learnt_T.sum()),
+        "is_cut": is_cut,
+        "outcome": int(Outcome.KEPT),
+    }
+
+
+def _dropped(outcome: Outcome, *, is_cut: bool = False) -> dict[str, Any]:
+    """The row of an example that is left out: it keeps the reason, to be counted, but no tokens."""
+    return {
+        "input_ids": np.zeros(0, dtype=np.int32),
+        "is_learnt": np.zeros(0, dtype=bool),
+        "num_tokens": 0,
+        "num_label_tokens": 0,
+        "is_cut": is_cut,
+        "outcome": int(outcome),
+    }

@@ -1,0 +1,172 @@
+"""Formats are recognised from the columns, can be named, and say what is wrong with a row."""
+
+import pytest
+
+from lowmem_ft.data import DataConfig
+from lowmem_ft.data.formats import Chat, Completion, Document, choose_loss_on, recognise_format
+from lowmem_ft.errors import DataError
+
+
+def recognise(columns, *, has_chat_template=True, **config):
+    return recognise_format(
+        DataConfig(**config), columns, has_chat_template=has_chat_template, source="data.jsonl"
+    )
+
+
+@pytest.mark.parametrize(
+    "columns, name",
+    [
+        (["id", "messages"], "messages"),
+        (["conversations", "source"], "conversations"),
+        (["prompt", "completion"], "prompt_completion"),
+        (["instruction", "input", "output", "text"], "alpaca"),
+        (["instruction", "output"], "alpaca"),
+        (["text", "meta"], "text"),
+    ],
+)
+def test_the_columns_tell_the_format(columns, name):
+    assert recognise(columns).name == name
+
+
+def test_gsm8k_columns_need_only_their_names():
+    fmt = recognise(["question", "answer"], prompt_column="question", completion_column="answer")
+    assert fmt.read({"question": "1+1?", "answer": "2"}) == Completion("1+1?", "2")
+
+
+def test_alpaca_takes_other_columns_too():
+    fmt = recognise(["q", "a"], format="alpaca", prompt_column="q", completion_column="a")
+    assert fmt.read({"q": "Hi", "a": "Ho"}).messages == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+    ]
+
+
+def test_unknown_columns_list_what_was_seen_and_what_is_known():
+    with pytest.raises(DataError) as caught:
+        recognise(["q", "a"])
+    message = str(caught.value)
+    assert "Columns seen: q, a." in message
+    for known in ("messages", "conversations", "prompt_completion", "alpaca", "text"):
+        assert known in message
+    assert "data.prompt_column=question" in message
+
+
+def test_a_named_column_that_is_absent_is_an_error_with_the_nearest_name():
+    with pytest.raises(DataError, match=r"data\.prompt_column .* is questoin, .*Did you mean `question`\?"):
+        recognise(["question", "answer"], prompt_column="questoin", completion_column="answer")
+
+
+def test_a_format_without_its_columns_is_an_error():
+    with pytest.raises(
+        DataError, match=r"data\.messages_column of the format messages is messages.*seen: text"
+    ):
+        recognise(["text"], format="messages")
+
+
+def test_overrides_of_two_formats_are_an_error():
+    with pytest.raises(DataError, match="different formats"):
+        recognise(["a", "b"], prompt_column="a", text_column="b")
+    with pytest.raises(DataError, match=r"data\.format=text does not use data\.prompt_column"):
+        recognise(["a", "text"], format="text", prompt_column="a")
+
+
+def test_share_gpt_and_openai_messages_are_the_same_chat():
+    fmt = recognise(["conversations"])
+    openai = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    share_gpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    assert fmt.read({"conversations": share_gpt}) == fmt.read({"conversations": openai}) == Chat(openai)
+
+
+def test_keys_that_arrow_filled_with_null_are_left_out():
+    message = {"role": "user", "content": "Hi", "tool_calls": None, "name": "Ann"}
+    read = recognise(["messages"]).read({"messages": [message, {"role": "assistant", "content": "Ho"}]})
+    assert read.messages[0] == {"role": "user", "content": "Hi", "name": "Ann"}
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    assert (
+        recognise(["messages"])
+        .read({"messages": [{"role": "user", "content": parts}]})
+        .messages[0]["content"]
+        == "Hi"
+    )
+
+
+def test_alpaca_becomes_a_chat_or_the_classic_prompt():
+    row = {"instruction": "Add.", "input": "1 and 1", "output": "2"}
+    chat = recognise(list(row)).read(row)
+    assert chat.num_prompt_messages == 1
+    assert chat.messages[0]["content"] == "Add.\n\n1 and 1"
+    plain = recognise(list(row), has_chat_template=False).read(row)
+    assert plain.prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 1\n\n### Response:\n")
+    assert plain.completion == "2"
+
+
+@pytest.mark.parametrize("nothing", [{}, {"input": None}, {"input": ""}, {"input": " "}])
+def test_alpaca_without_an_input(nothing):
+    row = {"instruction": "Sing.", "output": "La", **nothing}
+    assert recognise(list(row)).read(row).messages[0]["content"] == "Sing."
+    assert "Input" not in recognise(list(row), has_chat_template=False).read(row).prompt
+
+
+def test_a_system_prompt_is_put_before_chats_that_have_none():
+    fmt = recognise(["messages"], system_prompt="Be brief.")
+    bare = [{"role": "user", "content": "Hi"}]
+    own = [{"role": "system", "content": "Be long."}, *bare]
+    assert fmt.read({"messages": bare}).messages == [{"role": "system", "content": "Be brief."}, *bare]
+    assert fmt.read({"messages": own}).messages == own
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": None},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": ""}]},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]},
+        {"prompt": "a", "completion": None},
+        {"prompt": " ", "completion": "b"},
+        {"prompt": [], "completion": [{"role": "assistant", "content": "b"}]},
+        {"instruction": "a", "input": "b", "output": ""},
+        {"text": None},
+        {"text": "\n"},
+    ],
+)
+def test_an_example_with_an_empty_field_is_none(row):
+    assert recognise(list(row)).read(row) is None
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        ({"messages": "Hi"}, "messages is a list of messages"),
+        ({"messages": ["Hi"]}, "messages is a list of messages"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "content of a message in messages is text, got int: 3",
+        ),
+        (
+            {"messages": [{"role": "wizard", "content": "Hi"}]},
+            "the role of a message is one of .*, got 'wizard'",
+        ),
+        ({"messages": [{"content": "Hi"}]}, "the role of a message is one of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is text, got list"),
+        ({"prompt": 1.5, "completion": "a"}, "prompt is text, got float: 1.5"),
+        ({"text": 7}, "text is text, got int: 7"),
+    ],
+)
+def test_a_row_of_the_wrong_structure_is_an_error(row, problem):
+    with pytest.raises(DataError, match=problem):
+        recognise(list(row)).read(row)
+
+
+def test_what_is_learnt_by_default_and_what_cannot_be():
+    assert choose_loss_on(DataConfig(), recognise(["messages"])) == "assistant"
+    assert choose_loss_on(DataConfig(), recognise(["conversations"])) == "assistant"
+    assert choose_loss_on(DataConfig(), recognise(["prompt", "completion"])) == "completion"
+    assert choose_loss_on(DataConfig(), recognise(["instruction", "output"])) == "completion"
+    assert choose_loss_on(DataConfig(), recognise(["text"])) == "all"
+    assert recognise(["text"]).read({"text": "a"}) == Document("a")
+    with pytest.raises(DataError, match=r"data\.loss_on=assistant needs examples with a prompt"):
+        choose_loss_on(DataConfig(loss_on="assistant"), recognise(["text"]))

@@ -1,0 +1,154 @@
+"""The learnt part of a chat is what the assistant has to say, whatever the template looks like."""
+
+import pytest
+
+from lowmem_ft.data.chat_templates import CHATML
+from lowmem_ft.data.formats import Chat, Completion, Document
+from lowmem_ft.data.masking import mark_learnt
+from lowmem_ft.errors import DataError
+
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+MARKED_WITHOUT_END = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + UNMARKED
+)
+NO_GENERATION_PROMPT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>\n{% endfor %}"
+LIKE_LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% elif m['role'] == 'assistant' %} {{ m['content'] }} <|im_end|>"
+    "{% else %}{{ raise_exception('System role not supported') }}{% endif %}{% endfor %}"
+)
+LIKE_DEEPSEEK_R1 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<User>{{ m['content'] }}"
+    "{% else %}<Assistant>{{ m['content'].split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<Assistant><think>\n{% endif %}"
+)
+LIKE_QWEN_3 = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last and '<think>' not in m['content'] %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+TWO_TURNS = [user("Hi"), assistant("Ho"), user("Hi"), assistant("Ho ho")]
+
+
+def learnt(
+    messages, template, make_tokenizer, loss_on="assistant", num_prompt_messages=None, eos="<|im_end|>"
+):
+    tokenizer = make_tokenizer(chat_template=template, eos=eos)
+    marked = mark_learnt(Chat(messages, num_prompt_messages), tokenizer, loss_on)
+    return [marked.text[start:end] for start, end in marked.learnt]
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED, MARKED_WITHOUT_END, DEFAULT_SYSTEM])
+def test_every_answer_with_its_end_of_turn_is_learnt(template, make_tokenizer):
+    assert learnt(TWO_TURNS, template, make_tokenizer) == ["Ho<|im_end|>", "Ho ho<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        TWO_TURNS,
+        [{"role": "system", "content": "Be brief."}, *TWO_TURNS],
+        [assistant("I begin."), *TWO_TURNS],
+        [user("Hi"), assistant("<b>Ho</b>\n"), user("?"), assistant("  indented")],
+        [user("Hi"), assistant("Ho"), user("and nothing after")],
+        [user("Hi"), assistant("é 你好 🙂"), user("🙂"), assistant("🙂")],
+    ],
+)
+def test_generation_marks_and_rendered_prefixes_agree(messages, make_tokenizer):
+    tokenizers = [make_tokenizer(chat_template=template) for template in (MARKED, UNMARKED)]
+    by_marks, by_prefixes = (mark_learnt(Chat(messages), tokenizer, "assistant") for tokenizer in tokenizers)
+    assert by_marks == by_prefixes
+    assert len(by_marks.learnt) == sum(message["role"] == "assistant" for message in messages)
+
+
+def test_completion_is_the_last_answer_or_what_follows_the_prompt(make_tokenizer):
+    assert learnt(TWO_TURNS, UNMARKED, make_tokenizer, "completion") == ["Ho ho<|im_end|>"]
+    after_prompt = learnt(TWO_TURNS, UNMARKED, make_tokenizer, "completion", num_prompt_messages=1)
+    assert after_prompt == [
+        "Ho<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo ho<|im_end|>"
+    ]
+
+
+def test_all_is_the_whole_chat(make_tokenizer):
+    assert learnt(TWO_TURNS, UNMARKED, make_tokenizer, "all")[0].startswith("<|im_start|>user\nHi")
+
+
+def test_a_chat_without_an_assistant_turn_marks_nothing(make_tokenizer):
+    assert learnt([user("Hi")], UNMARKED, make_tokenizer) == []
+    assert (
+        learnt([*TWO_TURNS, user("Hi")], UNMARKED, make_tokenizer, "completion", num_prompt_messages=4) == []
+    )
+
+
+def test_templates_without_a_generation_prompt(make_tokenizer):
+    turns = learnt(TWO_TURNS, NO_GENERATION_PROMPT, make_tokenizer)
+    assert turns == ["[assistant]Ho<|im_end|>", "[assistant]Ho ho<|im_end|>"]
+    assert learnt(TWO_TURNS, LIKE_LLAMA_2, make_tokenizer) == [" Ho <|im_end|>", " Ho ho <|im_end|>"]
+
+
+def test_a_generation_prompt_that_the_chat_does_not_repeat(make_tokenizer):
+    assert learnt(TWO_TURNS, LIKE_DEEPSEEK_R1, make_tokenizer) == ["Ho<|im_end|>", "Ho ho<|im_end|>"]
+
+
+def test_a_template_that_writes_the_last_turn_otherwise(make_tokenizer):
+    expected = ["Ho<|im_end|>", "<think>\n\n</think>\n\nHo ho<|im_end|>"]
+    assert learnt(TWO_TURNS, LIKE_QWEN_3, make_tokenizer) == expected
+
+
+def test_a_template_that_drops_part_of_an_answer_is_an_error_with_a_way_out(make_tokenizer):
+    thinking = [user("Hi"), assistant("<think>hm</think>Ho"), user("Hi"), assistant("<think>ah</think>Ho ho")]
+    with pytest.raises(DataError, match=r"rewrites .* message 2 .*data\.loss_on=completion"):
+        learnt(thinking, LIKE_QWEN_3, make_tokenizer)
+    last = learnt(thinking, LIKE_QWEN_3, make_tokenizer, "completion")
+    assert last == ["<think>ah</think>Ho ho<|im_end|>"]
+
+
+def test_a_template_that_refuses_a_role_is_an_error_with_its_reason(make_tokenizer):
+    with pytest.raises(
+        DataError, match=r"refuses a conversation of the roles system, user.*System role not supported"
+    ):
+        learnt([{"role": "system", "content": "Be."}, *TWO_TURNS], LIKE_LLAMA_2, make_tokenizer)
+
+
+def test_marks_that_mark_nothing_are_an_error(make_tokenizer):
+    empty = MARKED.replace(
+        "{% generation %}{{ message['content'] }}<|im_end|>", "{{ message['content'] }}{% generation %}"
+    )
+    with pytest.raises(DataError, match="marks no answer although the chat has an assistant turn"):
+        learnt(TWO_TURNS, empty, make_tokenizer, eos="<|endoftext|>")
+
+
+def test_default_chatml_ends_an_answer_with_the_tokenizers_own_eos(make_tokenizer):
+    turns = learnt(TWO_TURNS, CHATML, make_tokenizer, eos="<|endoftext|>")
+    assert turns == ["Ho<|im_end|><|endoftext|>", "Ho ho<|im_end|><|endoftext|>"]
+    assert learnt(TWO_TURNS, CHATML, make_tokenizer) == ["Ho<|im_end|>", "Ho ho<|im_end|>"]
+
+
+def test_strings_are_joined_as_they_are(make_tokenizer):
+    tokenizer = make_tokenizer()
+    marked = mark_learnt(Completion("1+1=", "2"), tokenizer, "completion")
+    assert (marked.text, marked.learnt, marked.holds_special_tokens) == ("1+1=2", ((4, 5),), False)
+    assert mark_learnt(Completion("1+1=", "2"), tokenizer, "all").learnt == ((0, 5),)
+    assert mark_learnt(Document("text"), tokenizer, "all").learnt == ((0, 4),)
+    with pytest.raises(DataError, match=r"data\.loss_on=assistant needs chats"):
+        mark_learnt(Completion("1+1=", "2"), tokenizer, "assistant")

@@ -1,0 +1,167 @@
+"""Bad sources explain themselves; good ones of every kind are read."""
+
+import json
+
+import datasets
+import pytest
+from datasets.exceptions import DatasetNotFoundError
+
+from lowmem_ft.data.sources import Source, malformed_json, open_rows
+from lowmem_ft.errors import DataError
+
+
+def read(path, **settings):
+    return list(open_rows(Source(path=str(path), **settings)))
+
+
+def test_every_kind_of_local_file_is_read(tmp_path, write_jsonl):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    (tmp_path / "data.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "data.csv").write_text("prompt,completion\na,b\nc,d\n")
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
+    for name in (write_jsonl(rows), tmp_path / "data.json", tmp_path / "data.csv", tmp_path / "data.parquet"):
+        assert read(name) == rows
+        assert read(name, streaming=True) == rows
+    (tmp_path / "data.txt").write_text("first line\nsecond line\n")
+    assert read(tmp_path / "data.txt") == [{"text": "first line"}, {"text": "second line"}]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_csv_cells_stay_as_they_are_written(tmp_path, streaming):
+    (tmp_path / "data.csv").write_text(',question,answer\n0,What is 3+4?,007\n1,Is it?,None\n2,"a, b",\n')
+    rows = read(tmp_path / "data.csv", streaming=streaming)
+    assert [row["answer"] for row in rows] == ["007", "None", ""]
+    assert rows[2]["question"] == "a, b"
+
+
+def test_a_glob_reads_its_files_in_the_order_of_their_names(tmp_path, write_jsonl):
+    for part in ("b", "a"):
+        write_jsonl([{"text": part}], f"part-{part}.jsonl")
+    assert read(tmp_path / "part-*.jsonl") == [{"text": "a"}, {"text": "b"}]
+
+
+def test_a_folder_gives_the_split_its_file_names_say(tmp_path, write_jsonl):
+    write_jsonl([{"text": "learn"}], "train.jsonl")
+    write_jsonl([{"text": "check"}], "test.jsonl")
+    assert read(tmp_path) == [{"text": "learn"}]
+    assert read(tmp_path, split="test") == [{"text": "check"}]
+
+
+def test_a_saved_dataset_is_read(tmp_path):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "a"}])}).save_to_disk(
+        tmp_path / "saved"
+    )
+    assert read(tmp_path / "saved") == [{"text": "a"}]
+    with pytest.raises(DataError, match=r"data\.split=test is not in .*Splits seen: train"):
+        read(tmp_path / "saved", split="test")
+
+
+def test_a_missing_file_is_named_with_its_neighbour(tmp_path, write_jsonl):
+    write_jsonl([{"text": "a"}], "train.jsonl")
+    with pytest.raises(
+        DataError, match=r"data\.path names no file: .*trian\.jsonl.*Did you mean `train\.jsonl`"
+    ):
+        read(tmp_path / "trian.jsonl")
+
+
+def test_a_glob_without_a_match_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"glob that matches no file: .*\*\.jsonl"):
+        read(tmp_path / "*.jsonl")
+
+
+def test_a_glob_over_different_kinds_is_an_error(tmp_path, write_jsonl):
+    write_jsonl([{"text": "a"}])
+    (tmp_path / "notes.txt").write_text("a\n")
+    with pytest.raises(DataError, match=r"files of one kind.*1 \.jsonl, 1 \.txt"):
+        read(tmp_path / "*.*")
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+@pytest.mark.parametrize("name", ["data.jsonl", "data.csv", "data.txt"])
+def test_a_file_without_content_is_an_error(tmp_path, name, content, load):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=r"is empty|holds no example|cannot be read|Nothing is left"):
+        load(str(tmp_path / name))
+
+
+def test_a_file_of_an_unknown_kind_is_an_error(tmp_path):
+    (tmp_path / "data.xlsx").write_text("x")
+    with pytest.raises(DataError, match=r"takes json/jsonl/ndjson/csv/parquet/txt files, got \.xlsx"):
+        read(tmp_path / "data.xlsx")
+
+
+def test_a_folder_without_data_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="holds no json"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_malformed_line_is_named_by_file_and_number(tmp_path, streaming):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "good"}\n\n{"text": "bad"\n{"text": "good"}\n')
+    with pytest.raises(DataError) as caught:
+        for _ in load_stream_or_table(file, streaming):
+            pass
+    message = str(caught.value)
+    assert f"{file}, line 3 is not valid JSON" in message
+    assert '{"text": "bad"' in message
+
+
+def load_stream_or_table(file, streaming):
+    from lowmem_ft.data.loading import _batches
+
+    source = Source(path=str(file), streaming=streaming)
+    return _batches(open_rows(source), source, batch_rows=1)
+
+
+def test_a_malformed_line_far_into_a_stream_is_named_when_it_is_met(write_jsonl, load):
+    path = write_jsonl(
+        [{"text": "one two", "other": "x" * 10_000}] * 1100
+    )  # more than the 10 MB parsed at once
+    with open(path, "a") as file:
+        file.write('{"text": }\n')
+    data = load(path, streaming=True, shuffle=False)
+    with pytest.raises(DataError, match="line 1101 is not valid JSON"):
+        for _ in data.train.order(0, 0):
+            pass
+
+
+def test_malformed_json_documents_and_bytes_are_named(tmp_path):
+    file = tmp_path / "data.json"
+    file.write_text('[\n {"text": "a"},\n {"text": }\n]\n')
+    assert "line 3 is not valid JSON" in malformed_json(str(file))
+    file.write_text('{"text": "a"}\n"only a string"\n')
+    assert "line 2 holds no JSON object: '\"only a string\"'" in malformed_json(str(file))
+    file.write_bytes(b'{"text": "caf\xe9"}\n')
+    assert "not UTF-8" in malformed_json(str(file))
+    file.write_text('{"text": "a"}\n')
+    assert malformed_json(str(file)) is None
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_unknown_split_lists_those_seen(tmp_path, write_jsonl, streaming):
+    write_jsonl([{"text": "a"}], "train.jsonl")
+    write_jsonl([{"text": "a"}], "validation.jsonl")
+    with pytest.raises(DataError, match=r"data\.split=test is not in .*train.*validation"):
+        read(tmp_path, split="test", streaming=streaming)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Couldn't reach 'org/gated' on the Hub"),
+        DatasetNotFoundError("Dataset 'org/gated' is a gated dataset on the Hub."),
+    ],
+)
+def test_an_unreachable_hub_name_says_what_to_do_offline(monkeypatch, error):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError) as caught:
+        read("org/gated")
+    message = str(caught.value)
+    assert str(error) in message
+    assert "hf auth login" in message
+    assert "hf download org/gated --repo-type dataset --local-dir DIR" in message
+    assert "data.path=DIR" in message
