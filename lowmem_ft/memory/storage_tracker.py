@@ -1,0 +1,80 @@
+"""Exact bytes of tensor storage alive on one device, and their peak, by watching every operator."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# torch.tensor() fills a storage out of our sight, then hands it to this operator: its input is new to the program.
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+
+
+class StorageTracker(TorchDispatchMode):
+    """The bytes of the storages created inside a ``with`` block that are still alive, and the most there ever were.
+
+    A storage is counted once, at its own size (views share one; allocators round, this does not), from the operator
+    that returns it until its last reference goes, in forward, backward, recomputation and optimizer steps alike::
+
+        with StorageTracker() as tracker:
+            loss = model(batch).loss
+            kept_for_backward = tracker.live_bytes
+
+    Storages created before the block count only if passed to :meth:`add`. Ones that outlive it are still released.
+
+    Limits: scratch that a kernel allocates for itself and frees before it returns is not seen. A storage that is
+    resized is measured again when an operator next returns it: ``Tensor.resize_`` at once, ``storage.resize_`` (how
+    FSDP2 frees an unsharded parameter) late. The storages inside a tensor subclass such as DTensor are not seen.
+
+    Args:
+        device_type: the device whose storages count, such as ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._bytes_by_storage: dict[int, int] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a tensor that was created before the block, such as a parameter."""
+        for storage in self._storages(tensor):
+            self._measure(storage)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # A view of, or a write into, a storage from before the block does not create it.
+        inputs = () if func is _LIFT_FRESH else (args, kwargs)
+        known = {storage._cdata for storage in self._storages(inputs)} - self._bytes_by_storage.keys()
+        for storage in self._storages(result):
+            if storage._cdata not in known:
+                self._measure(storage)
+        return result
+
+    def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
+                yield leaf.untyped_storage()
+
+    def _measure(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._bytes_by_storage:
+            weakref.finalize(storage, self._release, key).atexit = False
+        self.live_bytes += size - self._bytes_by_storage.get(key, 0)
+        self._bytes_by_storage[key] = size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _release(self, key: int) -> None:
+        self.live_bytes -= self._bytes_by_storage.pop(key)

@@ -1,0 +1,150 @@
+"""Which attention kernel a model trains with, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import is_flash_attn_2_available
+
+from lowmem_ft.errors import MissingPackageError, ModelError, UserError
+
+AttentionImplementation = Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"]
+
+_KEY = "model.attn_implementation"
+_HALF = (torch.float16, torch.bfloat16)
+_AMPERE = (8, 0)
+"""The first compute capability that flash-attn 2 has kernels for."""
+
+_SUPPORT_FLAGS = {
+    "flash_attention_2": "_supports_flash_attn",
+    "sdpa": "_supports_sdpa",
+    "flex_attention": "_supports_flex_attn",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoice:
+    """The ``attn_implementation`` to load a model with, and one clause for the log that says why."""
+
+    implementation: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"]
+    reason: str
+
+
+class MissingFlashAttentionError(MissingPackageError):
+    """flash-attn is not installed; it needs an install line of its own."""
+
+    def __init__(self) -> None:
+        UserError.__init__(
+            self,
+            f"{_KEY}=flash_attention_2 needs the package flash-attn, which is not installed for this device. "
+            f"Run: pip install flash-attn --no-build-isolation",
+        )
+
+
+def choose_attention(
+    requested: AttentionImplementation,
+    *,
+    config: PreTrainedConfig,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    packing: bool = False,
+    compute_capability: tuple[int, int] | None = None,
+) -> AttentionChoice:
+    """The attention kernel to load a model with: the one asked for if it can train here, or the leanest that can.
+
+    ``auto`` takes flash_attention_2 where it runs, because it tells packed documents apart by their boundaries while
+    sdpa needs a mask of tokens x tokens bytes a row; else sdpa; else eager.
+
+    Args:
+        requested: what the recipe says.
+        config: the model's config. An architecture that transformers does not know (remote code) is taken at its
+            word: transformers itself refuses at load what its class does not support.
+        device: where the model trains.
+        compute_dtype: the type that queries and keys will have: autocast's, or else the weights'.
+        packing: whether rows hold several documents.
+        compute_capability: of a CUDA device; None asks torch.
+
+    Returns:
+        The implementation and the reason for it.
+
+    Raises:
+        ModelError: if the architecture does not support what was asked for.
+        UserError: if the device or the compute type cannot train with it.
+        MissingFlashAttentionError: if flash-attn is asked for and not installed.
+    """
+    supported = _supported_by(config)
+    if requested == "auto":
+        return _leanest(supported, config, device, compute_dtype, packing, compute_capability)
+    if requested not in supported:
+        raise ModelError(
+            f"{_KEY}={requested} needs an architecture that supports it; {config.model_type} supports "
+            f"{', '.join(supported)}. Set {_KEY} to one of these, or to auto."
+        )
+    if requested == "flash_attention_2":
+        obstacle = _flash_attention_obstacle(device, compute_dtype, compute_capability)
+        if obstacle:
+            raise UserError(f"{_KEY}=flash_attention_2 needs {obstacle}. Set {_KEY}=sdpa, or auto.")
+        if not is_flash_attn_2_available():
+            raise MissingFlashAttentionError
+    if requested == "flex_attention" and device.type == "cpu":
+        raise UserError(
+            f"{_KEY}=flex_attention needs an accelerator to train, because torch has no backward of it on the CPU; "
+            f"got device cpu. Set {_KEY}=sdpa, or auto."
+        )
+    return AttentionChoice(implementation=requested, reason=f"asked for by {_KEY}")
+
+
+def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return (*_SUPPORT_FLAGS, "eager")
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    classes = architecture if isinstance(architecture, tuple) else (architecture,)
+    flags = {
+        name for name, flag in _SUPPORT_FLAGS.items() if all(getattr(cls, flag, False) for cls in classes)
+    }
+    return (*(name for name in _SUPPORT_FLAGS if name in flags), "eager")
+
+
+def _leanest(
+    supported: tuple[str, ...],
+    config: PreTrainedConfig,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    packing: bool,
+    compute_capability: tuple[int, int] | None,
+) -> AttentionChoice:
+    no_flash = _flash_attention_obstacle(device, compute_dtype, compute_capability)
+    if "flash_attention_2" not in supported:
+        no_flash = f"an architecture that supports it, got {config.model_type}"
+    elif no_flash is None and not is_flash_attn_2_available():
+        no_flash = "the package flash-attn, which is not installed"
+    if no_flash is None:
+        why = "packed rows need no mask with it" if packing else "it is installed and runs on this device"
+        return AttentionChoice(implementation="flash_attention_2", reason=f"auto: {why}")
+    if "sdpa" in supported:
+        cost = "; packed rows cost a mask of tokens x tokens" if packing else ""
+        return AttentionChoice(
+            implementation="sdpa", reason=f"auto: flash_attention_2 needs {no_flash}{cost}"
+        )
+    return AttentionChoice(
+        implementation="eager",
+        reason=f"auto: {config.model_type} supports neither flash_attention_2 here nor sdpa",
+    )
+
+
+def _flash_attention_obstacle(
+    device: torch.device, compute_dtype: torch.dtype, compute_capability: tuple[int, int] | None
+) -> str | None:
+    """What flash-attn 2 needs and does not find, as the end of a sentence; None if nothing stands in its way."""
+    if device.type != "cuda":
+        return f"a CUDA device, got device {device.type}"
+    if compute_dtype not in _HALF:
+        return f"bfloat16 or float16 computation, got {str(compute_dtype).removeprefix('torch.')}"
+    major, minor = compute_capability or torch.cuda.get_device_capability(device)
+    if (major, minor) < _AMPERE:
+        return f"compute capability 8.0 or later (Ampere), got {major}.{minor}"
+    return None

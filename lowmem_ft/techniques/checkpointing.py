@@ -1,0 +1,76 @@
+"""Activation checkpointing: a decoder layer keeps its input, and runs forward again in backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.config import CheckpointingConfig
+from lowmem_ft.techniques.decoder_layers import decoder_layers
+from lowmem_ft.techniques.reversible import set_attribute
+
+log = logging.getLogger(__name__)
+
+
+def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handle:
+    """Makes the chosen decoder layers recompute their activations in backward, without reentrant autograd.
+
+    Frees: all that a layer would keep for backward, except its input (batch x tokens x hidden).
+    Costs: one more forward of each chosen layer.
+    Equals: the same losses and gradients bit for bit, dropout included (the RNG state is restored).
+    Limits: only in train mode; a model without one stack of decoder layers is refused with a ModelError, a number out
+    of range with a UserError. ``model.config.use_cache`` is switched off, because the recomputation would fill a
+    key-value cache a second time.
+    Source: Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174).
+
+    Args:
+        model: a causal LM from transformers, wrapped or not.
+        config: which layers.
+
+    Returns:
+        A handle whose ``remove()`` restores each layer's own setting and ``use_cache``.
+    """
+    if config.mode == "none":
+        return Handle()
+    layers = decoder_layers(model)
+    chosen = _chosen_layers(config, len(layers))
+    recompute = partial(checkpoint, use_reentrant=False)
+    undo: list[Callable[[], None]] = []
+    for index, layer in enumerate(layers):
+        undo.append(set_attribute(layer, "gradient_checkpointing", index in chosen))
+        undo.append(set_attribute(layer, "_gradient_checkpointing_func", recompute))
+    undo.append(set_attribute(model.config, "use_cache", False))
+    log.info("checkpointing: %s", _describe(config, chosen, len(layers)))
+    return Handle(*undo)
+
+
+def _chosen_layers(config: CheckpointingConfig, num_layers: int) -> range:
+    problems = []
+    if config.every_n_layers < 1:
+        problems.append(
+            f"checkpointing.every_n_layers must be at least 1, got {config.every_n_layers}. "
+            f"Set it to 1 to checkpoint every layer, or set checkpointing.mode=none."
+        )
+    if not 0 <= config.skip_last_layers < num_layers:
+        problems.append(
+            f"checkpointing.skip_last_layers must be from 0 to {num_layers - 1} with a model of {num_layers} layers, "
+            f"got {config.skip_last_layers}. To checkpoint no layer set checkpointing.mode=none."
+        )
+    if problems:
+        raise UserError(*problems)
+    return range(0, num_layers - config.skip_last_layers, config.every_n_layers)
+
+
+def _describe(config: CheckpointingConfig, chosen: range, num_layers: int) -> str:
+    text = f"{len(chosen)} of {num_layers} layers recompute their activations in backward"
+    if config.every_n_layers > 1:
+        text += f", every {config.every_n_layers} from layer 0"
+    if config.skip_last_layers:
+        text += f", the last {config.skip_last_layers} left alone because they are freed first"
+    return text

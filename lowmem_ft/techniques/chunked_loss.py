@@ -1,0 +1,257 @@
+"""A causal LM whose loss never holds the logits of a whole batch.
+
+Axes: B rows, T tokens of a row, H hidden size, N tokens of the batch (B * T), L tokens that have a label.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.config import LossConfig
+from lowmem_ft.techniques.linear_cross_entropy import linear_cross_entropy_sum
+from lowmem_ft.techniques.reversible import set_attribute
+
+log = logging.getLogger(__name__)
+
+_IGNORED = -100
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What configs call the softcap of the logits: Gemma 2 and later, RecurrentGemma, xLSTM."""
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+"""What configs call a factor on the logits: Cohere, Falcon-H1."""
+_LOGITS_SCALING_POWER = {"hyperclovax": 1, "minicpm3": 0}
+"""Granite and its kin divide the logits by ``logits_scaling``; these multiply, or divide the head's input."""
+_AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""What models call the weight of the routers' load-balancing loss: Mixtral and most others, JetMoE."""
+
+
+def enable_chunked_loss(model: nn.Module, config: LossConfig) -> Handle:
+    """Makes ``model(input_ids=..., labels=...)`` return its loss without ever holding all logits.
+
+    The output is the model's own, with ``logits=None``. ``num_items_in_batch`` and ``shift_labels`` mean what they
+    mean to transformers; with ``num_label_tokens``, the number of labels (after the shift) that are not -100, the
+    rows are picked without asking the device. Without ``labels`` forward is untouched, so generation works.
+
+    Frees: logits, their fp32 copy, the probabilities and the gradient, each tokens x vocabulary; what remains is
+    chunk_tokens x vocabulary. Tokens without a label skip the head.
+    Costs: see :func:`linear_cross_entropy_sum`; once, two forwards of 8 tokens, which check on real weights that this
+    model's loss is reproduced (some architectures do more around the head than a config tells).
+    Equals: transformers' ``ForCausalLMLoss`` and, with routers' logits on, its load-balancing loss. One difference: a
+    batch in which all labels are ignored has the mean 0, not NaN.
+    Limits: the head must be a plain ``nn.Linear``. Call it where the model will run; meta and fake weights cannot be
+    checked and are taken on trust.
+
+    Args:
+        model: a causal LM from transformers, or a PEFT model around one.
+        config: the chunk's size.
+
+    Returns:
+        A handle whose ``remove()`` brings the stock forward back.
+
+    Raises:
+        UserError: if the chunk's size is less than 1.
+    """
+    if config.chunk_tokens is None:
+        return Handle()
+    if config.chunk_tokens < 1:
+        raise UserError(
+            f"loss.chunk_tokens must be at least 1, got {config.chunk_tokens}. "
+            f"Set it to 1024, or to null for the model's own loss."
+        )
+    causal_lm = _without_peft(model)
+    head = _Head.of(causal_lm)
+    chunked = _chunked_forward(causal_lm, head, config.chunk_tokens)
+    _check_equals_stock(causal_lm, head, chunked)
+    log.info("loss: at most %d tokens' logits at once, gradients made in forward", config.chunk_tokens)
+    return Handle(set_attribute(causal_lm, "forward", chunked))
+
+
+def _without_peft(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The last linear layer and what the architecture does to its logits."""
+
+    linear: nn.Linear
+    logit_softcap: float | None
+    logit_scale: float
+
+    @classmethod
+    def of(cls, causal_lm: Any) -> _Head:
+        linear = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
+        if not isinstance(linear, nn.Linear):
+            raise ModelError(
+                f"loss.chunk_tokens needs a model whose head is an nn.Linear; that of {type(causal_lm).__name__} is "
+                f"{type(linear).__name__}. Set loss.chunk_tokens=null."
+            )
+        config = causal_lm.config.get_text_config()
+        softcaps = [cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None]
+        return cls(
+            linear=linear, logit_softcap=softcaps[0] if softcaps else None, logit_scale=_logit_scale(config)
+        )
+
+    def logits(self, hidden_BTH: Tensor) -> Tensor:
+        logits_BTV = self.linear(hidden_BTH).float() * self.logit_scale
+        if self.logit_softcap is None:
+            return logits_BTV
+        return torch.tanh(logits_BTV / self.logit_softcap) * self.logit_softcap
+
+    def loss_sum(self, hidden_LH: Tensor, labels_L: Tensor, chunk_tokens: int) -> Tensor:
+        return linear_cross_entropy_sum(
+            hidden_LH,
+            self.linear.weight,
+            labels_L,
+            bias_V=self.linear.bias,
+            chunk_tokens=chunk_tokens,
+            logit_softcap=self.logit_softcap,
+            logit_scale=self.logit_scale,
+        )
+
+
+def _logit_scale(config: Any) -> float:
+    scale = (getattr(config, "logits_scaling", None) or 1.0) ** _LOGITS_SCALING_POWER.get(
+        config.model_type, -1
+    )
+    for name in _FACTORS:
+        factor = getattr(config, name, None)
+        scale *= factor if isinstance(factor, (int, float)) else 1.0
+    return scale
+
+
+def _chunked_forward(causal_lm: Any, head: _Head, chunk_tokens: int) -> Callable[..., Any]:
+    """The stock forward, with the loss computed where the head would compute the logits."""
+    stock_forward = causal_lm.forward
+    signature = inspect.signature(stock_forward)
+
+    # Trainer reads the signature to learn which columns and loss arguments forward takes.
+    @functools.wraps(stock_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {**signature.bind_partial(*args).arguments, **kwargs}
+        num_label_tokens = kwargs.pop("num_label_tokens", None)
+        labels_BT = kwargs.pop("labels", None)
+        if labels_BT is None:
+            return stock_forward(**kwargs)
+        num_items = kwargs.pop("num_items_in_batch", None)
+        return_dict = kwargs.pop("return_dict", causal_lm.config.return_dict)
+        targets_N = (
+            _shifted(labels_BT, kwargs.pop("shift_labels", None)).flatten().to(head.linear.weight.device)
+        )
+        losses: list[Tensor] = []
+
+        def loss_instead_of_logits(hidden_BTH: Tensor) -> Tensor:
+            hidden_NH = hidden_BTH.flatten(0, -2)
+            if len(hidden_NH) != len(targets_N):
+                raise ValueError(
+                    f"{len(targets_N)} labels do not fit {len(hidden_NH)} positions that reach the head."
+                )
+            rows_L = _label_rows(targets_N, num_label_tokens)
+            loss = head.loss_sum(hidden_NH.index_select(0, rows_L), targets_N[rows_L], chunk_tokens)
+            losses.append(loss / (max(len(rows_L), 1) if num_items is None else num_items))
+            return hidden_BTH[..., :1]  # the architecture's work on the logits costs next to nothing on this
+
+        # Inside the head's own call, so that whoever gathers or casts its weight there does so as ever.
+        with Handle(set_attribute(head.linear, "forward", loss_instead_of_logits)):
+            outputs = stock_forward(**kwargs, return_dict=True)
+        (loss,) = losses
+        outputs = type(outputs)(
+            **{**outputs, "loss": loss + _auxiliary_loss(causal_lm, outputs), "logits": None}
+        )
+        return outputs if return_dict else outputs.to_tuple()
+
+    return forward
+
+
+def _shifted(labels_BT: Tensor, shift_labels_BT: Tensor | None) -> Tensor:
+    """The label of the token after each token, as transformers shifts them."""
+    if shift_labels_BT is not None:
+        return shift_labels_BT
+    return F.pad(labels_BT, (0, 1), value=_IGNORED)[..., 1:]
+
+
+def _label_rows(targets_N: Tensor, num_label_tokens: int | None) -> Tensor:
+    """Indices of the rows that have a label; their number, if given, spares a wait for the device."""
+    has_label_N = targets_N != _IGNORED
+    if num_label_tokens is None:
+        return has_label_N.nonzero().squeeze(1)
+    torch._assert_async(
+        has_label_N.sum() == num_label_tokens,
+        "num_label_tokens is not the number of shifted labels other than -100",
+    )
+    return torch.nonzero_static(has_label_N, size=num_label_tokens).squeeze(1)
+
+
+def _auxiliary_loss(causal_lm: Any, outputs: Any) -> Tensor | float:
+    """The load-balancing loss of the routers, weighted as the stock forward does, where routers' logits are on."""
+    loss = getattr(outputs, "aux_loss", None)
+    if not isinstance(loss, Tensor):
+        return 0.0
+    coefficients = [getattr(causal_lm, name) for name in _AUX_COEFFICIENTS if hasattr(causal_lm, name)]
+    if not coefficients:
+        raise ModelError(
+            f"loss.chunk_tokens cannot tell how {type(causal_lm).__name__} weighs the load-balancing loss of its "
+            f"routers. Set output_router_logits=false in its config, or loss.chunk_tokens=null."
+        )
+    return coefficients[0] * loss
+
+
+def _check_equals_stock(causal_lm: Any, head: _Head, chunked_forward: Callable[..., Any]) -> None:
+    """Compares logits and loss with the stock forward's on a few tokens, where the weights hold numbers."""
+    weight = head.linear.weight
+    if any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in causal_lm.parameters()):
+        log.info("loss: not compared with the stock loss, because the weights are not real")
+        return
+    tokens_BT = torch.randint(len(weight), (1, 8), generator=torch.Generator().manual_seed(0))
+    tokens_BT = tokens_BT.to(weight.device)
+    inputs = {"input_ids": tokens_BT, "labels": tokens_BT, "return_dict": True}
+    # flash-attn takes no fp32, so fp32 weights with it will train under autocast; compare them there.
+    flash = "flash" in (causal_lm.config._attn_implementation or "") and weight.dtype == torch.float32
+    dtype = torch.bfloat16 if flash else weight.dtype
+    hidden: list[Tensor] = []
+    with _evaluating(causal_lm), torch.no_grad(), torch.autocast(weight.device.type, dtype, enabled=flash):
+        with head.linear.register_forward_pre_hook(lambda module, args: hidden.append(args[0])):
+            stock = causal_lm.forward(**inputs)
+        equal = (
+            len(hidden) == 1
+            and _close(head.logits(hidden[0]), stock.logits, dtype)
+            and _close(chunked_forward(**inputs).loss, stock.loss, dtype)
+        )
+    if equal:
+        return
+    raise ModelError(
+        f"loss.chunk_tokens needs a loss that is the cross-entropy of a linear head with a known scale and softcap; "
+        f"{type(causal_lm).__name__} computes something else from its hidden states. Set loss.chunk_tokens=null."
+    )
+
+
+def _close(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
+    """Equal up to a few roundings of ``dtype`` (the stock forward scales and caps in it), relative to the largest."""
+    if ours.shape != stock.shape:
+        return False
+    tolerance = max(1e-4, 4 * torch.finfo(dtype).eps)
+    difference = (ours.float() - stock.float()).abs().max()
+    return bool(difference <= tolerance * stock.float().abs().max())
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

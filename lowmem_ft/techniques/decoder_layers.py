@@ -1,0 +1,54 @@
+"""The stack of decoder layers inside a HuggingFace causal LM, which layer-wise techniques work on."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lowmem_ft.errors import ModelError
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The one list of decoder layers of a model, first layer first; wrappers such as PEFT's are looked through.
+
+    Args:
+        model: a causal LM from transformers, wrapped or not.
+
+    Returns:
+        The model's own ``nn.ModuleList``, whose items are ``GradientCheckpointingLayer`` modules.
+
+    Raises:
+        ModelError: if the model has no such list, or more than one (encoder and decoder, image and text).
+    """
+    stacks = _outermost(
+        {name: module for name, module in model.named_modules() if _is_layer_stack(module)},
+    )
+    if not stacks:
+        raise ModelError(
+            f"Layer-wise techniques need a model whose decoder layers are transformers GradientCheckpointingLayer "
+            f"modules in one ModuleList; {type(model).__name__} has none. Use an architecture that has them, or "
+            f"set checkpointing.mode=none."
+        )
+    if len(stacks) > 1:
+        raise ModelError(
+            f"Layer-wise techniques need a model with one stack of decoder layers; {type(model).__name__} has "
+            f"{len(stacks)}: {', '.join(stacks)}. Use a decoder-only text model, or set checkpointing.mode=none."
+        )
+    return next(iter(stacks.values()))
+
+
+def _is_layer_stack(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    )
+
+
+def _outermost(stacks: dict[str, nn.Module]) -> dict[str, nn.ModuleList]:
+    """Drops the lists that lie inside a layer of another list."""
+    return {
+        name: stack
+        for name, stack in stacks.items()
+        if isinstance(stack, nn.ModuleList) and not any(name.startswith(f"{other}.") for other in stacks)
+    }

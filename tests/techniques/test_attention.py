@@ -1,0 +1,119 @@
+"""The attention kernel is the leanest that can train here, and a request that cannot be met says why."""
+
+import pytest
+import torch
+import transformers as hf
+
+from lowmem_ft.errors import MissingPackageError, ModelError, UserError
+from lowmem_ft.techniques import attention
+from lowmem_ft.techniques.attention import choose_attention
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+AMPERE, TURING = (8, 0), (7, 5)
+
+
+def choose(requested, *, device=CUDA, dtype=torch.bfloat16, capability=AMPERE, config=None, packing=False):
+    return choose_attention(
+        requested,
+        config=config or hf.LlamaConfig(),
+        device=device,
+        compute_dtype=dtype,
+        packing=packing,
+        compute_capability=capability,
+    )
+
+
+@pytest.fixture
+def flash_attn_installed(monkeypatch):
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
+
+
+@pytest.fixture
+def flash_attn_missing(monkeypatch):
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
+
+
+@pytest.mark.usefixtures("flash_attn_installed")
+def test_auto_takes_flash_attention_where_it_runs():
+    choice = choose("auto", packing=True)
+    assert choice.implementation == "flash_attention_2"
+    assert choice.reason == "auto: packed rows need no mask with it"
+
+
+@pytest.mark.usefixtures("flash_attn_installed")
+@pytest.mark.parametrize(
+    "where, reason",
+    [
+        ({"device": CPU}, "got device cpu"),
+        ({"dtype": torch.float32}, "got float32"),
+        ({"capability": TURING}, "got 7.5"),
+    ],
+)
+def test_auto_falls_to_sdpa_and_says_why(where, reason):
+    choice = choose("auto", **where)
+    assert choice.implementation == "sdpa"
+    assert reason in choice.reason
+
+
+@pytest.mark.usefixtures("flash_attn_missing")
+def test_auto_without_the_package_says_so_and_what_packing_costs():
+    choice = choose("auto", packing=True)
+    assert choice.implementation == "sdpa"
+    assert "flash-attn, which is not installed" in choice.reason
+    assert "mask of tokens x tokens" in choice.reason
+
+
+@pytest.mark.usefixtures("flash_attn_installed")
+def test_auto_takes_eager_where_the_architecture_has_nothing_else():
+    choice = choose("auto", config=hf.XLNetConfig())
+    assert choice.implementation == "eager"
+    assert "xlnet" in choice.reason
+
+
+@pytest.mark.usefixtures("flash_attn_installed")
+@pytest.mark.parametrize("requested", ["sdpa", "flash_attention_2", "flex_attention", "eager"])
+def test_a_request_that_can_be_met_is_met(requested):
+    choice = choose(requested)
+    assert choice.implementation == requested
+    assert choice.reason == "asked for by model.attn_implementation"
+
+
+@pytest.mark.usefixtures("flash_attn_missing")
+def test_missing_package_gives_the_install_line():
+    with pytest.raises(MissingPackageError, match="pip install flash-attn --no-build-isolation"):
+        choose("flash_attention_2")
+
+
+@pytest.mark.usefixtures("flash_attn_installed")
+@pytest.mark.parametrize(
+    "where, message",
+    [
+        (
+            {"device": CPU},
+            "needs a CUDA device, got device cpu. Set model.attn_implementation=sdpa, or auto.",
+        ),
+        ({"dtype": torch.float32}, "needs bfloat16 or float16 computation, got float32."),
+        ({"capability": TURING}, "needs compute capability 8.0 or later"),
+    ],
+)
+def test_flash_attention_where_it_cannot_run_is_refused(where, message):
+    with pytest.raises(UserError, match=message):
+        choose("flash_attention_2", **where)
+
+
+def test_flex_attention_cannot_train_on_the_cpu():
+    with pytest.raises(UserError, match="flex_attention needs an accelerator to train"):
+        choose("flex_attention", device=CPU)
+
+
+def test_unsupported_by_the_architecture_lists_what_is():
+    with pytest.raises(ModelError, match=r"xlnet supports eager\. Set"):
+        choose("sdpa", config=hf.XLNetConfig())
+
+
+def test_an_architecture_unknown_to_transformers_is_not_second_guessed():
+    class RemoteConfig(hf.PreTrainedConfig):
+        model_type = "remote"
+
+    assert choose("eager", config=RemoteConfig()).implementation == "eager"
+    assert choose("auto", config=RemoteConfig(), device=CPU).implementation == "sdpa"

@@ -1,0 +1,147 @@
+"""Checkpointing changes what is kept for backward, and no number."""
+
+import logging
+
+import pytest
+import torch
+import transformers as hf
+from transformers import AutoModelForCausalLM
+
+from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
+
+LAYERS, ROWS, TOKENS, HIDDEN = 5, 2, 16, 32
+LAYER_INPUT_BYTES = ROWS * TOKENS * HIDDEN * 4
+
+
+def tiny_model(dropout=0.0):
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        attention_dropout=dropout,
+    )
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def checkpointed_layers(model):
+    return [index for index, layer in enumerate(model.model.layers) if layer.gradient_checkpointing]
+
+
+def loss_and_gradients(model):
+    model.zero_grad()
+    torch.manual_seed(1)
+    ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def kept_bytes(model):
+    hidden = torch.zeros(ROWS, TOKENS, HIDDEN, requires_grad=True)
+    with StorageTracker() as tracker:
+        output = model.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        kept = tracker.live_bytes
+    output.sum().backward()
+    return kept
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"skip_last_layers": 2}])
+def test_gradients_are_bitwise_those_of_the_stock_model(dropout, options):
+    model = tiny_model(dropout)
+    stock = loss_and_gradients(model)
+    with enable_checkpointing(model, CheckpointingConfig(mode="full", **options)):
+        ours = loss_and_gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
+
+
+def test_dropout_is_drawn_at_all():
+    assert not torch.equal(loss_and_gradients(tiny_model(0.3))[0], loss_and_gradients(tiny_model(0.0))[0])
+
+
+def test_each_checkpointed_layer_frees_the_same_exact_number_of_bytes():
+    model = tiny_model()
+    kept = {0: kept_bytes(model)}
+    for chosen in range(1, LAYERS + 1):
+        config = CheckpointingConfig(mode="full", skip_last_layers=LAYERS - chosen)
+        with enable_checkpointing(model, config):
+            kept[chosen] = kept_bytes(model)
+    first, *others = (kept[chosen - 1] - kept[chosen] for chosen in range(1, LAYERS + 1))
+    position_ids = TOKENS * 8  # the recomputation needs them; layers share them, so only the first pays
+    assert set(others) == {first + position_ids}
+    assert first > 10 * LAYER_INPUT_BYTES
+
+
+def test_a_checkpointed_layer_keeps_its_input_alone():
+    shallow, deep = tiny_model(), tiny_model()
+    shallow.model.layers = shallow.model.layers[:2]
+    kept = []
+    for model in (shallow, deep):
+        with enable_checkpointing(model, CheckpointingConfig(mode="full")):
+            kept.append(kept_bytes(model))
+    rng_state = torch.get_rng_state().nbytes
+    assert (kept[1] - kept[0]) / (LAYERS - 2) in (LAYER_INPUT_BYTES, LAYER_INPUT_BYTES + rng_state)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"every_n_layers": 2}, [0, 2, 4]),
+        ({"skip_last_layers": 2}, [0, 1, 2]),
+        ({"every_n_layers": 2, "skip_last_layers": 1}, [0, 2]),
+        ({"every_n_layers": 9}, [0]),
+    ],
+)
+def test_which_layers(options, expected, caplog):
+    model = tiny_model()
+    with (
+        caplog.at_level(logging.INFO),
+        enable_checkpointing(model, CheckpointingConfig(mode="full", **options)),
+    ):
+        assert checkpointed_layers(model) == expected
+    assert f"{len(expected)} of {LAYERS} layers recompute" in caplog.text
+
+
+def test_the_config_wins_over_what_was_enabled_before_and_remove_brings_it_back():
+    model = tiny_model()
+    for index, layer in enumerate(model.model.layers):
+        layer.gradient_checkpointing = index == 4
+    before = [dict(vars(layer)) for layer in model.model.layers]
+    handle = enable_checkpointing(model, CheckpointingConfig(mode="full", skip_last_layers=3))
+    assert checkpointed_layers(model) == [0, 1]
+    assert model.config.use_cache is False
+    handle.remove()
+    assert [dict(vars(layer)) for layer in model.model.layers] == before
+    assert model.config.use_cache is True
+
+
+def test_mode_none_touches_nothing():
+    model = tiny_model()
+    enable_checkpointing(model, CheckpointingConfig())
+    assert checkpointed_layers(model) == []
+    assert model.config.use_cache is True
+
+
+def test_bad_values_explain_themselves_all_at_once():
+    config = CheckpointingConfig(mode="full", every_n_layers=0, skip_last_layers=LAYERS)
+    with pytest.raises(UserError) as error:
+        enable_checkpointing(tiny_model(), config)
+    assert len(error.value.problems) == 2
+    assert "checkpointing.every_n_layers must be at least 1, got 0." in str(error.value)
+    assert "checkpointing.skip_last_layers must be from 0 to 4 with a model of 5 layers, got 5." in str(
+        error.value
+    )
+
+
+def test_model_without_decoder_layers_is_named():
+    model = AutoModelForCausalLM.from_config(
+        hf.CTRLConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2, dff=16, n_positions=16)
+    )
+    with pytest.raises(ModelError, match=r"CTRLLMHeadModel has none. .*checkpointing.mode=none"):
+        enable_checkpointing(model, CheckpointingConfig(mode="full"))

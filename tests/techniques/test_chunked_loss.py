@@ -1,0 +1,367 @@
+"""A model with the chunked loss trains as the stock model does, without its logits."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import transformers as hf
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
+
+VOCABULARY = 120
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MOE = {**LLAMA, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+
+CONFIGS = {
+    "llama": hf.LlamaConfig(**LLAMA),
+    "llama_tied": hf.LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "qwen2": hf.Qwen2Config(**LLAMA),
+    "gpt2_tied": hf.GPT2Config(**GPT),
+    "gptj_head_bias": hf.GPTJConfig(**GPT, rotary_dim=8),
+    "phi_head_bias": hf.PhiConfig(**LLAMA),
+    "gemma2_softcap": hf.Gemma2Config(**LLAMA, head_dim=8, final_logit_softcapping=0.5),
+    "gemma3_text": hf.Gemma3TextConfig(**LLAMA, head_dim=8, final_logit_softcapping=0.5),
+    "granite_divides": hf.GraniteConfig(**LLAMA, logits_scaling=0.2),
+    "hyperclovax_multiplies": hf.HyperCLOVAXConfig(**LLAMA, logits_scaling=4.0),
+    "minicpm3_divides_before_the_head": hf.MiniCPM3Config(
+        **{**LLAMA, "num_key_value_heads": 4}, dim_model_base=8, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+    ),
+    "cohere_multiplies": hf.CohereConfig(**LLAMA, logit_scale=4.0),
+    "falcon_h1_multiplies": hf.FalconH1Config(
+        **LLAMA, lm_head_multiplier=3.0, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
+    ),
+    "mixtral_router_loss": hf.MixtralConfig(**MOE, num_local_experts=4),
+    "qwen3_moe_router_loss": hf.Qwen3MoeConfig(**MOE, num_experts=4, moe_intermediate_size=16, head_dim=8),
+    "jetmoe_router_loss": hf.JetMoeConfig(
+        **{k: v for k, v in MOE.items() if k not in ("num_attention_heads", "router_aux_loss_coef")},
+        num_local_experts=4, kv_channels=8, aux_loss_coef=0.1,
+    ),
+    "opt_no_bias": hf.OPTConfig(**LLAMA, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+}  # fmt: skip
+
+
+def tiny_model(name="llama", seed=0):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(
+                torch.randn_like(parameter) * 0.1
+            )  # fresh weights give logits too small to tell apart
+    model.config.use_cache = False
+    return model.train()
+
+
+def batch(rows=3, tokens=11):
+    generator = torch.Generator().manual_seed(2)
+    input_ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=generator)
+    labels = torch.where(torch.rand(rows, tokens, generator=generator) < 0.4, -100, input_ids)
+    labels[:, 0] = -100
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def loss_and_gradients(model, **inputs):
+    model.zero_grad()
+    torch.manual_seed(3)
+    outputs = model(**inputs)
+    outputs.loss.backward()
+    return outputs, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_and_every_gradient_equal_the_stock_models(name):
+    model = tiny_model(name)
+    inputs = batch()
+    stock, stock_gradients = loss_and_gradients(model, **inputs)
+    with enable_chunked_loss(model, LossConfig(chunk_tokens=5)):
+        ours, our_gradients = loss_and_gradients(model, **inputs)
+    assert ours.logits is None
+    assert type(ours) is type(stock)
+    assert ours.loss.item() == pytest.approx(stock.loss.item(), rel=1e-6)
+    largest = max(gradient.abs().max() for gradient in stock_gradients.values())
+    for parameter, gradient in stock_gradients.items():
+        # Only the order of fp32 sums differs.
+        torch.testing.assert_close(our_gradients[parameter], gradient, rtol=1e-5, atol=1e-6 * largest.item())
+
+
+def test_normalised_by_the_count_of_the_whole_window():
+    model, inputs = tiny_model(), batch()
+    for count in (7, torch.tensor(7)):
+        stock = model(**inputs, num_items_in_batch=count).loss
+        with enable_chunked_loss(model, LossConfig()):
+            ours = model(**inputs, num_items_in_batch=count).loss
+        torch.testing.assert_close(ours, stock)
+
+
+def test_shift_labels_are_honoured():
+    model, inputs = tiny_model(), batch()
+    shifted = F.pad(inputs["labels"], (0, 2), value=-100)[:, 2:].contiguous()
+    stock = model(**inputs, shift_labels=shifted).loss
+    with enable_chunked_loss(model, LossConfig()):
+        torch.testing.assert_close(model(**inputs, shift_labels=shifted).loss, stock)
+
+
+def test_positional_arguments_and_tuples():
+    model, inputs = tiny_model(), batch()
+    stock = model(**inputs).loss
+    with enable_chunked_loss(model, LossConfig()):
+        outputs = model(inputs["input_ids"], None, labels=inputs["labels"], return_dict=False)
+        positional = model(inputs["input_ids"], None, None, None, None, inputs["labels"])
+    assert isinstance(outputs, tuple)
+    torch.testing.assert_close(outputs[0], stock)
+    torch.testing.assert_close(positional.loss, stock)
+    assert positional.logits is None
+
+
+def test_count_given_by_the_host_picks_the_same_rows():
+    model, inputs = tiny_model(), batch()
+    count = int((inputs["labels"] != -100).sum())
+    with enable_chunked_loss(model, LossConfig(chunk_tokens=4)):
+        expected, gradients = loss_and_gradients(model, **inputs)
+        ours, our_gradients = loss_and_gradients(model, **inputs, num_label_tokens=count)
+        assert torch.equal(ours.loss, expected.loss)
+        assert all(torch.equal(gradients[name], our_gradients[name]) for name in gradients)
+        with pytest.raises(RuntimeError, match="num_label_tokens is not the number"):
+            model(**inputs, num_label_tokens=count - 1)
+
+
+def test_batch_without_labels_to_learn_gives_zero_and_zero_gradients():
+    model, inputs = tiny_model(), batch()
+    inputs["labels"][:] = -100
+    with enable_chunked_loss(model, LossConfig()):
+        for extra in ({}, {"num_items_in_batch": 5}, {"num_label_tokens": 0}):
+            outputs, gradients = loss_and_gradients(model, **inputs, **extra)
+            assert outputs.loss.item() == 0
+            assert all(gradient.abs().sum() == 0 for gradient in gradients.values())
+
+
+def test_tokens_without_a_label_do_not_reach_the_head(monkeypatch):
+    seen = []
+    model, inputs = tiny_model(), batch()
+    with enable_chunked_loss(model, LossConfig(chunk_tokens=1000)):
+        linear = F.linear
+        monkeypatch.setattr(
+            F, "linear", lambda x, w, b=None: (seen.append((len(x), len(w))), linear(x, w, b))[1]
+        )
+        model(**inputs)
+    at_the_head = [rows for rows, width in seen if width == VOCABULARY]
+    assert at_the_head == [int((inputs["labels"] != -100).sum())]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_kept_bytes_do_not_grow_with_the_vocabulary_times_tokens(autocast):
+    rows, tokens, chunk = 4, 64, 8
+    config = hf.LlamaConfig(**{**LLAMA, "vocab_size": 4096, "num_hidden_layers": 1})
+    model = AutoModelForCausalLM.from_config(config)
+    model.config.use_cache = False
+    model.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_()
+    ids = torch.arange(rows * tokens).reshape(rows, tokens)
+    logits_bytes = rows * tokens * 4096 * 4
+    kept, peak = {}, {}
+    for chunked in (False, True):
+        handle = enable_chunked_loss(model, LossConfig(chunk_tokens=chunk if chunked else None))
+        with handle, StorageTracker() as tracker, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = model(input_ids=ids, labels=ids, use_cache=False)
+            loss = outputs.loss
+            del outputs
+            kept[chunked] = tracker.live_bytes
+            loss.backward()
+            peak[chunked] = tracker.peak_bytes
+        model.zero_grad()
+        del loss
+    assert kept[False] - kept[True] >= logits_bytes * 0.9, (
+        "the stock loss keeps at least the fp32 log-probabilities"
+    )
+    assert kept[True] < logits_bytes / 4
+    assert peak[True] < peak[False] - logits_bytes
+
+
+def test_bytes_kept_for_the_loss_are_exactly_the_gradients():
+    model = tiny_model()
+    rows, tokens = 2, 16
+    ids = torch.arange(rows * tokens).reshape(rows, tokens) + 3
+    hidden_size = 32
+
+    def kept(chunk_tokens, labels):
+        with enable_chunked_loss(model, LossConfig(chunk_tokens=chunk_tokens)), StorageTracker() as tracker:
+            loss = model(
+                input_ids=ids, labels=labels, num_label_tokens=int((labels[:, 1:] != -100).sum())
+            ).loss
+            live = tracker.live_bytes
+        loss.backward()
+        return live
+
+    labels = ids.clone()
+    assert kept(4, labels) == kept(100, labels), "the size of a chunk leaves nothing behind"
+    half = labels.clone()
+    half[:, : tokens // 2] = -100
+    rows_dropped = rows * (tokens // 2 - 1)
+    row_index_and_gradient = 8 + hidden_size * 4
+    assert kept(4, labels) - kept(4, half) == rows_dropped * row_index_and_gradient
+
+
+def test_remove_restores_the_stock_forward_and_generation_works_throughout():
+    model, inputs = tiny_model(), batch()
+    before = dict(vars(model))
+    prompt = inputs["input_ids"][:1, :4]
+    generated = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    handle = enable_chunked_loss(model, LossConfig())
+    assert "forward" not in vars(model.get_output_embeddings())
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), generated)
+    assert model(inputs["input_ids"]).logits.shape == (3, 11, VOCABULARY)
+    handle.remove()
+    assert vars(model).keys() == before.keys()
+    assert model(**inputs).logits is not None
+
+
+def test_enabling_leaves_modes_and_random_state_alone():
+    model = tiny_model()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    enable_chunked_loss(model, LossConfig())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_chunk_tokens_null_is_the_stock_model():
+    model = tiny_model()
+    with enable_chunked_loss(model, LossConfig(chunk_tokens=None)):
+        assert "forward" not in vars(model)
+
+
+def test_bad_chunk_size_explains_itself():
+    with pytest.raises(UserError, match=r"loss.chunk_tokens must be at least 1, got 0. Set it to 1024"):
+        enable_chunked_loss(tiny_model(), LossConfig(chunk_tokens=0))
+
+
+def test_head_that_does_something_unknown_is_refused():
+    model = tiny_model()
+    stock_forward = type(model).forward
+
+    class Odd(type(model)):
+        def forward(self, *args, labels=None, **kwargs):
+            outputs = stock_forward(self, *args, **kwargs)
+            outputs.logits = outputs.logits * 1.01
+            if labels is not None:
+                outputs.loss = self.loss_function(outputs.logits, labels, VOCABULARY)
+            return outputs
+
+    model.__class__ = Odd
+    with pytest.raises(ModelError, match=r"Odd computes something else.*loss.chunk_tokens=null"):
+        enable_chunked_loss(model, LossConfig())
+    assert "forward" not in vars(model)
+
+
+def test_loss_that_is_not_shifted_is_refused():
+    model = AutoModelForCausalLM.from_config(
+        hf.BartConfig(vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_attention_heads=2,
+                      decoder_ffn_dim=32, encoder_layers=1, encoder_ffn_dim=32, encoder_attention_heads=2,
+                      is_decoder=True, is_encoder_decoder=False)
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="computes something else"):
+        enable_chunked_loss(model, LossConfig())
+
+
+def test_head_that_is_not_linear_is_refused():
+    model = tiny_model()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ModelError, match=r"head is an nn.Linear; that of LlamaForCausalLM is Sequential"):
+        enable_chunked_loss(model, LossConfig())
+
+
+def test_works_on_a_bf16_model():
+    model, inputs = tiny_model("gemma2_softcap").to(torch.bfloat16), batch()
+    stock = model(**inputs).loss
+    with enable_chunked_loss(model, LossConfig(chunk_tokens=5)):
+        assert model(**inputs).loss.item() == pytest.approx(stock.item(), rel=2e-2)
+
+
+def test_peft_model_trains_through_it():
+    peft = pytest.importorskip("peft")
+    model, inputs = tiny_model(), batch()
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    stock = wrapped(**inputs).loss
+    with enable_chunked_loss(wrapped, LossConfig(chunk_tokens=5)):
+        outputs = wrapped(**inputs, num_label_tokens=int((inputs["labels"] != -100).sum()))
+        outputs.loss.backward()
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, stock)
+
+
+def test_traces_under_fake_tensors():
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+        model.config.use_cache = False
+        with enable_chunked_loss(model, LossConfig(chunk_tokens=4)):
+            ids = torch.zeros(2, 8, dtype=torch.int64)
+            model(input_ids=ids, labels=ids, num_label_tokens=14, num_items_in_batch=14).loss.backward()
+    assert model.lm_head.weight.grad.shape == (VOCABULARY, 32)
+
+
+def test_data_parallel_model_trains_through_it():
+    model, inputs = tiny_model(), batch()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with enable_chunked_loss(model, LossConfig(chunk_tokens=5)):
+            alone, gradients = loss_and_gradients(model, **inputs)
+            model.zero_grad()
+            parallel = torch.nn.parallel.DistributedDataParallel(model)
+            outputs = parallel(**inputs, num_label_tokens=int((inputs["labels"] != -100).sum()))
+            outputs.loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(outputs.loss, alone.loss)
+    assert all(torch.equal(parameter.grad, gradients[name]) for name, parameter in model.named_parameters())
+
+
+def test_signature_is_the_stock_models():
+    model = tiny_model()
+    stock = inspect.signature(model.forward)
+    with enable_chunked_loss(model, LossConfig()):
+        assert inspect.signature(model.forward) == stock
+
+
+def test_stock_trainer_reports_the_same_losses(tmp_path):
+    examples = [{key: value[row] for key, value in batch(rows=8).items()} for row in range(8)]
+
+    def run(chunked):
+        model = tiny_model()
+        enable_chunked_loss(model, LossConfig(chunk_tokens=5 if chunked else None))
+        args = hf.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            logging_steps=1, learning_rate=1e-2, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+            seed=5,
+        )  # fmt: skip
+        trainer = hf.Trainer(model=model, args=args, train_dataset=examples, eval_dataset=examples)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, trainer.evaluate()["eval_loss"], trainer.model_accepts_loss_kwargs
+
+    ours, stock = run(chunked=True), run(chunked=False)
+    assert len(ours[0]) == 2
+    assert ours[2] is True
+    assert ours[0] == pytest.approx(stock[0], rel=1e-5)
+    assert ours[1] == pytest.approx(stock[1], rel=1e-5)
