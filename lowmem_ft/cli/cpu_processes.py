@@ -26,8 +26,16 @@ def start_requested_cpu_processes(script: str, arguments: Sequence[str]) -> None
     num_processes = _requested_cpu_processes()
     if num_processes < 2:
         return
-    logger.info("Accelerate starts one process on a CPU; starting the %d asked for with torchrun.", num_processes)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    logger.info(
+        "Accelerate starts one process on a CPU; starting the %d asked for with torchrun.", num_processes
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={num_processes}",
+    ]
     sys.stdout.flush()
     os.execv(sys.executable, [*launcher, script, *arguments])
 

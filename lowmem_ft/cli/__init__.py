@@ -1,0 +1,47 @@
+"""The command ``lowmem-ft``: one subcommand a file, each imported only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import lowmem_ft
+
+COMMANDS = {
+    "train": "fine-tune a model: lowmem-ft train recipe=NAME|PATH [key=value ...]",
+    "recipes": "list the shipped recipes, or show one with every key explained",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: the arguments after the program's name; None: those of this process.
+
+    Returns:
+        The exit code: 0 done, 2 the user's input is at fault, 3 it does not fit the budget.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    command = parser.parse_args(arguments[:1]).command
+    return importlib.import_module(f"lowmem_ft.cli.{command}").main(arguments[1:])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lowmem-ft",
+        description=lowmem_ft.__doc__,
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
+        + "\n\n`lowmem-ft COMMAND --help` explains one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    return parser

@@ -1,0 +1,43 @@
+"""How a command ends: a user's error is a few lines on stderr and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lowmem_ft.errors import UserError
+
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+
+
+class Command(Protocol):
+    """A subcommand: arguments in (None: those of this process), exit code out."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...  # noqa: D102
+
+
+def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Command:
+    """The command, each problem of a ``UserError`` printed on its own line; our own bugs pass through."""
+
+    @functools.wraps(command)
+    def explained(argv: Sequence[str] | None = None) -> int:
+        try:
+            return command(argv)
+        except UserError as error:
+            if is_main_process():
+                for problem in error.problems:
+                    print(f"error: {problem}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+
+    return explained
+
+
+def is_main_process() -> bool:
+    """Whether this is the process of a launch that speaks for all, by the variables every launcher sets."""
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"

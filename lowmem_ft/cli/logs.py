@@ -1,0 +1,29 @@
+"""Where log lines of a command go."""
+
+from __future__ import annotations
+
+import logging
+
+import rich
+from rich.logging import RichHandler
+
+from lowmem_ft.cli.exit_codes import is_main_process
+
+
+def set_up_logging() -> None:
+    """Send log lines to stderr: ours from INFO, other libraries' from WARNING, other processes' from ERROR.
+
+    The handler shares ``rich.get_console()`` with the progress bars, so that no line cuts through a bar.
+    """
+    rich.reconfigure(stderr=True)
+    console = rich.get_console()
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, log_time_format="[%X]")
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:  # a file or a pipe: rich would wrap each line at 80 columns
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    speaks = is_main_process()
+    logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, handlers=[handler], force=True)
+    logging.getLogger("lowmem_ft").setLevel(logging.INFO if speaks else logging.ERROR)

@@ -1,0 +1,47 @@
+"""``lowmem-ft recipes``: the shipped recipes, or one of them with every key explained."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lowmem_ft.cli.exit_codes import explains_user_errors
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the list of recipes, or one recipe as YAML that can be edited and trained.
+
+    Args:
+        argv: nothing, or a recipe's name or path and ``key=value`` settings; None: those of this process.
+
+    Returns:
+        The exit code, 0.
+    """
+    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+
+    from lowmem_ft.recipe import load_recipe, recipe_to_yaml, shipped_recipes
+
+    if arguments.recipe is None:
+        for name in shipped_recipes():
+            print(f"{name:<12}{load_recipe(name).description}")
+        return 0
+    recipe = load_recipe(arguments.recipe.removeprefix("recipe="), arguments.settings)
+    print(
+        f"# Save as FILE.yaml, edit, and: accelerate launch scripts/finetune.py recipe=FILE.yaml\n\n"
+        f"{recipe_to_yaml(recipe)}",
+        end="",
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lowmem-ft recipes",
+        description="List the shipped recipes, or print one with every default and what each memory knob "
+        "frees and costs.",
+    )
+    parser.add_argument("recipe", nargs="?", help="a recipe's name or path")
+    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to show it with")
+    return parser

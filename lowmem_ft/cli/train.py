@@ -1,0 +1,77 @@
+"""``lowmem-ft train``, and what ``scripts/finetune.py`` runs on every process of a launch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.errors import RecipeError
+
+_EXAMPLES = """\
+examples:
+  lowmem-ft train recipe=demo
+  lowmem-ft train recipe=7b-bf16 data=chats.jsonl training.learning_rate=1e-5 training.output_dir=runs/mine
+  lowmem-ft train recipe=my/recipe.yaml training.resume_from_checkpoint=auto
+  accelerate launch --num_processes 2 scripts/finetune.py recipe=1b-bf16
+
+model=X, data=X and budget=X are short for model.name_or_path=X, data.path=X and budget.device=X.
+`lowmem-ft recipes` lists the recipes; `lowmem-ft recipes NAME` shows every key with its default."""
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what the settings describe.
+
+    Args:
+        argv: ``recipe=NAME|PATH`` and further ``key=value`` settings; None: those of this process.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        RecipeError: if no recipe is named, or more than one.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        _parser().print_help()
+        return 0
+    recipe_name, settings = _split(arguments)
+
+    from lowmem_ft.cli.logs import set_up_logging
+    from lowmem_ft.recipe import load_recipe
+
+    set_up_logging()
+    recipe = load_recipe(recipe_name, settings)
+
+    from lowmem_ft.training import train
+
+    train(recipe)
+    return 0
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    """The recipe's name or path, and the other settings."""
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("recipe=")]
+    if len(named) != 1 or not named[0]:
+        seen = " ".join(arguments) or "nothing"
+        raise RecipeError(
+            f"Training needs one recipe=NAME|PATH, got {seen}. Write for instance recipe=demo; "
+            "`lowmem-ft recipes` lists the names."
+        )
+    return named[0], [argument for argument in arguments if not argument.startswith("recipe=")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lowmem-ft train",
+        description="Fine-tune a model by a recipe, into a folder that HuggingFace transformers loads.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="recipe=NAME|PATH", help="a shipped recipe or a .yaml file")
+    parser.add_argument(
+        "settings", metavar="key=value", nargs="*", help="settings that go before the recipe's"
+    )
+    return parser

@@ -1,0 +1,67 @@
+"""A recipe as YAML with every default written out and every key explained; it loads to an equal recipe."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lowmem_ft.recipe.keys import RecipeKey, recipe_groups, recipe_keys
+from lowmem_ft.recipe.loading import escape_interpolation
+from lowmem_ft.recipe.tree import Recipe
+
+_WIDTH = 110
+
+
+def recipe_to_yaml(recipe: Recipe) -> str:
+    """The whole recipe as commented YAML; ``load_recipe`` of it gives an equal recipe.
+
+    Args:
+        recipe: any recipe.
+
+    Returns:
+        YAML text: each key under a comment that says what it does and, for a memory knob, frees and costs.
+    """
+    lines: list[str] = []
+    group = ""
+    for key in recipe_keys().values():
+        this_group = key.path.rpartition(".")[0]
+        if this_group != group:
+            group = this_group
+            lines += ["", *_comment(_first_line(recipe_groups()[group])), f"{group}:"]
+        indent = "  " if group else ""
+        value = getattr(getattr(recipe, group) if group else recipe, key.name)
+        block = [*_explanation(key), *_entry(key.name, value)]
+        lines += [f"{indent}{line}" for line in block]
+    return "\n".join(lines) + "\n"
+
+
+def _first_line(documented: type) -> str:
+    return (documented.__doc__ or "").partition("\n")[0].replace("``", "`")
+
+
+def _explanation(key: RecipeKey) -> list[str]:
+    choices = [f"One of: {', '.join(key.choices)}."] if key.choices else []
+    lines = _comment(" ".join([key.help, *choices]))
+    if key.frees:
+        lines += _comment(f"Frees: {key.frees}")
+    if key.costs:
+        lines += _comment(f"Costs: {key.costs}")
+    return lines
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _entry(name: str, value: Any) -> list[str]:
+    # OmegaConf writes what it reads: it quotes text such as 1e5 and no, which PyYAML alone would not.
+    return OmegaConf.to_yaml(OmegaConf.create({name: escape_interpolation(value)})).splitlines()

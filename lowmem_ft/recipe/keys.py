@@ -1,0 +1,161 @@
+"""Every key of a recipe as a user types it, its type and documentation, and what a wrong key meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lowmem_ft.recipe.tree import Recipe
+
+SHORT_FORMS = {"model": "model.name_or_path", "data": "data.path", "budget": "budget.device"}
+"""What a whole group stands for on the command line: ``budget=24GiB``."""
+
+UPSTREAM_NAMES = {
+    "adam_beta1": "optimizer.betas",
+    "adam_beta2": "optimizer.betas",
+    "adam_epsilon": "optimizer.eps",
+    "batch_size": "training.per_device_train_batch_size",
+    "bf16": "training.mixed_precision",
+    "dataset": "data.path",
+    "dataset_name": "data.path",
+    "epochs": "training.num_train_epochs",
+    "fp16": "training.mixed_precision",
+    "gradient_checkpointing": "checkpointing.mode",
+    "lr": "training.learning_rate",
+    "max_seq_length": "data.max_length",
+    "model_name": "model.name_or_path",
+    "model_name_or_path": "model.name_or_path",
+    "optim": "optimizer.name",
+    "torch_dtype": "model.dtype",
+    "warmup_ratio": "training.warmup_steps",
+}
+"""What other toolkits and older transformers call a key of ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeKey:
+    """One setting: its dotted ``path``, and the dataclass that holds it as field ``name``."""
+
+    path: str
+    config_class: type
+    name: str
+    type_hint: Any
+    help: str
+    frees: str | None
+    costs: str | None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a ``Literal`` key; empty for any other type."""
+        hint = without_none(self.type_hint)
+        return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+@functools.cache
+def recipe_groups() -> dict[str, type]:
+    """The config class of each group, in the recipe's order."""
+    hints = get_type_hints(Recipe)
+    return {
+        name: hint
+        for name, hint in hints.items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    }
+
+
+@functools.cache
+def recipe_keys() -> dict[str, RecipeKey]:
+    """Every key by its dotted path, in the recipe's order."""
+    keys: dict[str, RecipeKey] = {}
+    for name in (field.name for field in dataclasses.fields(Recipe)):
+        group = recipe_groups().get(name)
+        found = _keys_of(group, prefix=f"{name}.") if group else _keys_of(Recipe, only=name)
+        keys.update((key.path, key) for key in found)
+    return keys
+
+
+def _keys_of(config_class: type, prefix: str = "", only: str | None = None) -> Iterator[RecipeKey]:
+    hints = get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if only is None or field.name == only:
+            yield RecipeKey(
+                path=prefix + field.name,
+                config_class=config_class,
+                name=field.name,
+                type_hint=hints[field.name],
+                **field.metadata,
+            )
+
+
+def unknown_key(path: str) -> str:
+    """The sentence about a key that does not exist: what was seen, and what was probably meant."""
+    meant = keys_meant_by(path)
+    if not meant:
+        return f"{path} is not a recipe key. Run `lowmem-ft recipes NAME` to see every key."
+    return f"{path} is not a recipe key. Did you mean {' or '.join(f'`{key}`' for key in meant)}?"
+
+
+def not_a_group(group: str, value: Any) -> str:
+    """The sentence about a plain value where a group of settings belongs."""
+    way_out = SHORT_FORMS.get(group, f"{group}.KEY")
+    return f"{group} is a group of settings, got {value!r}. Write {way_out}={value}."
+
+
+def keys_meant_by(path: str) -> list[str]:
+    """The keys that a wrong one may stand for: a name in the wrong group, another toolkit's, a misspelt one."""
+    leaf = path.rpartition(".")[2]
+    return [UPSTREAM_NAMES[leaf]] if leaf in UPSTREAM_NAMES else _closest(path, leaf)
+
+
+def _closest(path: str, leaf: str, cutoff: float = 0.75) -> list[str]:
+    """Known keys or groups whose whole path or last part is spelt like the one seen, closest first."""
+
+    def likeness(known: str) -> float:
+        whole = difflib.SequenceMatcher(None, path, known).ratio()
+        last = difflib.SequenceMatcher(None, leaf, known.rpartition(".")[2]).ratio()
+        return max(whole, last)
+
+    ranked = sorted([*recipe_groups(), *recipe_keys()], key=likeness, reverse=True)
+    best = likeness(ranked[0])
+    return [known for known in ranked[:2] if likeness(known) >= max(cutoff, best - 0.05)]
+
+
+def without_none(type_hint: Any) -> Any:
+    """``X`` of ``X | None``; any other type as it is."""
+    if not accepts_none(type_hint):
+        return type_hint
+    rest = tuple(member for member in get_args(type_hint) if member is not types.NoneType)
+    return rest[0] if len(rest) == 1 else Union[rest]  # noqa: UP007  (built from a tuple)
+
+
+def accepts_none(type_hint: Any) -> bool:
+    """Whether null is among the values of the type."""
+    return get_origin(type_hint) in (Union, types.UnionType) and types.NoneType in get_args(type_hint)
+
+
+def describe_type(type_hint: Any) -> str:
+    """What a value of the type looks like, in words that complete "must be"."""
+    if accepts_none(type_hint):
+        return f"{describe_type(without_none(type_hint))}, or null"
+    origin, arguments = get_origin(type_hint), get_args(type_hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe_type(member) for member in arguments)
+    if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
+        return f"a list such as [{_example(arguments[0])}], each {describe_type(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}, such as [{', '.join(map(_example, arguments))}]"
+    if origin is dict:
+        return "a mapping such as {key: value}"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[type_hint]
+
+
+def _example(type_hint: Any) -> str:
+    if get_origin(type_hint) is Literal:
+        return get_args(type_hint)[0]
+    return {bool: "true", int: "1", float: "0.9", str: "a"}[type_hint]

@@ -1,0 +1,156 @@
+"""From a recipe's name and ``key=value`` settings to a :class:`Recipe`, or to every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lowmem_ft.errors import RecipeError, did_you_mean
+from lowmem_ft.recipe.conflicts import recipe_problems
+from lowmem_ft.recipe.keys import (
+    RecipeKey,
+    describe_type,
+    not_a_group,
+    recipe_groups,
+    recipe_keys,
+    unknown_key,
+    without_none,
+)
+from lowmem_ft.recipe.overrides import parse_overrides
+from lowmem_ft.recipe.recipe_files import RecipeFile, read_recipe_files
+from lowmem_ft.recipe.tree import Recipe
+
+
+def load_recipe(name_or_path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe of that name, with the settings applied.
+
+    A file may extend another (``base: NAME|PATH``); a key counts where it is set last: base, file, overrides.
+
+    Args:
+        name_or_path: the name of a shipped recipe, or the path of a ``.yaml`` file.
+        overrides: settings such as ``training.learning_rate=1e-5``; ``key=null`` unsets.
+
+    Returns:
+        The recipe, with every type, range and combination checked.
+
+    Raises:
+        RecipeError: if anything is wrong with the file or the settings; lists all of it.
+    """
+    draft = _Draft()
+    files: list[RecipeFile] = []
+    try:
+        files = read_recipe_files(name_or_path)
+    except RecipeError as error:
+        draft.problems += error.problems
+        draft.wrong.update(recipe_groups())
+    for file in files:
+        draft.apply(_named(file, files[-1]), origin=f"{file.path}: ")
+    settings, malformed = parse_overrides(overrides)
+    draft.problems += malformed
+    draft.apply(settings)
+    return draft.finish()
+
+
+def _named(file: RecipeFile, chosen: RecipeFile) -> dict[str, Any]:
+    """The file's settings without a base's name and description, which are not those of the chosen recipe."""
+    if file is chosen:
+        return {**file.settings, "name": file.settings.get("name") or file.path.stem}
+    return {key: value for key, value in file.settings.items() if key not in ("name", "description")}
+
+
+@dataclass
+class _Draft:
+    """A recipe in the making: typed values and problems so far, and the keys or groups not to be trusted."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)
+
+    def apply(self, settings: dict[str, Any], origin: str = "") -> None:
+        """Take over settings; an unknown key or a wrong type becomes a problem that names its origin."""
+        for name, value in settings.items():
+            if name not in recipe_groups():
+                self._set(name, value, origin)
+            elif isinstance(value, dict):
+                for inner, inner_value in value.items():
+                    self._set(f"{name}.{inner}", inner_value, origin)
+            elif value is not None:  # a group whose keys are all commented out reads as null
+                self.wrong.add(name)
+                self.problems.append(f"{origin}{not_a_group(name, value)}")
+
+    def _set(self, path: str, value: Any, origin: str) -> None:
+        key = recipe_keys().get(path)
+        if key is None:
+            self.problems.append(f"{origin}{unknown_key(_only_leaf(path, value))}")
+            return
+        try:
+            self.values[path] = typed_value(key, value)
+        except OmegaConfBaseException:
+            self.wrong.add(path)
+            self.problems.append(f"{origin}{_wrong_type(key, value)}")
+
+    def finish(self) -> Recipe:
+        """The recipe; where a value could not be read, the default stands in while the rest is checked."""
+        groups = {name: group(**self._values_of(name, group)) for name, group in recipe_groups().items()}
+        recipe = Recipe(**self._values_of(None, Recipe), **groups)
+        problems = [*self.problems, *recipe_problems(recipe, unreliable=self.wrong)]
+        if problems:
+            raise RecipeError(*problems)
+        return recipe
+
+    def _values_of(self, group: str | None, config_class: type) -> dict[str, Any]:
+        prefix = f"{group}." if group else ""
+        names = (config_field.name for config_field in dataclasses.fields(config_class))
+        return {name: self.values[prefix + name] for name in names if prefix + name in self.values}
+
+
+def typed_value(key: RecipeKey, value: Any) -> Any:
+    """The value in the key's own type, as OmegaConf converts it.
+
+    Raises:
+        OmegaConfBaseException: if the value is none of that type.
+    """
+    if key.choices and isinstance(value, bool):
+        # YAML 1.1 reads a bare `no` as false: `mixed_precision: no` means the choice of that name.
+        value = {True: "yes", False: "no"}[value]
+    if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
+        # `run_name: on` and `revision: 1e5` are text that YAML took for something else: the text is lost.
+        raise OmegaConfBaseException(f"{key.path} is text")
+    config = OmegaConf.merge(OmegaConf.structured(key.config_class), {key.name: escape_interpolation(value)})
+    assert isinstance(config, DictConfig)
+    converted = config[key.name]
+    return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
+
+
+def escape_interpolation(value: Any) -> Any:
+    """The value with each literal ``${`` marked so that OmegaConf reads it as text."""
+    if isinstance(value, dict):
+        return {name: escape_interpolation(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [escape_interpolation(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
+
+
+def _wrong_type(key: RecipeKey, value: Any) -> str:
+    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    hint = did_you_mean(str(value), key.choices)
+    if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
+        hint = " Put it in quotes: YAML reads it as something else."
+    return f"{key.path} must be {describe_type(key.type_hint)}; got {shown}.{hint}"
+
+
+def _only_leaf(path: str, value: Any) -> str:
+    """``trainig.seed`` of ``{trainig: {seed: 1}}``: the whole key where there is only one to name."""
+    while isinstance(value, dict) and len(value) == 1:
+        ((inner, value),) = value.items()
+        path = f"{path}.{inner}"
+    return path

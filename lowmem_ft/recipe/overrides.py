@@ -1,0 +1,92 @@
+"""``key=value`` settings of the command line, as nested values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lowmem_ft.recipe.keys import (
+    SHORT_FORMS,
+    describe_type,
+    keys_meant_by,
+    not_a_group,
+    recipe_groups,
+    recipe_keys,
+    unknown_key,
+    without_none,
+)
+
+
+def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings as nested values, and one problem for each that is no ``key=value``.
+
+    Args:
+        overrides: settings such as ``training.learning_rate=1e-5``; of two with one key the later counts.
+
+    Returns:
+        The nested values, and the problems.
+    """
+    settings: dict[str, Any] = {}
+    problems: list[str] = []
+    for written in _join_dashed(overrides):
+        key, equals, text = written.partition("=")
+        if not equals or not key or key.startswith("-"):
+            problems.append(_not_key_value(written))
+            continue
+        path = SHORT_FORMS.get(key, key)
+        if path in recipe_groups():
+            problems.append(not_a_group(path, text))
+            continue
+        try:
+            _set(settings, path.split("."), _parse(path, text))
+        except (yaml.YAMLError, OmegaConfBaseException):
+            problems.append(_unreadable(path, text))
+    return settings, problems
+
+
+def _join_dashed(overrides: Iterable[str]) -> list[str]:
+    """``--key value``, as other programs have it, in one piece: one mistake, one message."""
+    joined: list[str] = []
+    for written in overrides:
+        after_dashed = joined and joined[-1].startswith("-") and not {"=", " "} & set(joined[-1])
+        if after_dashed and "=" not in written and not written.startswith("-"):
+            joined[-1] += f" {written}"
+        else:
+            joined.append(written)
+    return joined
+
+
+def _not_key_value(written: str) -> str:
+    rule = f"A setting is written key=value, got `{written}`."
+    words = written.lstrip("-").replace("=", " ", 1).split(" ", 1)
+    path = SHORT_FORMS.get(words[0], words[0].replace("-", "_"))
+    meant = [path] if path in recipe_keys() else keys_meant_by(path)
+    value = words[1] if len(words) == 2 else "VALUE"
+    return f"{rule} Write {' or '.join(f'{key}={value}' for key in meant)}." if meant else rule
+
+
+def _unreadable(path: str, text: str) -> str:
+    key = recipe_keys().get(path)
+    return f"{path} must be {describe_type(key.type_hint)}; got {text}." if key else unknown_key(path)
+
+
+def _parse(path: str, text: str) -> Any:
+    """The value as the key's type reads it: text stays as typed, everything else is YAML."""
+    key = recipe_keys().get(path)
+    if key is not None and text != "null" and (key.choices or without_none(key.type_hint) is str):
+        return text
+    parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=True)
+    assert isinstance(parsed, dict)
+    return parsed["value"]
+
+
+def _set(settings: dict[str, Any], parts: list[str], value: Any) -> None:
+    for part in parts[:-1]:
+        inner = settings.get(part)
+        settings[part] = inner if isinstance(inner, dict) else {}
+        settings = settings[part]
+    settings[parts[-1]] = value

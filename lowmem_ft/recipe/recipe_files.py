@@ -1,0 +1,115 @@
+"""Recipe files: where they are, what they say, and the files they extend."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lowmem_ft.errors import RecipeError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFile:
+    """What one YAML file sets, as nested plain values; ``path`` is the file."""
+
+    path: Path
+    settings: dict[str, Any]
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    package = Path(__file__).resolve().parents[1]
+    inside_wheel, in_source_tree = package / "recipes", package.parent / "recipes"
+    folder = inside_wheel if inside_wheel.is_dir() else in_source_tree
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_recipe_files(name_or_path: str | os.PathLike[str]) -> list[RecipeFile]:
+    """The named recipe's file and, before it, the files it extends: later ones go before earlier ones.
+
+    Args:
+        name_or_path: the name of a shipped recipe, or the path of a ``.yaml`` file.
+
+    Returns:
+        The files, the one named last.
+
+    Raises:
+        RecipeError: if a file is missing, is not YAML, is no mapping, or extends itself.
+    """
+    files: list[RecipeFile] = []
+    wanted: str | None = os.fspath(name_or_path)
+    folder = Path()
+    while wanted is not None:
+        path = _find(wanted, folder)
+        if any(path.samefile(file.path) for file in files):
+            chain = " -> ".join(str(file.path) for file in files)
+            raise RecipeError(f"A recipe cannot extend itself, got base: {chain} -> {path}. Remove one base.")
+        settings = _read_yaml(path)
+        wanted, folder = _pop_base(settings, path), path.parent
+        files.insert(0, RecipeFile(path=path, settings=settings))
+    return files
+
+
+def _find(name_or_path: str, folder: Path) -> Path:
+    """The file of a shipped recipe, or of a path relative to ``folder``."""
+    shipped = shipped_recipes()
+    if name_or_path in shipped:
+        return shipped[name_or_path]
+    path = folder / Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > len(folder.parts) + 1:
+        raise RecipeError(
+            f"There is no recipe file {path}.{did_you_mean(path.name, _yaml_names(path.parent))}"
+        )
+    raise RecipeError(
+        f"There is no recipe {name_or_path!r}.{did_you_mean(name_or_path, shipped)} "
+        f"Shipped: {', '.join(shipped)}; or give the path of a .yaml file."
+    )
+
+
+def _yaml_names(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*.y*ml")]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The file's settings, interpolations resolved; ``${recipe_dir}`` is the folder it lies in."""
+    try:
+        config = OmegaConf.load(io.StringIO(path.read_text(encoding="utf-8")))
+        if not OmegaConf.is_dict(config):
+            raise RecipeError(f"{path} must hold `group: {{key: value}}` mappings, got a list.")
+        variables = {"recipe_dir": str(path.parent.resolve())}
+        settings = OmegaConf.to_container(OmegaConf.merge(config, variables), resolve=True)
+    except yaml.YAMLError as error:
+        raise RecipeError(_yaml_problem(path, error)) from error
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise RecipeError(
+            f"{path}: {reason}. ${{...}} may name recipe_dir, oc.env:VARIABLE or a key of the same file."
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read as a recipe: {error}.") from error
+    assert isinstance(settings, dict)
+    del settings["recipe_dir"]
+    return {str(key): value for key, value in settings.items()}
+
+
+def _yaml_problem(path: Path, error: yaml.YAMLError) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f"{path} is not YAML: {error}."
+    reason = " ".join(filter(None, (error.context, error.problem)))
+    return f"{path}, line {error.problem_mark.line + 1}: not YAML: {reason}."
+
+
+def _pop_base(settings: dict[str, Any], path: Path) -> str | None:
+    base = settings.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise RecipeError(f"{path}: base must be one recipe name or path, got {base!r}.")
+    return base

@@ -1,0 +1,132 @@
+"""How long, how fast and with what bookkeeping to train, by the names of ``TrainingArguments``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lowmem_ft.knob import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The training loop's settings."""
+
+    output_dir: str | None = knob(None, "Run folder; null: runs/<recipe name>.")
+    overwrite_output_dir: bool = knob(False, "Replace the run that output_dir already holds.")
+
+    per_device_train_batch_size: int = knob(
+        1,
+        "Examples (packed rows) of one micro-batch on one device.",
+        frees="a smaller micro-batch: activations, in proportion to its tokens",
+        costs="a smaller micro-batch: less work per kernel; gradient_accumulation_steps keeps the sum",
+    )
+    per_device_eval_batch_size: int | None = knob(
+        None, "The same for evaluation; null: per_device_train_batch_size."
+    )
+    gradient_accumulation_steps: int = knob(
+        1,
+        "Micro-batches of one optimizer step; the loss is the mean over all their tokens.",
+        frees="against one micro-batch of the same total size: activations, to 1/n",
+        costs="n smaller passes in place of one; the gradients stay allocated between them",
+    )
+
+    learning_rate: float = knob(2e-5, "Peak learning rate.")
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+    ] = knob("cosine", "Learning rate schedule, by transformers' name.")
+    lr_scheduler_kwargs: dict[str, Any] | None = knob(  # noqa: RUF009 (a field)
+        None, "Further arguments of the schedule, such as {min_lr_rate: 0.1} or {num_decay_steps: 200}."
+    )
+    warmup_steps: float = knob(
+        0.0, "Optimizer steps of linear warmup; below 1: that fraction of all steps, rounded up."
+    )
+    num_train_epochs: float = knob(1.0, "Passes over the training data; max_steps goes before it.")
+    max_steps: int = knob(-1, "Optimizer steps in all; -1: as many as num_train_epochs gives.")
+    max_grad_norm: float | None = knob(
+        1.0, "Global gradient norm above which gradients are scaled down; null: measured, never clipped."
+    )
+    max_skipped_steps: int = knob(
+        5, "Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."
+    )
+
+    mixed_precision: Literal["no", "bf16", "fp16"] = knob(
+        "no",
+        "Type that matrix products compute in, by autocast; weights keep model.dtype.",
+        frees="bf16, fp16: about half of the activations kept for the backward pass",
+        costs="products round to 8 (bf16) or 11 (fp16) bits; fp16 adds a loss scaler",
+    )
+    use_cpu: bool = knob(False, "Train on the CPU where there is an accelerator too.")
+    seed: int = knob(42, "Seed of the data order, random weights and dropout.")
+    full_determinism: bool = knob(
+        False, "Only deterministic kernels, so that two GPU runs agree bit for bit; slower, for debugging."
+    )
+
+    logging_steps: int = knob(10, "Optimizer steps between two lines of metrics.jsonl and of the trackers.")
+    eval_steps: int | None = knob(None, "Optimizer steps between evaluations; null: only at the end.")
+    eval_on_start: bool = knob(False, "Evaluate once before the first step, as the value to compare with.")
+    save_steps: int | None = knob(500, "Optimizer steps between checkpoints; null: only the finished model.")
+    save_total_limit: int | None = knob(2, "Checkpoints to keep, newest first; null: all.")
+    resume_from_checkpoint: str | None = knob(
+        None, "auto: the newest complete checkpoint of output_dir, if there is one; or a checkpoint's path."
+    )
+
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = knob(
+        (), "Trackers beside metrics.jsonl, such as [tensorboard, wandb]."
+    )
+    project: str = knob("lowmem_ft", "Project name in the trackers.")
+    run_name: str | None = knob(None, "Run name in the trackers; null: the name of the run folder.")
+    push_to_hub: bool = knob(False, "Upload the finished model to the hub.")
+    hub_model_id: str | None = knob(None, "Hub repository, such as me/my-model; null: the run folder's name.")
+    hub_private_repo: bool | None = knob(
+        None,
+        "Visibility of a repository that the upload creates; null: the hub's default.",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong with these values in themselves; empty if nothing is."""
+        return [*_not_positive(self), *_out_of_range(self)]
+
+
+def _not_positive(config: TrainingConfig) -> Iterator[str]:
+    for name in (
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "max_skipped_steps",
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+        "save_total_limit",
+    ):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            yield f"training.{name} must be at least 1, got {value}."
+    for name in ("learning_rate", "num_train_epochs", "max_grad_norm"):
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            way_out = (
+                " Set training.max_grad_norm=null to switch clipping off." if name == "max_grad_norm" else ""
+            )
+            yield f"training.{name} must be a finite number above 0, got {value}.{way_out}"
+
+
+def _out_of_range(config: TrainingConfig) -> Iterator[str]:
+    if config.max_steps != -1 and config.max_steps < 1:
+        yield f"training.max_steps must be at least 1, or -1 for num_train_epochs; got {config.max_steps}."
+    warmup = config.warmup_steps
+    if not (math.isfinite(warmup) and (0 <= warmup < 1 or (warmup >= 1 and warmup == int(warmup)))):
+        yield f"training.warmup_steps must be a whole number of steps, or a fraction in [0, 1); got {warmup}."
+    if not 0 <= config.seed < 2**32:
+        yield f"training.seed must be a whole number from 0 to 2**32 - 1, got {config.seed}."

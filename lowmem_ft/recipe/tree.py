@@ -1,0 +1,29 @@
+"""The recipe: everything that decides a run, as one frozen tree of the parts' own configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.data.config import DataConfig
+from lowmem_ft.knob import knob
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.optimizers import OptimizerConfig
+from lowmem_ft.recipe.training_config import TrainingConfig
+from lowmem_ft.techniques.checkpointing import CheckpointingConfig
+from lowmem_ft.techniques.chunked_loss import LossConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run. A part is handed its own config and never the whole."""
+
+    name: str = knob("recipe", "Name of the recipe; in a file, null means the file's name.")
+    description: str = knob("", "One line for `lowmem-ft recipes`.")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    budget: Budget = field(default_factory=Budget)

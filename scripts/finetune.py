@@ -1,0 +1,17 @@
+"""Fine-tune by a recipe, on one process or on many.
+
+    accelerate launch scripts/finetune.py recipe=NAME|PATH [key=value ...]
+
+It is ``lowmem-ft train`` as a file, which is what ``accelerate launch`` wants.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lowmem_ft.cli.cpu_processes import start_requested_cpu_processes
+from lowmem_ft.cli.train import main
+
+if __name__ == "__main__":
+    start_requested_cpu_processes(__file__, sys.argv[1:])
+    sys.exit(main())

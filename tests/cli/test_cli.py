@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import lowmem_ft
+from lowmem_ft.cli import COMMANDS, main
+from lowmem_ft.cli import train as train_command
+from lowmem_ft.errors import UserError
+from lowmem_ft.recipe import load_recipe
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch):
+    """The recipes that reach the training loop, in place of training them."""
+    recipes: list = []
+    training = types.ModuleType("lowmem_ft.training")
+    training.train = recipes.append  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "lowmem_ft.training", training)
+    monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
+    for variable in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    return recipes
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_help_and_version_do_not_import_torch():
+    calls = [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
+    code = f"""
+import contextlib, sys
+import lowmem_ft
+from lowmem_ft.cli import main
+for call in {calls!r}:
+    with contextlib.suppress(SystemExit):
+        main(call)
+print("HEAVY", {{"torch", "transformers", "omegaconf"}} & set(sys.modules))
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY set()" in done.stdout
+    assert done.stdout.count("usage: lowmem-ft") == len(calls) - 1
+    assert f"lowmem-ft {lowmem_ft.__version__}" in done.stdout
+
+
+def test_the_package_offers_its_public_names_on_first_use():
+    assert lowmem_ft.load_recipe is load_recipe
+    assert {"Budget", "Recipe", "load_recipe", "train"} <= set(dir(lowmem_ft))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lowmem_ft.nothing  # noqa: B018
+
+
+def test_train_hands_the_loaded_recipe_to_the_training_loop(trained):
+    assert main(["train", "training.seed=3", "recipe=tiny", "model=x"]) == 0
+    assert trained == [load_recipe("tiny", ["training.seed=3", "model=x"])]
+
+
+def test_the_script_is_the_train_command():
+    done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "recipe=NAME|PATH" in done.stdout
+
+
+def test_each_problem_is_a_line_on_stderr_without_a_traceback(trained, capsys):
+    assert main(["train", "recipe=tiny", "training.sed=1", "--learning-rate", "1"]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert seen.err.splitlines() == [
+        "error: A setting is written key=value, got `--learning-rate 1`. Write training.learning_rate=1.",
+        "error: training.sed is not a recipe key. Did you mean `training.seed`?",
+    ]
+    assert trained == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["training.seed=1"], ["recipe="], ["recipe=tiny", "recipe=demo"]])
+def test_train_needs_exactly_one_recipe(trained, capsys, arguments):
+    assert main(["train", *arguments]) == 2
+    assert "Training needs one recipe=NAME|PATH, got" in capsys.readouterr().err
+
+
+def test_only_the_main_process_speaks(trained, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "recipe=nothing"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", "recipe=nothing"]) == 2
+    assert "There is no recipe 'nothing'" in capsys.readouterr().err
+
+
+class DoesNotFitError(UserError):
+    exit_code = 3
+
+
+@pytest.mark.parametrize("raised,code", [(DoesNotFitError("too big"), 3), (KeyboardInterrupt(), 130)])
+def test_the_exit_code_says_whose_fault_it_is(trained, monkeypatch, raised, code):
+    def fail(recipe: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(sys.modules["lowmem_ft.training"], "train", fail)
+    assert train_command.main(["recipe=tiny"]) == code
+
+
+def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
+    monkeypatch.setattr(sys.modules["lowmem_ft.training"], "train", lambda recipe: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_command.main(["recipe=tiny"])
+
+
+def test_recipes_lists_each_with_its_description(capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["1b-bf16", "3b-bf16", "7b-bf16", "8b-bf16", "demo", "tiny"]
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+@pytest.mark.parametrize("name", ["8b-bf16", "tiny"])
+def test_recipes_prints_a_file_that_loads_to_an_equal_recipe(capsys, tmp_path, name):
+    assert main(["recipes", name, "training.seed=5"]) == 0
+    path = tmp_path / "saved.yaml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert load_recipe(path) == load_recipe(name, ["training.seed=5"])
+
+
+def test_recipes_explains_a_name_that_is_not_there(capsys):
+    assert main(["recipes", "8b-bf61"]) == 2
+    assert "Did you mean `8b-bf16`" in capsys.readouterr().err
+
+
+def test_log_lines_of_other_processes_stay_quiet():
+    code = """
+import logging
+from lowmem_ft.cli.logs import set_up_logging
+set_up_logging()
+logging.getLogger("lowmem_ft.x").info("chosen because")
+logging.getLogger("other").info("chatter")
+logging.getLogger("other").warning("trouble")
+"""
+    environment = {**os.environ, "RANK": "0"}
+    speaks = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    quiet = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**environment, "RANK": "1"}
+    )
+    assert "chosen because" in speaks.stderr
+    assert "trouble" in speaks.stderr
+    assert "chatter" not in speaks.stderr
+    assert speaks.stdout == quiet.stdout == quiet.stderr == ""

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowmem_ft.errors import RecipeError
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe, load_recipe
+from lowmem_ft.recipe.conflicts import CONFLICTS, SCHEDULES_THAT_NEED_ARGUMENTS
+from lowmem_ft.recipe.keys import recipe_keys
+
+# For each rule: settings of `tiny` that break it, and the same with the way out taken.
+BROKEN_AND_MENDED = {
+    "model_is_named": (["model=null"], ["model=x"]),
+    "budget_is_readable": (["budget.host=12 parsecs"], ["budget.host=12GB"]),
+    "checkpointing_numbers_are_counts": (
+        ["checkpointing.skip_last_layers=-1"],
+        ["checkpointing.skip_last_layers=0"],
+    ),
+    "loss_chunk_is_a_count": (["loss.chunk_tokens=0"], ["loss.chunk_tokens=null"]),
+    "fp16_needs_float32_weights": (
+        ["training.mixed_precision=fp16", "model.dtype=float16"],
+        ["training.mixed_precision=fp16", "model.dtype=float32"],
+    ),
+    "streaming_needs_max_steps": (
+        ["data.streaming=true", "data.eval_size=null", "data.eval_path=x"],
+        ["data.streaming=true", "data.eval_size=null", "data.eval_path=x", "training.max_steps=4"],
+    ),
+    "evaluation_needs_data": (["data.eval_size=null"], ["data.eval_size=null", "training.eval_steps=null"]),
+    "hub_settings_need_push": (
+        ["training.hub_model_id=me/it"],
+        ["training.hub_model_id=me/it", "training.push_to_hub=true"],
+    ),
+    "resume_needs_the_old_run": (
+        ["training.resume_from_checkpoint=auto", "training.overwrite_output_dir=true"],
+        ["training.resume_from_checkpoint=auto", "training.overwrite_output_dir=false"],
+    ),
+    "layer_choice_needs_checkpointing": (
+        ["checkpointing.mode=none", "checkpointing.every_n_layers=2"],
+        ["checkpointing.mode=full", "checkpointing.every_n_layers=2"],
+    ),
+    "constant_schedule_has_no_warmup": (
+        ["training.lr_scheduler_type=constant", "training.warmup_steps=3"],
+        ["training.lr_scheduler_type=constant_with_warmup", "training.warmup_steps=3"],
+    ),
+    "schedule_takes_its_arguments": (
+        ["training.lr_scheduler_kwargs={min_lr: 1e-6}"],
+        ["training.lr_scheduler_kwargs={min_lr: 1e-6}", "training.lr_scheduler_type=cosine_with_min_lr"],
+    ),
+}
+
+
+def test_every_rule_has_an_example_here():
+    assert {conflict.rule.__name__ for conflict in CONFLICTS} == set(BROKEN_AND_MENDED)
+
+
+@pytest.mark.parametrize("rule", BROKEN_AND_MENDED)
+def test_a_rule_refuses_what_breaks_it_and_its_way_out_works(rule):
+    broken, mended = BROKEN_AND_MENDED[rule]
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("tiny", broken)
+    (problem,) = caught.value.problems
+    keys = next(conflict.keys for conflict in CONFLICTS if conflict.rule.__name__ == rule)
+    assert any(key in problem for key in keys)
+    load_recipe("tiny", mended)
+
+
+def test_rules_read_keys_that_exist():
+    read = {key for conflict in CONFLICTS for key in conflict.keys}
+    assert read <= set(recipe_keys())
+
+
+def test_a_recipe_put_together_in_python_is_checked_by_the_same_rules():
+    recipe = Recipe(model=ModelConfig(name_or_path="m", dtype="bfloat16"))
+    check_recipe(recipe)
+    wrong = dataclasses.replace(recipe, training=TrainingConfig(mixed_precision="fp16", learning_rate=-1))
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(wrong)
+    assert len(caught.value.problems) == 2
+
+
+def test_arguments_that_a_schedule_would_ignore_are_refused_with_those_it_takes():
+    ignored = ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={num_cycles: 2}"]
+    with pytest.raises(RecipeError, match="has no `num_cycles`: it takes none"):
+        load_recipe("tiny", ignored)
+    with pytest.raises(RecipeError, match="Did you mean `num_cycles`"):
+        load_recipe("tiny", ["training.lr_scheduler_kwargs={num_cycle: 2}"])
+
+
+def test_only_the_schedules_said_to_need_arguments_need_them():
+    schedules = recipe_keys()["training.lr_scheduler_type"].choices
+    assert len(schedules) > len(SCHEDULES_THAT_NEED_ARGUMENTS)
+    import torch
+    from transformers import get_scheduler
+
+    for name in schedules:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        if name in SCHEDULES_THAT_NEED_ARGUMENTS:
+            with pytest.raises(RecipeError, match=name):
+                load_recipe("tiny", [f"training.lr_scheduler_type={name}"])
+        else:
+            get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=2)

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft.errors import RecipeError
+from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
+from lowmem_ft.recipe.keys import SHORT_FORMS, UPSTREAM_NAMES, keys_meant_by, recipe_keys
+
+MINIMAL = "model: {name_or_path: some/model}\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_recipe(text: str = MINIMAL, name: str = "mine.yaml") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_recipe
+
+
+def problems_of(path: str | Path, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+def test_the_file_sets_what_it_names_and_defaults_the_rest(write):
+    recipe = load_recipe(write(MINIMAL + "training: {learning_rate: 1e-5, seed: 7}\n"))
+    assert recipe.name == "mine"
+    assert recipe.model.name_or_path == "some/model"
+    assert recipe.training.learning_rate == 1e-5
+    assert recipe.training.seed == 7
+    assert recipe.training.lr_scheduler_type == "cosine"
+
+
+def test_a_later_setting_goes_before_an_earlier_one(write):
+    path = write(MINIMAL + "training: {seed: 1}\n")
+    assert load_recipe(path, ["training.seed=2", "training.seed=3"]).training.seed == 3
+
+
+@pytest.mark.parametrize(
+    "setting,key,value",
+    [
+        ("training.learning_rate=3e-4", "training.learning_rate", 3e-4),
+        ("training.warmup_steps=10", "training.warmup_steps", 10.0),
+        ("training.max_grad_norm=null", "training.max_grad_norm", None),
+        ("training.overwrite_output_dir=true", "training.overwrite_output_dir", True),
+        ("training.mixed_precision=no", "training.mixed_precision", "no"),
+        ("training.report_to=[wandb, tensorboard]", "training.report_to", ("wandb", "tensorboard")),
+        ("training.lr_scheduler_kwargs={num_cycles: 2}", "training.lr_scheduler_kwargs", {"num_cycles": 2}),
+        ("optimizer.betas=[0.9, 0.95]", "optimizer.betas", (0.9, 0.95)),
+        ("data.data_files=[a.jsonl, b.jsonl]", "data.data_files", ["a.jsonl", "b.jsonl"]),
+        # Text stays as typed, whatever YAML would make of it.
+        ("model.revision=1e5", "model.revision", "1e5"),
+        ("model.revision=0123", "model.revision", "0123"),
+        ("data.path=*.jsonl", "data.path", "*.jsonl"),
+        ("data.system_prompt=You are: brief. a=b ${x}", "data.system_prompt", "You are: brief. a=b ${x}"),
+        ("model=other/model", "model.name_or_path", "other/model"),
+        ("data=chats.jsonl", "data.path", "chats.jsonl"),
+        ("budget=24GiB", "budget.device", "24GiB"),
+    ],
+)
+def test_a_setting_is_read_in_the_type_of_its_key(write, setting, key, value):
+    overrides = [setting]
+    if "kwargs" in key:
+        overrides.append("training.lr_scheduler_type=cosine_with_restarts")
+    group, _, name = key.partition(".")
+    assert getattr(getattr(load_recipe(write(), overrides), group), name) == value
+
+
+def test_a_key_inside_a_mapping_can_be_set(write):
+    recipe = load_recipe(
+        write(),
+        ["training.lr_scheduler_type=cosine_with_min_lr", "training.lr_scheduler_kwargs.min_lr_rate=0.1"],
+    )
+    assert recipe.training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+
+
+def test_a_bare_no_in_yaml_is_the_choice_of_that_name(write):
+    assert load_recipe(write(MINIMAL + "training: {mixed_precision: no}\n")).training.mixed_precision == "no"
+
+
+def test_a_group_with_nothing_in_it_keeps_its_defaults(write):
+    assert load_recipe(write(MINIMAL + "training:\n  # seed: 3\n")).training.seed == 42
+
+
+@pytest.mark.parametrize(
+    "wrong,meant",
+    [
+        ("training.learning_rat", "training.learning_rate"),
+        ("trainig.learning_rate", "training.learning_rate"),
+        ("learning_rate", "training.learning_rate"),
+        ("weight_decay", "optimizer.weight_decay"),
+        ("training.weight_decay", "optimizer.weight_decay"),
+        ("data.max_lenght", "data.max_length"),
+        ("gradient_checkpointing", "checkpointing.mode"),
+        ("training.bf16", "training.mixed_precision"),
+    ],
+)
+def test_an_unknown_key_says_which_one_was_meant(write, wrong, meant):
+    expected = f"{wrong} is not a recipe key. Did you mean `{meant}`?"
+    assert problems_of(write(), f"{wrong}=1") == (expected,)
+
+
+def test_a_key_like_no_other_points_to_the_list_of_keys(write):
+    (problem,) = problems_of(write(), "qwertyuiop=1")
+    assert problem == "qwertyuiop is not a recipe key. Run `lowmem-ft recipes NAME` to see every key."
+
+
+def test_names_of_other_toolkits_lead_to_keys_that_exist_and_shadow_none_of_ours():
+    assert set(UPSTREAM_NAMES.values()) | set(SHORT_FORMS.values()) <= set(recipe_keys())
+    assert not {key.name for key in recipe_keys().values()} & set(UPSTREAM_NAMES)
+    assert keys_meant_by("lr") == ["training.learning_rate"]
+
+
+@pytest.mark.parametrize(
+    "setting,problem",
+    [
+        ("training.seed=abc", "training.seed must be a whole number; got 'abc'."),
+        ("training.seed=1.5", "training.seed must be a whole number; got 1.5."),
+        ("training.seed=null", "training.seed must be a whole number; got null."),
+        ("training.eval_steps=x", "training.eval_steps must be a whole number, or null; got 'x'."),
+        ("data.packing=ture", "data.packing must be true or false; got 'ture'."),
+        ("training.learning_rate=true", "training.learning_rate must be a number; got true."),
+        (
+            "training.mixed_precision=bf61",
+            "training.mixed_precision must be one of no, bf16, fp16; got 'bf61'. Did you mean `bf16`?",
+        ),
+        (
+            "training.report_to=wandb",
+            "training.report_to must be a list such as [tensorboard], each one of tensorboard, wandb, trackio; "
+            "got 'wandb'.",
+        ),
+        (
+            "optimizer.betas=[0.9]",
+            "optimizer.betas must be a list of 2, such as [0.9, 0.9], or null; got [0.9].",
+        ),
+        ("data.data_files=[a", "data.data_files must be a list such as [a], each text, or null; got [a."),
+        ("training.learning_rate.x=1", "training.learning_rate must be a number; got {'x': 1}."),
+        ("training=3", "training is a group of settings, got '3'. Write training.KEY=3."),
+    ],
+)
+def test_a_wrong_type_says_what_is_expected_and_what_was_seen(write, setting, problem):
+    assert problems_of(write(), setting) == (problem,)
+
+
+@pytest.mark.parametrize(
+    "settings,problem",
+    [
+        (["foo"], "A setting is written key=value, got `foo`."),
+        (["=3"], "A setting is written key=value, got `=3`."),
+        (
+            ["--learning-rate", "1"],
+            "A setting is written key=value, got `--learning-rate 1`. Write training.learning_rate=1.",
+        ),
+        (
+            ["--training.seed=1"],
+            "A setting is written key=value, got `--training.seed=1`. Write training.seed=1.",
+        ),
+        (
+            ["--packing"],
+            "A setting is written key=value, got `--packing`. Write data.packing=VALUE.",
+        ),
+    ],
+)
+def test_a_malformed_setting_says_how_to_write_it(write, settings, problem):
+    assert problems_of(write(), *settings) == (problem,)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "training.learning_rate=0",
+        "training.learning_rate=.inf",
+        "training.per_device_train_batch_size=0",
+        "training.per_device_eval_batch_size=0",
+        "training.gradient_accumulation_steps=-1",
+        "training.warmup_steps=1.5",
+        "training.warmup_steps=-1",
+        "training.max_steps=0",
+        "training.num_train_epochs=0",
+        "training.max_grad_norm=0",
+        "training.save_total_limit=0",
+        "training.logging_steps=0",
+        "training.save_steps=0",
+        "training.max_skipped_steps=0",
+        "training.seed=-1",
+        "data.max_length=0",
+        "checkpointing.every_n_layers=0",
+        "loss.chunk_tokens=0",
+        "budget.device=lots",
+    ],
+)
+def test_a_value_out_of_range_is_named_with_its_key(write, setting):
+    overrides = [setting, "checkpointing.mode=full"]
+    key, _, value = setting.partition("=")
+    (problem,) = problems_of(write(), *overrides)
+    assert problem.startswith(key)
+    assert value.lstrip(".") in problem
+
+
+def test_everything_wrong_is_reported_at_once_with_its_file(write):
+    path = write("model: {nam: x}\ntraining: {learning_rat: 1, seed: abc, run_name: on}\nzz: 1\n")
+    problems = problems_of(
+        path, "training.learning_rate=-1", "model.dtype=bfloat16", "training.mixed_precision=fp16", "foo"
+    )
+    seen = "\n".join(problems)
+    for fragment in (
+        f"{path}: model.nam is",
+        f"{path}: training.learning_rat is",
+        f"{path}: training.seed must",
+        f"{path}: training.run_name must be text, or null; got true. Put it in quotes",
+        f"{path}: zz is",
+        "got `foo`",
+        "training.learning_rate must be a finite number above 0, got -1.0",
+        "training.mixed_precision=fp16 needs model.dtype=float32, got bfloat16",
+        "model.name_or_path must name a model",
+    ):
+        assert fragment in seen
+    assert len(problems) == 9
+
+
+def test_no_rule_is_applied_to_a_value_that_nobody_could_read(write):
+    problems = problems_of(write(), "data.streaming=true", "training.max_steps=many")
+    assert problems == ("training.max_steps must be a whole number; got 'many'.",)
+
+
+def test_yaml_that_does_not_parse_names_file_and_line(write):
+    path = write("model:\n  name_or_path: [a\ntraining: 3\n")
+    (problem,) = problems_of(path)
+    assert problem.startswith(f"{path}, line 3: not YAML: while parsing a flow sequence")
+
+
+def test_a_key_given_twice_in_yaml_is_refused(write):
+    path = write("model: {name_or_path: m}\ntraining:\n  seed: 1\n  seed: 2\n")
+    (problem,) = problems_of(path)
+    assert problem.startswith(f"{path}, line 4: not YAML")
+    assert "seed" in problem
+
+
+@pytest.mark.parametrize(
+    "text,fragment", [("- a\n- b\n", "got a list"), ("just words\n", "is not a recipe key")]
+)
+def test_yaml_that_is_no_mapping_is_refused(write, text, fragment):
+    path = write(text)
+    problem = problems_of(path)[0]
+    assert problem.startswith(str(path))
+    assert fragment in problem
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    (problem,) = problems_of(path)
+    assert problem.startswith(f"{path} cannot be read as a recipe")
+
+
+def test_a_missing_file_suggests_one_that_is_there(write, tmp_path):
+    write(name="mine.yaml")
+    (problem,) = problems_of(tmp_path / "mime.yaml")
+    assert problem == f"There is no recipe file {tmp_path / 'mime.yaml'}. Did you mean `mine.yaml`?"
+
+
+def test_a_missing_name_lists_the_shipped_recipes_and_the_settings_are_checked_too():
+    missing, unknown = problems_of("7b-bf17", "learning_rate=1")
+    assert "Did you mean `7b-bf16`" in missing
+    assert "demo" in missing
+    assert "training.learning_rate" in unknown
+
+
+def test_recipe_dir_is_the_folder_of_the_file_that_says_it(write, tmp_path):
+    write(MINIMAL + "data: {path: '${recipe_dir}/a.jsonl'}\n", name="deep/base.yaml")
+    recipe = load_recipe(write("base: deep/base.yaml\ndata: {eval_path: '${recipe_dir}/b.jsonl'}\n"))
+    assert recipe.data.path == str(tmp_path / "deep" / "a.jsonl")
+    assert recipe.data.eval_path == str(tmp_path / "b.jsonl")
+
+
+def test_an_interpolation_of_nothing_says_what_there_is(write):
+    path = write(MINIMAL + "data: {path: '${recipe_dri}/a'}\n")
+    (problem,) = problems_of(path)
+    assert problem.startswith(f"{path}: Interpolation key 'recipe_dri' not found")
+    assert "recipe_dir" in problem
+
+
+def test_a_base_is_extended_and_overridden_but_does_not_lend_its_name(write):
+    write("name: a\ndescription: first\n" + MINIMAL + "training: {seed: 1, max_steps: 10}\n", name="a.yaml")
+    write("base: a.yaml\ntraining: {seed: 2, logging_steps: 3}\n", name="b.yaml")
+    recipe = load_recipe(
+        write("base: b.yaml\ntraining: {seed: 3}\n", name="c.yaml"), ["training.max_steps=20"]
+    )
+    training = recipe.training
+    assert (recipe.name, recipe.description) == ("c", "")
+    assert (training.seed, training.logging_steps, training.max_steps) == (3, 3, 20)
+    assert recipe.model.name_or_path == "some/model"
+
+
+def test_a_shipped_recipe_can_be_extended_by_name(write):
+    recipe = load_recipe(write("base: 7b-bf16\ntraining: {seed: 3}\n"))
+    assert recipe.optimizer == load_recipe("7b-bf16").optimizer
+
+
+def test_a_recipe_that_extends_itself_is_refused(write):
+    write("base: b.yaml\n", name="a.yaml")
+    (problem,) = problems_of(write("base: a.yaml\n", name="b.yaml"))
+    assert problem.startswith("A recipe cannot extend itself")
+    assert "a.yaml" in problem
+
+
+@pytest.mark.parametrize("base,fragment", [("missing.yaml", "no recipe file"), ("[a, b]", "one recipe name")])
+def test_a_base_that_cannot_be_read_is_refused(write, base, fragment):
+    assert fragment in problems_of(write(f"base: {base}\n"))[0]
+
+
+TEXTS = [
+    "no",
+    "1e5",
+    "a: b # c",
+    "two\nlines\n",
+    "${recipe_dir}",
+    "\\${x}\\",
+    "é '\"",
+    " padded ",
+    "null",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text_survives_being_written_and_read_again(tmp_path, text):
+    recipe = load_recipe("tiny")
+    data = type(recipe.data)(path="d.jsonl", system_prompt=text, data_files=[text, "b"])
+    recipe = Recipe(name="t", description=text, model=recipe.model, data=data)
+    path = tmp_path / "written.yaml"
+    path.write_text(recipe_to_yaml(recipe), encoding="utf-8")
+    assert load_recipe(path) == recipe

@@ -1,0 +1,89 @@
+"""Claims over every shipped recipe; the folder is walked, so that a new file cannot escape them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft.recipe import load_recipe, shipped_recipes
+from lowmem_ft.recipe.keys import recipe_keys
+
+FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+FILES = sorted(FOLDER.rglob("*.yaml"))
+NAMES = {"demo", "tiny", "1b-bf16", "3b-bf16", "7b-bf16", "8b-bf16"}
+
+
+def test_the_folder_holds_the_recipes_that_the_package_lists():
+    assert {path.stem for path in FILES} >= NAMES
+    assert sorted(shipped_recipes().values()) == FILES
+    assert len(shipped_recipes()) == len(FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_loads_by_name_and_by_path(path):
+    recipe = load_recipe(path.stem)
+    assert recipe == load_recipe(path)
+    assert recipe.name == path.stem
+    assert recipe.description
+    assert recipe.data.path is not None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_opens_with_its_launch_line(path):
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert first == f"# accelerate launch scripts/finetune.py recipe={path.stem}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_memory_knob_that_a_recipe_sets_has_a_comment(path):
+    memory_knobs = {key.name for key in recipe_keys().values() if key.frees} - {"name"}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    setting = [
+        line for line in lines if re.match(r"\s+(\w+):", line) and line.split(":")[0].strip() in memory_knobs
+    ]
+    assert [line for line in setting if " # " not in line] == []
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {"demo", "tiny"}))
+def test_the_large_recipes_keep_the_mathematics(name):
+    recipe = load_recipe(name)
+    assert recipe.model.dtype == "float32"
+    assert recipe.training.mixed_precision == "bf16"
+    assert recipe.checkpointing.mode == "full"
+    assert recipe.loss.chunk_tokens is not None
+
+
+def test_local_data_of_a_recipe_ships_with_it():
+    local = [load_recipe(path) for path in FILES]
+    paths = [Path(path) for recipe in local for path in (recipe.data.path, recipe.data.eval_path) if path]
+    inside = [path for path in paths if path.is_absolute()]
+    assert len(inside) >= 3
+    assert [path for path in inside if not path.is_file()] == []
+
+
+def test_the_tiny_model_is_tiny_and_marks_its_answers():
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER / "tiny"))
+    assert 30_000 < sum(parameter.numel() for parameter in model.parameters()) < 60_000
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "tiny")
+    assert len(tokenizer) == model.config.vocab_size
+    lines = (FOLDER / "tiny" / "data.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(set(lines)) == 64
+    for line in lines:
+        messages = json.loads(line)["messages"]
+        encoded = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        marked = [
+            token
+            for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+            if mask
+        ]
+        answers = [
+            message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant"
+        ]
+        assert tokenizer.decode(marked) == "".join(answers)
