@@ -1,0 +1,229 @@
+"""Our training step beside that of stock ``transformers.Trainer``: time, loss and bytes, on equal work in one run.
+
+    python scripts/bench_step.py [--model FOLDER] [--steps 20] [--device cpu]
+
+Both train the same model from the same weights on the same batches with the same AdamW, schedule and clipping, in fp32.
+They alternate step by step in one process, so that whatever else the machine does hits both alike: our whole step (data,
+forward, backward, clipping, update, metrics on disk) runs inside the Trainer's ``on_step_end``, and the Trainer's is
+the time between two of those. Bytes are exact sums over tensor storages, not allocator statistics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from lowmem_ft.data import Batch
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.models import load_tokenizer
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
+from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
+from lowmem_ft.training.interruption import Interruption
+from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.units import format_bytes
+
+sys.path.insert(0, str(Path(__file__).parent / "demo"))
+from get_demo_model import default_cache_dir, get_demo_model  # noqa: E402
+
+ROWS, TOKENS = 2, 256
+LEARNING_RATE = 1e-4
+
+
+def main() -> None:
+    """Run both side by side and print one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="a model folder; the demo's SmolLM2-135M if left out")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    arguments = parser.parse_args()
+    model_dir = arguments.model or get_demo_model(default_cache_dir())
+    with tempfile.TemporaryDirectory() as scratch:
+        recipe = _recipe(model_dir, Path(scratch), arguments)
+        steps = compare_steps(recipe, Path(scratch))
+    row = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        if arguments.device == "cpu"
+        else torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "model": model_dir.name,
+        "batch": f"{ROWS} x {TOKENS} tokens, fp32",
+        **steps,
+        "bytes": compare_bytes(model_dir, torch.device(arguments.device)),
+    }
+    print(json.dumps(row, indent=2))
+
+
+def compare_steps(recipe: Recipe, scratch: Path) -> dict[str, Any]:
+    """Median step time of both and the largest difference of their losses, over alternating steps."""
+    ours = TrainingRun(recipe, Interruption())
+    ours.folder.start(recipe, 0)
+    rows = [ours.data.train.read(index)[0] for index in range(ours.num_steps * ROWS)]
+    alternate = _Alternate(ours)
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path, dtype=torch.float32),
+        args=TrainingArguments(
+            output_dir=str(scratch / "trainer"),
+            per_device_train_batch_size=ROWS,
+            max_steps=ours.num_steps,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            max_grad_norm=1.0,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            save_strategy="no",
+            report_to="none",
+            train_sampling_strategy="sequential",
+            use_cpu=recipe.training.use_cpu,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        ),
+        train_dataset=[{"input_ids": row.input_ids_T, "labels": row.labels_T} for row in rows],  # type: ignore[arg-type]
+        data_collator=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in rows[0]},
+        callbacks=[alternate],
+    )
+    trainer.train()
+    theirs = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    return alternate.result(theirs)
+
+
+class _Alternate(TrainerCallback):
+    """Takes one of our steps after each of the Trainer's, and times both; the first step of each only warms up."""
+
+    def __init__(self, ours: TrainingRun) -> None:
+        self.ours = ours
+        self.seconds: dict[str, list[float]] = {"ours": [], "trainer": []}
+        self.losses: list[float] = []
+        self._since = 0.0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self.seconds["trainer"].append(now - self._since)
+        self.losses.append(self.ours.step()["loss"])
+        self._since = time.perf_counter()
+        self.seconds["ours"].append(self._since - now)
+
+    def result(self, their_losses: list[float]) -> dict[str, Any]:
+        pairs = list(zip(self.seconds["ours"][1:], self.seconds["trainer"][1:], strict=True))
+        return {
+            "step_seconds": {
+                "ours": round(statistics.median(ours for ours, _ in pairs), 4),
+                "trainer": round(statistics.median(trainer for _, trainer in pairs), 4),
+                "median_ratio": round(statistics.median(ours / trainer for ours, trainer in pairs), 4),
+                "num_steps": len(pairs),
+            },
+            "loss": {
+                "first": self.losses[0],
+                "last": self.losses[-1],
+                "largest_difference": max(
+                    abs(ours - theirs) for ours, theirs in zip(self.losses, their_losses, strict=True)
+                ),
+            },
+        }
+
+
+def compare_bytes(model_dir: Path, device: torch.device) -> dict[str, Any]:
+    """Bytes kept from forward to backward, and the peak of a forward and backward, weights and gradients excluded."""
+    rows: dict[str, Any] = {}
+    for name, chunk_tokens, mode in (
+        ("trainer default", None, "none"),
+        ("chunked loss", 256, "none"),
+        ("checkpointing", None, "full"),
+        ("chunked loss and checkpointing", 256, "full"),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device)
+        model.train()
+        if chunk_tokens is not None:
+            enable_chunked_loss(model, LossConfig(chunk_tokens=chunk_tokens))
+        if mode != "none":
+            enable_checkpointing(model, CheckpointingConfig(mode=mode))
+        kept, peak = _activation_bytes(model, device)
+        rows[name] = {"kept": format_bytes(kept), "peak": format_bytes(peak), "kept_bytes": kept, "peak_bytes": peak}
+    default = rows["trainer default"]
+    for row in rows.values():
+        row["kept_ratio"] = round(row["kept_bytes"] / default["kept_bytes"], 4)
+        row["peak_ratio"] = round(row["peak_bytes"] / default["peak_bytes"], 4)
+    return rows
+
+
+def _activation_bytes(model: Any, device: torch.device) -> tuple[int, int]:
+    batch = _random_batch(model.config.vocab_size, device)
+    # Gradients exist before the measured pass and are accumulated into, so that only activations are counted.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with StorageTracker(device.type) as tracker:
+        loss = model(**batch.model_inputs(), labels=batch.labels_BT, num_items_in_batch=1, use_cache=False).loss
+        kept = tracker.live_bytes
+        loss.backward()
+        return kept, tracker.peak_bytes
+
+
+def _random_batch(vocabulary: int, device: torch.device) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    input_ids_BT = torch.randint(vocabulary, (4, TOKENS), generator=generator).to(device)
+    return Batch(
+        input_ids_BT=input_ids_BT,
+        labels_BT=input_ids_BT,
+        position_ids_BT=None,
+        sample_ids=(0, 1, 2, 3),
+        num_label_tokens=4 * (TOKENS - 1),
+        num_tokens=4 * TOKENS,
+    )
+
+
+def _recipe(model_dir: Path, scratch: Path, arguments: argparse.Namespace) -> Recipe:
+    tokenizer = load_tokenizer(load_recipe("demo", [f"model={model_dir}"]).model)
+    generator = torch.Generator().manual_seed(0)
+    with (scratch / "data.jsonl").open("w") as file:
+        for _ in range(arguments.steps * ROWS):
+            words = torch.randint(1000, len(tokenizer), (2 * TOKENS,), generator=generator)
+            # Chats and completions are cut at max_length, so every row has exactly TOKENS tokens.
+            file.write(json.dumps({"prompt": "a", "completion": tokenizer.decode(words)}) + "\n")
+    return load_recipe(
+        "demo",
+        [
+            f"model={model_dir}",
+            f"data={scratch / 'data.jsonl'}",
+            "data.eval_path=null",
+            "data.loss_on=all",
+            f"data.max_length={TOKENS}",
+            "data.packing=false",
+            "data.shuffle=false",
+            f"training.output_dir={scratch / 'ours'}",
+            f"training.max_steps={arguments.steps}",
+            f"training.per_device_train_batch_size={ROWS}",
+            "training.gradient_accumulation_steps=1",
+            f"training.learning_rate={LEARNING_RATE}",
+            "training.lr_scheduler_type=constant",
+            "training.warmup_steps=0",
+            "training.max_grad_norm=1.0",
+            "training.mixed_precision=no",
+            "training.eval_on_start=false",
+            f"training.use_cpu={'true' if arguments.device == 'cpu' else 'false'}",
+            "model.dtype=float32",
+            "model.attn_implementation=sdpa",
+            "checkpointing.mode=none",
+            "optimizer.name=adamw",
+            "optimizer.weight_decay=0",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
