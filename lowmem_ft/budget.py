@@ -9,7 +9,7 @@ from lowmem_ft.knob import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Memory that a run may use, as text such as ``24GiB`` (see :func:`lowmem_ft.units.parse_bytes`)."""
+    """Memory that a run may use, as text such as ``24GiB`` (2**30 bytes each) or ``24GB`` (10**9)."""
 
     device: str | None = knob(None, "Device memory the run may use, such as 24GiB; null: all there is.")
     host: str | None = knob(None, "Host memory (resident) the run may use, such as 64GiB; null: no limit.")

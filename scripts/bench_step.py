@@ -154,7 +154,12 @@ def compare_bytes(model_dir: Path, device: torch.device) -> dict[str, Any]:
         if mode != "none":
             enable_checkpointing(model, CheckpointingConfig(mode=mode))
         kept, peak = _activation_bytes(model, device)
-        rows[name] = {"kept": format_bytes(kept), "peak": format_bytes(peak), "kept_bytes": kept, "peak_bytes": peak}
+        rows[name] = {
+            "kept": format_bytes(kept),
+            "peak": format_bytes(peak),
+            "kept_bytes": kept,
+            "peak_bytes": peak,
+        }
     default = rows["trainer default"]
     for row in rows.values():
         row["kept_ratio"] = round(row["kept_bytes"] / default["kept_bytes"], 4)
@@ -168,7 +173,9 @@ def _activation_bytes(model: Any, device: torch.device) -> tuple[int, int]:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with StorageTracker(device.type) as tracker:
-        loss = model(**batch.model_inputs(), labels=batch.labels_BT, num_items_in_batch=1, use_cache=False).loss
+        loss = model(
+            **batch.model_inputs(), labels=batch.labels_BT, num_items_in_batch=1, use_cache=False
+        ).loss
         kept = tracker.live_bytes
         loss.backward()
         return kept, tracker.peak_bytes

@@ -21,7 +21,7 @@ from lowmem_ft.data import DataPosition, DataStream, PreparedData, eval_batches,
 from lowmem_ft.errors import DataError, UserError
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.models import load_tokenizer, max_positions
-from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.budget_cap import apply_budget, report_budget
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.checkpoint import (
@@ -75,11 +75,12 @@ def train(recipe: Recipe) -> TrainResult:
         UserError: if the recipe, its model, its data or the folder cannot be used, or nothing finite comes out.
         SystemExit: after SIGINT (130) or SIGTERM (143), once a checkpoint is saved.
     """
+    check_recipe(recipe)
     with Interruption() as interruption:
-        return _Run(recipe, interruption).train()
+        return TrainingRun(recipe, interruption).train()
 
 
-class _Run:
+class TrainingRun:
     """One call of :func:`train`: what its parts share."""
 
     def __init__(self, recipe: Recipe, interruption: Interruption) -> None:
@@ -145,7 +146,7 @@ class _Run:
             if config.eval_on_start and self.progress.step == 0:
                 self._evaluate()
             while self.progress.step < self.num_steps:
-                display.update(self._step())
+                display.update(self.step())
                 step = self.progress.step
                 if _is_due(step, config.eval_steps) and step < self.num_steps:
                     self._evaluate()
@@ -156,7 +157,7 @@ class _Run:
             self._stop_if_interrupted()
         return self._finish(evaluation)
 
-    def _step(self) -> dict[str, Any]:
+    def step(self) -> dict[str, Any]:
         """One optimizer step, counted and written down."""
         start = time.perf_counter()
         window = self.stream.next_window()

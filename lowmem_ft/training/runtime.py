@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
+    AutocastKwargs,
     ProjectConfiguration,
     gather_object,
     is_tensorboard_available,
@@ -94,6 +95,9 @@ class AccelerateRuntime:
             # Always said, never None: otherwise `accelerate launch --mixed_precision` would override the recipe.
             mixed_precision=config.mixed_precision,
             cpu=config.use_cpu,
+            # With the cache, a half-precision copy of every weight lives until the forward pass ends, though
+            # checkpointing needs one layer's at a time. Each weight is used once in a pass: nothing to cache.
+            kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
             log_with=list(config.report_to) or None,
             project_config=ProjectConfiguration(
                 project_dir=str(output_dir), logging_dir=str(output_dir / "logs")

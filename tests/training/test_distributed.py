@@ -17,12 +17,24 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 
 
 def launch_two(*arguments):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", str(SCRIPT)]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--num_processes",
+        "2",
+        "--cpu",
+        str(SCRIPT),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([*command, "recipe=tiny", *arguments], capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [*command, "recipe=tiny", *arguments], capture_output=True, text=True, env=environment
+    )
 
 
-@pytest.mark.parametrize("options", [(), ("data.packing=true", "data.max_length=64")], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "options", [(), ("data.packing=true", "data.max_length=64")], ids=["padded", "packed"]
+)
 def test_two_processes_equal_one(tiny, metrics, tmp_path, options):
     one, two = tmp_path / "one", tmp_path / "two"
     # 14 steps: two epochs of 7, and with packing windows that do not divide evenly

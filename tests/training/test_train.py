@@ -27,7 +27,10 @@ def test_the_saved_model_is_a_plain_huggingface_model_that_has_learnt(tiny, metr
     model = AutoModelForCausalLM.from_pretrained(result.model_folder)
     tokenizer = AutoTokenizer.from_pretrained(result.model_folder)
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "Hello"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)
     assert answer.shape[1] > prompt["input_ids"].shape[1]
@@ -39,7 +42,7 @@ def test_the_held_out_loss_is_the_saved_models(tiny, tmp_path):
     recipe = tiny(*SHORT, output_dir=tmp_path / "run")
     result = train(recipe)
     model = AutoModelForCausalLM.from_pretrained(result.model_folder)
-    run = loop._Run(
+    run = loop.TrainingRun(
         load_recipe(
             "tiny",
             [f"training.output_dir={tmp_path / 'again'}", "training.use_cpu=true", "loss.chunk_tokens=null"],
@@ -67,7 +70,11 @@ def test_metrics_say_what_every_step_did(tiny, tmp_path):
         assert record["grad_norm"] > 0
         assert record["skipped_steps"] == 0
     assert [record["step"] for record in records if "eval_loss" in record] == [0, 2, 4]
-    assert all(record["eval_perplexity"] == math.exp(record["eval_loss"]) for record in records if "eval_loss" in record)
+    assert all(
+        record["eval_perplexity"] == math.exp(record["eval_loss"])
+        for record in records
+        if "eval_loss" in record
+    )
 
 
 def test_the_run_folder_says_how_to_do_it_again(tiny, tmp_path):
@@ -102,7 +109,9 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_named(tiny, metrics, t
 
 def test_after_too_many_such_steps_in_a_row_the_run_stops(tiny, metrics, tmp_path, monkeypatch):
     poison(monkeypatch, steps={2, 3, 5, 6, 7})
-    with pytest.raises(UserError, match=r"3 steps in a row \(training\.max_skipped_steps\), the last at step 7"):
+    with pytest.raises(
+        UserError, match=r"3 steps in a row \(training\.max_skipped_steps\), the last at step 7"
+    ):
         train(tiny("training.max_skipped_steps=3", output_dir=tmp_path / "run"))
     assert len(metrics(tmp_path / "run")) == 6
 
@@ -152,7 +161,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, shutil_free)
     assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2"]
     resumed = tiny(
-        "training.max_steps=4", "training.eval_steps=null", "training.resume_from_checkpoint=auto", output_dir=run
+        "training.max_steps=4",
+        "training.eval_steps=null",
+        "training.resume_from_checkpoint=auto",
+        output_dir=run,
     )
     assert train(resumed).steps == 4
 
@@ -161,7 +173,14 @@ def test_a_tracker_gets_the_metrics(tiny, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tiny(*SHORT, "training.report_to=[tensorboard]", "training.logging_steps=1", output_dir=tmp_path / "run"))
+    train(
+        tiny(
+            *SHORT,
+            "training.report_to=[tensorboard]",
+            "training.logging_steps=1",
+            output_dir=tmp_path / "run",
+        )
+    )
     events = EventAccumulator(str(next((tmp_path / "run" / "logs").glob("*"))))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
@@ -189,7 +208,7 @@ def test_lost_updates_of_bf16_weights_are_measured(tiny, metrics, tmp_path, capl
 
 
 def test_techniques_are_taken_off_the_finished_model(tiny, tmp_path):
-    run = loop._Run(tiny(*SHORT, output_dir=tmp_path / "run"), loop.Interruption())
+    run = loop.TrainingRun(tiny(*SHORT, output_dir=tmp_path / "run"), loop.Interruption())
     model = run.session.unwrapped_model
     run.train()
     assert "forward" not in vars(model)
@@ -199,6 +218,11 @@ def test_techniques_are_taken_off_the_finished_model(tiny, tmp_path):
 def test_pushing_to_a_hub_out_of_reach_keeps_the_folder_and_says_how_to_upload(tiny, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"saved in .*hf upload me/model"):
         train(
-            tiny(*SHORT, "training.push_to_hub=true", "training.hub_model_id=me/model", output_dir=tmp_path / "run")
+            tiny(
+                *SHORT,
+                "training.push_to_hub=true",
+                "training.hub_model_id=me/model",
+                output_dir=tmp_path / "run",
+            )
         )
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()

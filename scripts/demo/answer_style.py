@@ -1,0 +1,33 @@
+"""The answer style that the demo teaches: a short answer, three numbered steps, what it costs and what it frees.
+
+It is the way this project describes its own memory techniques (*Frees*, *Costs*), put to everyday questions. A small
+model does not answer like this unless it was taught to, and a program can tell whether it does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+NUM_STEPS = 3
+
+_LINE_PATTERNS = (
+    r"Short answer: \S.*",
+    *(rf"{number}\. \S.*" for number in range(1, NUM_STEPS + 1)),
+    r"Costs: \S.*",
+    r"Frees: \S.*",
+)
+
+
+def format_answer(short_answer: str, steps: Sequence[str], costs: str, frees: str) -> str:
+    """An answer in the style: six lines, without a newline at the end."""
+    numbered = (f"{number}. {step}" for number, step in enumerate(steps, start=1))
+    return "\n".join([f"Short answer: {short_answer}", *numbered, f"Costs: {costs}", f"Frees: {frees}"])
+
+
+def follows_style(answer: str) -> bool:
+    """Whether an answer has exactly the six lines of the style, in their order, each with some content."""
+    lines = answer.strip().split("\n")
+    return len(lines) == len(_LINE_PATTERNS) and all(
+        re.fullmatch(pattern, line) for pattern, line in zip(_LINE_PATTERNS, lines, strict=True)
+    )
