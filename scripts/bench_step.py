@@ -3,9 +3,9 @@
     python scripts/bench_step.py [--model FOLDER] [--steps 20] [--device cpu]
 
 Both train the same model from the same weights on the same batches with the same AdamW, schedule and clipping, in fp32.
-They alternate step by step in one process, so that whatever else the machine does hits both alike: our whole step (data,
-forward, backward, clipping, update, metrics on disk) runs inside the Trainer's ``on_step_end``, and the Trainer's is
-the time between two of those. Bytes are exact sums over tensor storages, not allocator statistics.
+They alternate step by step in one process, so that whatever else the machine does hits both alike: our whole step
+(data, forward, backward, clipping, update, metrics on disk) runs inside the Trainer's ``on_step_end``, and the
+Trainer's is the time between two of those. Bytes are exact sums over tensor storages, not allocator statistics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parent / "demo"))
-from get_demo_model import default_cache_dir, get_demo_model  # noqa: E402
+from get_demo_model import default_cache_dir, get_demo_model
 
 ROWS, TOKENS = 2, 256
 LEARNING_RATE = 1e-4

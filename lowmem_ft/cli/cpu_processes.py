@@ -1,7 +1,7 @@
 """Start as many CPU processes as ``accelerate launch --cpu --num_processes N`` was asked for.
 
-Accelerate (up to 1.15 at least) starts a single process there and says nothing: several CPU processes are for ``mpirun``
-alone. A run would then train with 1/N of the batch that was asked for. torch's own launcher can do it.
+Accelerate (up to 1.15 at least) starts a single process there and says nothing: several CPU processes are for
+``mpirun`` alone. A run would then train with 1/N of the batch that was asked for. torch's own launcher can do it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def start_requested_cpu_processes(script: str, arguments: Sequence[str]) -> None
 
 
 def _requested_cpu_processes() -> int:
-    """N of the ``accelerate launch --cpu --num_processes N`` above this process; 1 if there is none or it was obeyed."""
+    """N of the ``accelerate launch --cpu --num_processes N`` above this process; 1 if there is none or it is obeyed."""
     is_one_of_several = "LOCAL_RANK" in os.environ
     if is_one_of_several or os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true":
         return 1

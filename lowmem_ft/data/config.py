@@ -20,7 +20,7 @@ class DataConfig:
     )
     name: str | None = knob(None, "Configuration of a hub dataset, as in load_dataset(path, name).")
     revision: str | None = knob(None, "Hub branch, tag or commit; null: the default branch.")
-    data_files: list[str] | None = knob(None, "Files inside the hub repository or folder; null: all of them.")  # noqa: RUF009 (a field)
+    data_files: list[str] | None = knob(None, "Files inside the hub repository or folder; null: all of them.")
     split: str = knob(
         "train", "Split to train on; slices such as train[:10%] work. Local files hold `train` only."
     )

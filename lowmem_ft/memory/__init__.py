@@ -1,0 +1,1 @@
+"""What memory is: bytes held now, at the peak, and by each tensor storage."""

@@ -46,7 +46,7 @@ class TrainingConfig:
         "cosine_warmup_with_min_lr",
         "warmup_stable_decay",
     ] = knob("cosine", "Learning rate schedule, by transformers' name.")
-    lr_scheduler_kwargs: dict[str, Any] | None = knob(  # noqa: RUF009 (a field)
+    lr_scheduler_kwargs: dict[str, Any] | None = knob(
         None, "Further arguments of the schedule, such as {min_lr_rate: 0.1} or {num_decay_steps: 200}."
     )
     warmup_steps: float = knob(

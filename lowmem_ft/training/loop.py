@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -310,6 +311,15 @@ class TrainingRun:
 
     def _log_start(self) -> None:
         config = self.recipe.training
+        threads, cores = torch.get_num_threads() * self.runtime.num_processes, os.cpu_count() or 1
+        if self.runtime.device.type == "cpu" and threads < cores:
+            logger.warning(
+                "Computing on %d of %d cores (OMP_NUM_THREADS, which accelerate launch sets to 1). To use all, add "
+                "--num_cpu_threads_per_process=%d to accelerate launch.",
+                threads,
+                cores,
+                cores // self.runtime.num_processes,
+            )
         examples = (
             config.per_device_train_batch_size
             * config.gradient_accumulation_steps
