@@ -77,7 +77,7 @@ def compare_steps(recipe: Recipe, scratch: Path) -> dict[str, Any]:
     rows = [ours.data.train.read(index)[0] for index in range(ours.num_steps * ROWS)]
     alternate = _Alternate(ours)
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path, dtype=torch.float32),
+        model=_model(str(recipe.model.name_or_path)),
         args=TrainingArguments(
             output_dir=str(scratch / "trainer"),
             per_device_train_batch_size=ROWS,
@@ -141,18 +141,18 @@ class _Alternate(TrainerCallback):
 def compare_bytes(model_dir: Path, device: torch.device) -> dict[str, Any]:
     """Bytes kept from forward to backward, and the peak of a forward and backward, weights and gradients excluded."""
     rows: dict[str, Any] = {}
-    for name, chunk_tokens, mode in (
-        ("trainer default", None, "none"),
-        ("chunked loss", 256, "none"),
-        ("checkpointing", None, "full"),
-        ("chunked loss and checkpointing", 256, "full"),
+    for name, chunk_tokens, checkpointed in (
+        ("trainer default", None, False),
+        ("chunked loss", 256, False),
+        ("checkpointing", None, True),
+        ("chunked loss and checkpointing", 256, True),
     ):
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device)
+        model = _model(str(model_dir)).to(device)
         model.train()
         if chunk_tokens is not None:
             enable_chunked_loss(model, LossConfig(chunk_tokens=chunk_tokens))
-        if mode != "none":
-            enable_checkpointing(model, CheckpointingConfig(mode=mode))
+        if checkpointed:
+            enable_checkpointing(model, CheckpointingConfig(mode="full"))
         kept, peak = _activation_bytes(model, device)
         rows[name] = {
             "kept": format_bytes(kept),
@@ -192,6 +192,10 @@ def _random_batch(vocabulary: int, device: torch.device) -> Batch:
         num_label_tokens=4 * (TOKENS - 1),
         num_tokens=4 * TOKENS,
     )
+
+
+def _model(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def _recipe(model_dir: Path, scratch: Path, arguments: argparse.Namespace) -> Recipe:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
 
 from lowmem_ft.errors import MissingPackageError, ModelError
 from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
+from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config, lazy_weights
 from lowmem_ft.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -91,24 +93,18 @@ def load_model(
     if config.weights == "random":
         return _random_model(config, hf_config, attn_implementation, device, seed)
     source = _source(config)
-    path = source.pop("path")
-    if gguf_file := source.get("gguf_file"):
-        source["quantization_config"] = _dequantize_gguf()
-        logger.info("Weights of %s are unpacked from GGUF to %s.", gguf_file, config.dtype)
+    options = {
+        "config": hf_config,
+        "dtype": _dtype(config),
+        "attn_implementation": attn_implementation,
+        "device_map": {"": device},
+        "output_loading_info": True,
+    }
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=hf_config,
-            dtype=_dtype(config),
-            attn_implementation=attn_implementation,
-            device_map={"": device},
-            use_safetensors=None if gguf_file else True,
-            output_loading_info=True,
-            **source,
-        )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        read = _from_gguf if "gguf_file" in source else _from_safetensors
+        model, report = read(source.pop("path"), source, options)
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise _explained(config, error) from error
-    model, report = loaded
     _refuse_missing_weights(config, report)
     return model
 
@@ -165,6 +161,25 @@ def _looks_like_a_path(name: str) -> bool:
 
 def _dtype(config: ModelConfig) -> torch.dtype | str:
     return "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def _from_safetensors(
+    path: str, source: dict[str, Any], options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    source.pop("trust_remote_code")  # decided when the config was read
+    model_class: Any = causal_lm_class(options["config"], path, **source)
+    model, report = model_class.from_pretrained(None, state_dict=lazy_weights(path, **source), **options)
+    model.name_or_path = model.config.name_or_path = path
+    model.generation_config = generation_config(model, path, **source)
+    return model, report
+
+
+def _from_gguf(
+    path: str, source: dict[str, Any], options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    logger.info("Weights of %s are unpacked from GGUF to %s.", source["gguf_file"], options["dtype"])
+    model_class: Any = AutoModelForCausalLM
+    return model_class.from_pretrained(path, quantization_config=_dequantize_gguf(), **source, **options)
 
 
 def _random_model(

@@ -182,3 +182,27 @@ def _write_gguf(gguf, model, path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_the_weights_are_a_copy_that_rewriting_the_file_cannot_reach(folder):
+    """Mapped pages would change, or vanish, under a running training."""
+    model = load(ModelConfig(name_or_path=str(folder)))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    file = folder / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_shards_and_the_checkpoints_own_generation_settings_are_read(folder):
+    from transformers import GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.7, eos_token_id=5)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="10KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    loaded = load(ModelConfig(name_or_path=str(folder)))
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in loaded.state_dict().items())
+    assert loaded.generation_config.temperature == 0.7
+    assert loaded.name_or_path == str(folder)

@@ -1,0 +1,67 @@
+"""The weights of a checkpoint as tensors that are read only when asked for, and leave nothing behind.
+
+transformers maps checkpoint files into memory: each page it has read stays resident until the whole model is loaded (a
+second copy, in the file's type), and on a CPU the weights *are* the file's pages, which a rewritten file would change
+under a running training. Reading each tensor with ``pread`` has neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from safetensors import safe_open
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
+
+
+def lazy_weights(path: str, **source: Any) -> dict[str, Any]:
+    """Every tensor of a folder's or hub repository's safetensors files by name; ``[...]`` on one reads it.
+
+    Args:
+        path: local folder or hub id; missing files are downloaded.
+        **source: ``revision`` and ``local_files_only``, as ``from_pretrained`` takes them.
+
+    Returns:
+        Slices as ``from_pretrained(state_dict=...)`` takes them.
+
+    Raises:
+        FileNotFoundError: if there are no safetensors.
+    """
+    weights: dict[str, Any] = {}
+    for file in _safetensors_files(path, source):
+        opened: Any = safe_open(file, framework="pt", backend="pread")
+        weights.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118 (no mapping)
+    return weights
+
+
+def causal_lm_class(hf_config: PretrainedConfig, path: str, **source: Any) -> type[PreTrainedModel]:
+    """The class that ``AutoModelForCausalLM`` would choose for a config."""
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return get_class_from_dynamic_module(hf_config.auto_map["AutoModelForCausalLM"], path, **source)
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    candidates = {cls.__name__: cls for cls in (found if isinstance(found, tuple) else (found,))}
+    named = [candidates[name] for name in hf_config.architectures or () if name in candidates]
+    return named[0] if named else next(iter(candidates.values()))
+
+
+def generation_config(model: PreTrainedModel, path: str, **source: Any) -> GenerationConfig:
+    """The checkpoint's own generation settings, or those that follow from the model's config if it has none."""
+    if cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False, **source):
+        return GenerationConfig.from_pretrained(path, **source)
+    return GenerationConfig.from_model_config(model.config)
+
+
+def _safetensors_files(path: str, source: dict[str, Any]) -> list[str]:
+    def find(name: str) -> str | None:
+        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **source)
+
+    if index := find(INDEX_FILE):
+        shards: Any = get_checkpoint_shard_files(path, index, **source)
+        return shards[0]
+    if file := find(WEIGHTS_FILE):
+        return [file]
+    raise FileNotFoundError(f"it has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
