@@ -11,18 +11,16 @@ Trainer's is the time between two of those. Bytes are exact sums over tensor sto
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from demo.get_demo_model import default_cache_dir, get_demo_model
+from measured_on import measured_on
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from lowmem_ft.data import Batch
@@ -34,9 +32,6 @@ from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.training.interruption import Interruption
 from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.units import format_bytes
-
-sys.path.insert(0, str(Path(__file__).parent / "demo"))
-from get_demo_model import default_cache_dir, get_demo_model
 
 ROWS, TOKENS = 2, 256
 LEARNING_RATE = 1e-4
@@ -56,12 +51,7 @@ def main() -> None:
         recipe = _recipe(model_dir, Path(scratch), arguments)
         steps = compare_steps(recipe, Path(scratch))
     row = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-        if arguments.device == "cpu"
-        else torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **measured_on(torch.device(arguments.device)),
         "model": model_dir.name,
         "batch": f"{ROWS} x {TOKENS} tokens, fp32",
         **steps,

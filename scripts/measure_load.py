@@ -10,24 +10,20 @@ and 200 MB above idle.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from demo.get_demo_model import default_cache_dir, get_demo_model
+from measured_on import measured_on
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.memory.meter import read_host_memory
 from lowmem_ft.models import ModelConfig, load_model, load_model_config
 from lowmem_ft.units import format_bytes
-
-sys.path.insert(0, str(Path(__file__).parent / "demo"))
-from get_demo_model import default_cache_dir, get_demo_model
 
 ALLOWANCE_BYTES = 200 * 10**6
 
@@ -45,13 +41,7 @@ def main() -> int:
         return 0
     models = arguments.model or [str(get_demo_model(default_cache_dir()))]
     rows = [in_new_process(model, dtype) for model in models for dtype in ("float32", "bfloat16")]
-    header = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "hardware": platform.processor() or platform.machine(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    print(json.dumps({**header, "rows": rows}, indent=2))
+    print(json.dumps({**measured_on(torch.device("cpu")), "rows": rows}, indent=2))
     return 0 if all(row["kept"] for row in rows) else 1
 
 

@@ -1,0 +1,30 @@
+"""What every measured number must say: when, by which command, on what hardware, with which versions."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def measured_on(device: torch.device) -> dict[str, Any]:
+    """Date, command, hardware and versions, to stand beside a measurement on ``device``."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+    }
+
+
+def _processor() -> str:
+    """The processor's name and the threads that torch uses; the bare architecture where the system keeps no name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
