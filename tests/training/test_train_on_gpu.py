@@ -1,0 +1,68 @@
+"""What only a CUDA device can show; `make gpu-check` runs this."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.training import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHORT = ("training.max_steps=6", "training.save_steps=3", "training.eval_steps=null")
+
+
+def recipe(folder, *overrides):
+    return load_recipe("tiny", [f"training.output_dir={folder}", *SHORT, *overrides])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("training.mixed_precision=bf16",),
+        ("training.mixed_precision=fp16",),
+        ("model.dtype=bfloat16", "optimizer.name=paged_adamw_8bit"),
+        ("data.packing=true", "training.mixed_precision=bf16"),
+    ],
+    ids=lambda overrides: " ".join(overrides) or "fp32",
+)
+def test_a_run_learns_and_reports_the_devices_memory(tmp_path, metrics, overrides):
+    result = train(recipe(tmp_path / "run", *overrides))
+    losses = metrics(tmp_path / "run")
+    assert losses[-1] < losses[0]
+    assert (result.model_folder / "model.safetensors").exists()
+    assert (
+        max(metrics(tmp_path / "run", "memory_peak_bytes")) < 2**30
+    )  # the tiny model, not the host's memory
+
+
+@pytest.mark.parametrize("overrides", [(), ("training.mixed_precision=fp16",)])
+def test_a_resumed_run_is_bitwise_the_same(tmp_path, metrics, overrides):
+    deterministic = ("training.full_determinism=true", *overrides)
+    train(recipe(tmp_path / "whole", *deterministic))
+    train(recipe(tmp_path / "resumed", "training.max_steps=6", *deterministic))
+    for folder in ("checkpoint-6", "model"):
+        _remove(tmp_path / "resumed" / folder)
+    train(recipe(tmp_path / "resumed", "training.resume_from_checkpoint=auto", *deterministic))
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
+    one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_budget_caps_the_allocator(tmp_path):
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            train(recipe(tmp_path / "run", "budget=1MiB"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _remove(folder):
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
