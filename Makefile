@@ -15,6 +15,7 @@ help: ## This list
 setup: $(READY) ## Virtual environment in .venv with the tested versions (constraints.txt)
 
 $(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "lowmem_ft needs Python 3.10 or newer, $(PYTHON) is %d.%d. Name another: make setup PYTHON=python3.12" % v[:2])'
 	$(PYTHON) -m venv $(VENV)
 	sed -E 's/^torch==.*/$(if $(strip $(TORCH)),torch==$(strip $(TORCH)),&)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip

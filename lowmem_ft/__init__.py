@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.budget import Budget
@@ -14,20 +15,10 @@ __version__ = "0.1.0"
 
 __all__ = ["Budget", "Recipe", "load_recipe", "train"]
 
-_MODULES = {
-    "Budget": "lowmem_ft.budget",
-    "Recipe": "lowmem_ft.recipe",
-    "load_recipe": "lowmem_ft.recipe",
-    "train": "lowmem_ft.training",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # On first use, so that `import lowmem_ft` and `lowmem-ft --help` do not wait for torch.
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module 'lowmem_ft' has no attribute {name!r}")
+__getattr__ = lazy_exports(
+    __name__, {"Budget": "budget", "Recipe": "recipe", "load_recipe": "recipe", "train": "training"}
+)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+    return sorted([*globals(), *__all__])

@@ -9,7 +9,6 @@ from lowmem_ft.errors import UserError
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 _UNITS = {
-    "": 1,
     "b": 1,
     "kb": 10**3,
     "mb": 10**6,
@@ -22,13 +21,13 @@ _UNITS = {
 }
 
 
-def parse_bytes(text: str | int) -> int:
-    """Bytes of a size such as ``24GiB`` (2**30), ``24GB`` (10**9) or ``512``.
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``24GiB`` (2**30), ``24GB`` (10**9) or ``512B``.
 
     Raises:
-        UserError: if the text is no positive number followed by a known unit.
+        UserError: if the text is no positive number followed by a known unit; a bare number could mean anything.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     size = round(float(match[1]) * unit) if match and unit else 0
     if size <= 0:

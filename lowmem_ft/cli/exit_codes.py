@@ -28,7 +28,7 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
         try:
             return command(argv)
         except UserError as error:
-            if is_main_process():
+            if _speaks_for(error):
                 for problem in error.problems:
                     print(f"error: {problem}", file=sys.stderr)
             return error.exit_code
@@ -41,3 +41,13 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
 def is_main_process() -> bool:
     """Whether this is the process of a launch that speaks for all, by the variables every launcher sets."""
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+
+
+def _speaks_for(error: UserError) -> bool:
+    """Whether to print an error: the main process until the processes have joined, then the first that has it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return is_main_process()
+    # The store that the processes met in counts for all of them, also when one of them has nothing to report.
+    store = distributed.distributed_c10d._get_default_store()
+    return store.add(f"lowmem_ft error: {error}", 1) == 1

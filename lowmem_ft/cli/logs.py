@@ -27,3 +27,14 @@ def set_up_logging() -> None:
     speaks = is_main_process()
     logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, handlers=[handler], force=True)
     logging.getLogger("lowmem_ft").setLevel(logging.INFO if speaks else logging.ERROR)
+
+
+def take_over_library_logs() -> None:
+    """Call after the libraries are imported: each line once, in our form.
+
+    huggingface_hub and datasets give their loggers a handler of their own on import, beside ours at the root. The
+    readers of datasets log an error and then raise it, and what is raised reaches the user in our words.
+    """
+    for library in ("huggingface_hub", "datasets"):
+        logging.getLogger(library).handlers.clear()
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)

@@ -12,7 +12,7 @@ from lowmem_ft.errors import RecipeError
 _EXAMPLES = """\
 examples:
   lowmem-ft train recipe=demo
-  lowmem-ft train recipe=7b-bf16 data=chats.jsonl training.learning_rate=1e-5 training.output_dir=runs/mine
+  lowmem-ft train recipe=7b-bf16 data=chats.jsonl data.split=train data.eval_split=null data.eval_size=100
   lowmem-ft train recipe=my/recipe.yaml training.resume_from_checkpoint=auto
   accelerate launch --num_processes 2 scripts/finetune.py recipe=1b-bf16
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     recipe_name, settings = _split(arguments)
 
-    from lowmem_ft.cli.logs import set_up_logging
+    from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
 
     set_up_logging()
@@ -47,15 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from lowmem_ft.training import train
 
+    take_over_library_logs()
     train(recipe)
     return 0
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:
     """The recipe's name or path, and the other settings."""
-    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("recipe=")]
+    choices = [argument for argument in arguments if argument.startswith("recipe=")]
+    named = [choice.partition("=")[2] for choice in choices]
     if len(named) != 1 or not named[0]:
-        seen = " ".join(arguments) or "nothing"
+        seen = " ".join(choices or arguments) or "nothing"
         raise RecipeError(
             f"Training needs one recipe=NAME|PATH, got {seen}. Write for instance recipe=demo; "
             "`lowmem-ft recipes` lists the names."
@@ -72,6 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", metavar="recipe=NAME|PATH", help="a shipped recipe or a .yaml file")
     parser.add_argument(
-        "settings", metavar="key=value", nargs="*", help="settings that go before the recipe's"
+        "settings", metavar="key=value", nargs="*", help="settings that override the recipe's"
     )
     return parser

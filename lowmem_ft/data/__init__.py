@@ -5,8 +5,9 @@ Names resolve on first use, so that reading a recipe (which needs ``DataConfig``
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.data.batch import IGNORED_LABEL, Batch
@@ -30,22 +31,19 @@ __all__ = [
     "load_data",
 ]
 
-_MODULE_OF = {
-    "IGNORED_LABEL": "batch",
-    "Batch": "batch",
-    "Collator": "collating",
-    "DataConfig": "config",
-    "DataPosition": "stream",
-    "DataStream": "stream",
-    "DataSummary": "summary",
-    "PreparedData": "loading",
-    "Window": "stream",
-    "eval_batches": "stream",
-    "load_data": "loading",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "IGNORED_LABEL": "batch",
+        "Batch": "batch",
+        "Collator": "collating",
+        "DataConfig": "config",
+        "DataPosition": "stream",
+        "DataStream": "stream",
+        "DataSummary": "summary",
+        "PreparedData": "loading",
+        "Window": "stream",
+        "eval_batches": "stream",
+        "load_data": "loading",
+    },
+)

@@ -9,6 +9,7 @@ from lowmem_ft.knob import knob
 
 FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca", "text"]
 LossOn = Literal["completion", "assistant", "all"]
+SampleBy = Literal["line", "paragraph", "document"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +17,20 @@ class DataConfig:
     """The training data, an optional held-out part, and what becomes of an example on its way to a batch."""
 
     path: str | None = knob(
-        None, "Hub dataset name, or a local json/jsonl/csv/parquet/txt file, a folder of such, or a glob."
+        None,
+        "Hub dataset name, or a local json/jsonl/csv/tsv/parquet/txt file (or .gz of one), a folder of such, "
+        "or a glob.",
     )
     name: str | None = knob(None, "Configuration of a hub dataset, as in load_dataset(path, name).")
     revision: str | None = knob(None, "Hub branch, tag or commit; null: the default branch.")
     data_files: list[str] | None = knob(None, "Files inside the hub repository or folder; null: all of them.")
     split: str = knob(
         "train", "Split to train on; slices such as train[:10%] work. Local files hold `train` only."
+    )
+    sample_by: Literal["line", "paragraph", "document"] = knob(
+        "line",
+        "What is one example of a txt file, as in load_dataset('text'): a line, a paragraph (up to a blank line), "
+        "or the whole file; what is longer than max_length is split.",
     )
     streaming: bool = knob(
         False,
@@ -37,6 +45,9 @@ class DataConfig:
     )
     messages_column: str | None = knob(None, "Column of message lists; null: messages or conversations.")
     prompt_column: str | None = knob(None, "Column of prompts; null: prompt (alpaca: instruction).")
+    input_column: str | None = knob(
+        None, "Column of a further input below an alpaca instruction; null: input, where there is one."
+    )
     completion_column: str | None = knob(None, "Column of completions; null: completion (alpaca: output).")
     text_column: str | None = knob(None, "Column of raw text; null: text.")
     system_prompt: str | None = knob(None, "System message for chats that bring none; null: none is added.")

@@ -116,6 +116,12 @@ def recognise_format(
             *(_absent_column(key, column, name, columns, source) for key, column in missing.items())
         )
     logger.info("Format of %s: %s (%s).", source, name, reason)
+    unseen = [column for column in ("system", "tools") if column in columns and column not in wanted.values()]
+    if unseen and name in ("messages", "conversations"):
+        logger.warning(
+            "The model does not see the column %s of %s: put what it says into a system message of each chat.",
+            *(" or ".join(unseen), source),
+        )
     return ExampleFormat(
         name=name,
         columns=tuple(wanted.values()),
@@ -163,19 +169,23 @@ _FORMAT_OF_OVERRIDE: dict[str, FormatName] = {
     "prompt_column": "prompt_completion",
     "completion_column": "prompt_completion",
     "text_column": "text",
+    "input_column": "alpaca",
 }
 
 
 def _choose_format(config: DataConfig, columns: Sequence[str], source: str) -> tuple[FormatName, str]:
     overrides = [key for key in _FORMAT_OF_OVERRIDE if getattr(config, key) is not None]
     if config.format != "auto":
-        foreign = [f"data.{key}" for key in overrides if key not in _COLUMN_BY_DEFAULT[config.format]]
+        used = {*_COLUMN_BY_DEFAULT[config.format], *(["input_column"] if config.format == "alpaca" else [])}
+        foreign = [f"data.{key}" for key in overrides if key not in used]
         if foreign:
             raise DataError(
                 f"data.format={config.format} does not use {' or '.join(foreign)}. Set it to null, or data.format=auto."
             )
         return config.format, "data.format"
     named: set[FormatName] = {_FORMAT_OF_OVERRIDE[key] for key in overrides}
+    if named == {"alpaca", "prompt_completion"}:  # an input makes it Alpaca's
+        named = {"alpaca"}
     if len(named) > 1:
         raise DataError(
             f"{' and '.join(f'data.{key}' for key in overrides)} belong to different formats "
@@ -186,18 +196,39 @@ def _choose_format(config: DataConfig, columns: Sequence[str], source: str) -> t
     for name, needed in _COLUMN_BY_DEFAULT.items():
         if set(needed.values()) <= set(columns):
             return name, f"recognised from the columns {', '.join(needed.values())}"
+    raise DataError(_unknown_format(columns, source))
+
+
+_QUESTIONS = ("question", "instruction", "query", "problem", "input", "prompt")
+_ANSWERS = ("answer", "response", "output", "solution", "completion", "target")
+
+
+def _unknown_format(columns: Sequence[str], source: str) -> str:
+    """What was seen, what is known, and settings that read these very columns, where they have telling names."""
+    if {"chosen", "rejected"} <= set(columns):
+        prompt = "data.prompt_column=prompt data.completion_column=chosen"
+        way_out = prompt if "prompt" in columns else "data.messages_column=chosen"
+        return (
+            f"{source} holds preferences (columns seen: {', '.join(columns)}), and training here is supervised: it "
+            f"learns answers, not which of two is better. To learn the chosen ones, set {way_out}."
+        )
     known = "; ".join(f"{name} ({', '.join(needed.values())})" for name, needed in _COLUMN_BY_DEFAULT.items())
-    raise DataError(
+    question = next((name for name in _QUESTIONS if name in columns), "question")
+    answer = next((name for name in _ANSWERS if name in columns), "answer")
+    pair = f"data.prompt_column={question} data.completion_column={answer}"
+    further = " data.input_column=context" if "context" in columns else ""
+    return (
         f"No known format has the columns of {source}. Columns seen: {', '.join(columns)}. Formats known: {known}. "
-        "Name the columns, as in `data.prompt_column=question data.completion_column=answer` or "
-        "`data.text_column=body`. A CSV file needs a header line, else its first row is taken for the column names."
+        f"Name the columns: `data.format=alpaca {pair}{further}` makes chats of them, `{pair}` joins them as they are, "
+        "`data.text_column=body` reads raw text. A CSV file needs a header line, else its first row is taken for the "
+        "column names."
     )
 
 
 def _columns_of(name: FormatName, config: DataConfig, columns: Sequence[str]) -> dict[str, str]:
     wanted = {key: getattr(config, key) or column for key, column in _COLUMN_BY_DEFAULT[name].items()}
-    if name == "alpaca" and "input" in columns:
-        wanted["input"] = "input"
+    if name == "alpaca" and (config.input_column or "input" in columns):
+        wanted["input_column"] = config.input_column or "input"
     return wanted
 
 
@@ -222,13 +253,18 @@ def _read_prompt_completion(fmt: ExampleFormat, row: Row) -> Example | None:
             return None
         asked = _with_system_prompt(asked, fmt.system_prompt)
         return Chat(asked + answered, num_prompt_messages=len(asked))
+    if isinstance(prompt, list) != isinstance(completion, list) and None not in (prompt, completion):
+        raise DataError(
+            f"{' and '.join(fmt.columns)} are both text or both lists of messages, got {_seen(prompt)} and "
+            f"{_seen(completion)}. Write both the same way."
+        )
     texts = [_text(row.get(column), column) for column in fmt.columns]
     return Completion(*texts) if all(text.strip() for text in texts) else None
 
 
 def _read_alpaca(fmt: ExampleFormat, row: Row) -> Example | None:
     instruction, output = (_text(row.get(column), column) for column in fmt.columns[:2])
-    context = _text(row.get("input"), "input") if "input" in fmt.columns else ""
+    context = "".join(_text(row.get(column), column) for column in fmt.columns[2:])
     if not instruction.strip() or not output.strip():
         return None
     if not fmt.has_chat_template:
@@ -274,6 +310,7 @@ _ROLES = {
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
     "tool": "tool",
@@ -299,11 +336,12 @@ def _messages(value: Any, column: str) -> list[Message] | None:
 def _message(raw: Row, column: str) -> Message:
     # Arrow fills a key that only other messages have with null; templates ask whether it is defined.
     message = {key: value for key, value in raw.items() if value is not None}
-    role = message.pop("role", None) or message.pop("from", None)
+    named = message.pop("role", None) or message.pop("from", None)
+    role = named.lower() if isinstance(named, str) else named
     if role not in _ROLES:
         raise DataError(
-            f"{column}: the role of a message is one of {', '.join(_ROLES)}, got {_seen(role)}"
-            f"{'' if role is not None else f' in {_seen(raw)}'}."
+            f"{column}: the role of a message is one of {', '.join(_ROLES)}, got {_seen(named)}"
+            f"{'' if named is not None else f' in {_seen(raw)}'}. Rename it."
         )
     content = message.pop("content", None)
     content = message.pop("value", None) if content is None else content

@@ -62,6 +62,7 @@ def load_data(
     max_positions: int | None,
     seed: int,
     attn_implementation: str,
+    vocab_size: int | None = None,
 ) -> PreparedData:
     """Tokenized training and held-out data, memory-mapped from the cache of ``datasets`` or streamed.
 
@@ -74,6 +75,7 @@ def load_data(
         max_positions: longest input of the model in tokens, or None where it has no limit.
         seed: chooses the held-out examples of ``data.eval_size``.
         attn_implementation: the model's attention; it decides how packed rows are laid out.
+        vocab_size: rows of the model's embedding, which no token id may exceed; None: not checked.
 
     Returns:
         The data; what was left out, cut and learnt is logged, with one example as the model reads it.
@@ -90,6 +92,11 @@ def load_data(
         datasets.disable_progress_bars()
     prepare_tokenizer(tokenizer, chat_template=config.chat_template)
     pad_token_id: Any = tokenizer.pad_token_id
+    if vocab_size is not None and pad_token_id >= vocab_size:
+        raise DataError(
+            f"The pad token {tokenizer.pad_token!r} has the id {pad_token_id}, but the model has embeddings for ids "
+            f"below {vocab_size} only. Set pad_token in its tokenizer_config.json to another token, such as the EOS."
+        )
     collate = Collator(
         pad_token_id=pad_token_id,
         max_length=config.max_length,
@@ -97,17 +104,21 @@ def load_data(
         in_one_row="flash" in attn_implementation,
     )
     if config.streaming:
-        return _load_streamed(config, tokenizer, collate)
-    return _load_mapped(config, tokenizer, collate, seed)
+        return _load_streamed(config, tokenizer, collate, vocab_size)
+    return _load_mapped(config, tokenizer, collate, vocab_size, seed)
 
 
 def _load_mapped(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, collate: Collator, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    collate: Collator,
+    vocab_size: int | None,
+    seed: int,
 ) -> PreparedData:
     train_source, eval_source = _sources(config)
-    train_table, eval_table = _tokenize(config, train_source, tokenizer, is_train=True), None
+    train_table, eval_table = _tokenize(config, train_source, tokenizer, vocab_size, is_train=True), None
     if eval_source is not None:
-        eval_table = _tokenize(config, eval_source, tokenizer, is_train=False)
+        eval_table = _tokenize(config, eval_source, tokenizer, vocab_size, is_train=False)
     elif config.eval_size is not None:
         train_table, eval_table = _hold_out(train_table, config.eval_size, seed)
     train, summary = _examples(train_table, config, train_source, is_train=True)
@@ -126,11 +137,15 @@ def _load_mapped(
     )
 
 
-def _load_streamed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, collate: Collator) -> PreparedData:
+def _load_streamed(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, collate: Collator, vocab_size: int | None
+) -> PreparedData:
     train_source, eval_source = _sources(config)
-    train = _stream(config, train_source, tokenizer, is_train=True)
+    train = _stream(config, train_source, tokenizer, vocab_size, is_train=True)
     _log_example(train.first(), tokenizer)
-    evaluation = None if eval_source is None else _stream(config, eval_source, tokenizer, is_train=False)
+    evaluation = (
+        None if eval_source is None else _stream(config, eval_source, tokenizer, vocab_size, is_train=False)
+    )
     return PreparedData(
         train=train, evaluation=evaluation, summary=None, evaluation_summary=None, collate=collate
     )
@@ -161,6 +176,7 @@ def _sources(config: DataConfig) -> tuple[Source, Source | None]:
         revision=config.revision,
         data_files=config.data_files,
         streaming=config.streaming,
+        sample_by=config.sample_by,
     )
     if config.eval_path is not None:
         return train, Source(
@@ -169,6 +185,7 @@ def _sources(config: DataConfig) -> tuple[Source, Source | None]:
             setting="data.eval_path",
             split_setting="data.eval_split",
             streaming=config.streaming,
+            sample_by=config.sample_by,
         )
     if config.eval_split is not None:
         return train, replace(train, split=config.eval_split, split_setting="data.eval_split")
@@ -183,7 +200,11 @@ def _open(config: DataConfig, source: Source, *, is_train: bool) -> Any:
 
 
 def _tokenization(
-    config: DataConfig, source: Source, tokenizer: PreTrainedTokenizerBase, first_row: dict[str, Any]
+    config: DataConfig,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    first_row: dict[str, Any],
 ) -> Tokenization:
     has_chat_template = tokenizer.chat_template is not None
     example_format = recognise_format(
@@ -191,6 +212,10 @@ def _tokenization(
     )
     if example_format.is_chat(first_row):
         require_chat_template(tokenizer)
+    elif example_format.name == "text" and source.is_split_into_lines():
+        logger.info(
+            "Each line of %s is an example. For prose, set data.sample_by=paragraph or document.", source
+        )
     elif has_chat_template and example_format.name == "prompt_completion":
         logger.info(
             "Prompts and completions are strings, so they are joined as they are. To wrap them in the chat template, "
@@ -202,29 +227,38 @@ def _tokenization(
         loss_on=choose_loss_on(config, example_format),
         max_length=config.max_length,
         source=str(source),
+        vocab_size=vocab_size,
     )
 
 
 def _tokenize(
-    config: DataConfig, source: Source, tokenizer: PreTrainedTokenizerBase, *, is_train: bool
+    config: DataConfig,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    *,
+    is_train: bool,
 ) -> datasets.Dataset:
     """The tokenized table of a split, dropped examples included, from the cache if it was made before."""
     rows = _open(config, source, is_train=is_train)
-    tokenization = _tokenization(config, source, tokenizer, rows[0])
-    rows = rows.select_columns(list(tokenization.example_format.columns))
-    return rows.map(
-        tokenization,
-        with_indices=True,
-        batched=True,
-        batch_size=TOKENIZING_BATCH_ROWS,
-        writer_batch_size=TOKENIZING_BATCH_ROWS,
-        remove_columns=rows.column_names,
-        features=TOKENIZED,
-        num_proc=config.num_proc,
-        # Hashing the function itself would hash the tokenizer's inner state, which changes as it is used.
-        new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
-        desc=f"Tokenizing {source}",
-    )
+    try:
+        tokenization = _tokenization(config, source, tokenizer, vocab_size, rows[0])
+        rows = rows.select_columns(list(tokenization.example_format.columns))
+        return rows.map(
+            tokenization,
+            with_indices=True,
+            batched=True,
+            batch_size=TOKENIZING_BATCH_ROWS,
+            writer_batch_size=TOKENIZING_BATCH_ROWS,
+            remove_columns=rows.column_names,
+            features=TOKENIZED,
+            num_proc=config.num_proc,
+            # Hashing the function itself would hash the tokenizer's inner state, which changes as it is used.
+            new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
+            desc=f"Tokenizing {source}",
+        )
+    except UnicodeDecodeError as error:  # Arrow takes any bytes for text; only reading a row decodes them
+        raise reading_error(error, source) from error
 
 
 def _hold_out(table: datasets.Dataset, size: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -267,14 +301,19 @@ def _examples(
 
 
 def _stream(
-    config: DataConfig, source: Source, tokenizer: PreTrainedTokenizerBase, *, is_train: bool
+    config: DataConfig,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    *,
+    is_train: bool,
 ) -> StreamedExamples:
     rows = _open(config, source, is_train=is_train)
     first_row = next(_batches(rows, source, batch_rows=1), None)
     if first_row is None:
         raise DataError(f"{source.setting} holds no example: {source}. Name data with at least one row.")
     tokenization = _tokenization(
-        config, source, tokenizer, {name: values[0] for name, values in first_row.items()}
+        config, source, tokenizer, vocab_size, {name: values[0] for name, values in first_row.items()}
     )
     rows = rows.select_columns(list(tokenization.example_format.columns))
     return StreamedExamples(

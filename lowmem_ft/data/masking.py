@@ -66,6 +66,7 @@ def mark_learnt(example: Example, tokenizer: PreTrainedTokenizerBase, loss_on: L
 
 
 def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> MarkedText:
+    _refuse_unwritten_tool_calls(chat, tokenizer)
     if loss_on == "all":
         text = render(tokenizer, chat.messages)
         return MarkedText(text, ((0, len(text)),), holds_special_tokens=True)
@@ -90,6 +91,19 @@ def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) 
             "marks, or set data.chat_template to another template."
         )
     return MarkedText(text, tuple(learnt), holds_special_tokens=True)
+
+
+def _refuse_unwritten_tool_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A template that knows no tool calls would turn them into empty answers, and those would be learnt."""
+    if "tool_calls" in tokenizer.get_chat_template():
+        return
+    for message in chat.messages:
+        if message.get("tool_calls"):
+            raise DataError(
+                "The chat template does not write the tool calls of an assistant turn, so nothing of them would be "
+                "learnt. Set data.chat_template to a template that writes message.tool_calls, or write the calls "
+                "into the content."
+            )
 
 
 def _with_eos(text: str, mark: tuple[int, int], tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:

@@ -6,21 +6,29 @@ into errors that name the file, the line and the way out.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import glob
+import gzip
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 import datasets
+import datasets.config
 import pyarrow
 from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError, DatasetsError
 
+from lowmem_ft.data.config import SampleBy
 from lowmem_ft.errors import DataError, did_you_mean
+from lowmem_ft.hub import hub_is_reachable
+
+logger = logging.getLogger(__name__)
 
 Rows: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 
@@ -29,9 +37,12 @@ READER_BY_SUFFIX = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".txt": "text",
 }
+"""By the suffix in lower case; a ``.gz`` behind it is read through."""
+
 READING_ERRORS = (DatasetsError, pyarrow.ArrowInvalid, ValueError, RuntimeError, OSError)
 """What ``datasets`` raises for bad files and for a hub that cannot be reached; the last two include HTTP errors."""
 
@@ -49,6 +60,7 @@ class Source:
         revision: hub branch, tag or commit.
         data_files: files inside the hub repository or folder.
         streaming: read while iterating instead of memory-mapping an Arrow copy.
+        sample_by: what becomes one row of a text file.
     """
 
     path: str
@@ -59,16 +71,21 @@ class Source:
     revision: str | None = None
     data_files: list[str] | None = None
     streaming: bool = False
+    sample_by: SampleBy = "line"
 
     def __str__(self) -> str:
         return f"{self.path} ({self.split})"
+
+    def is_split_into_lines(self) -> bool:
+        """Whether each row is a line of a text file."""
+        return self.sample_by == "line" and _reader(self.path) == "text"
 
 
 def open_rows(source: Source) -> Rows:
     """The raw rows of a source.
 
-    A text file gives one row a line, as ``load_dataset("text")`` does. A folder may hold data files (``train.jsonl``
-    and ``test.jsonl`` become splits) or what ``Dataset.save_to_disk`` wrote.
+    A folder may hold data files (``train.jsonl`` and ``test.jsonl`` become splits) or what ``Dataset.save_to_disk``
+    wrote.
 
     Args:
         source: where to look.
@@ -80,30 +97,96 @@ def open_rows(source: Source) -> Rows:
         DataError: if nothing is there, the hub cannot be reached, a file is empty or malformed, or the split is
             unknown.
     """
+    try:
+        with _offline_where_the_hub_is_out_of_reach(source):
+            rows = _open(source)
+    except READING_ERRORS as error:
+        raise reading_error(error, source) from error
+    if not source.streaming and len(rows) == 0:
+        raise _no_example(source)
+    return rows
+
+
+def _open(source: Source) -> Any:
     files = local_files(source.path, setting=source.setting)
     folder = Path(source.path).expanduser()
     if _is_saved(folder):
         return _open_saved(folder, source)
     request: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
     if files is not None:
-        request |= {"path": READER_BY_SUFFIX[Path(files[0]).suffix], "data_files": files}
-        if request["path"] == "csv":
-            request |= _csv_as_text(files[0])
+        _refuse_settings_of_the_hub(source)
+        builder, options = _reader_options(files, source)
+        # datasets takes a file name for a glob too, so a [ in it has to be escaped.
+        request |= {"path": builder, "data_files": [glob.escape(file) for file in files], **options}
     else:
-        place = str(folder) if folder.is_dir() else source.path
         request |= {
-            "path": place,
+            "path": str(folder) if folder.is_dir() else source.path,
             "name": source.name,
             "revision": source.revision,
             "data_files": source.data_files,
+            **_folder_options(folder, source),
         }
+    return datasets.load_dataset(**request)
+
+
+def _refuse_settings_of_the_hub(source: Source) -> None:
+    """A local file has neither configurations nor revisions, nor other files in it."""
+    for key in ("name", "revision", "data_files"):
+        value = getattr(source, key)
+        if value is not None:
+            raise DataError(
+                f"data.{key}={value} is about a hub dataset{' or a folder' if key == 'data_files' else ''}, but "
+                f"{source.setting} is a local file: {source.path}. Set data.{key}=null."
+            )
+
+
+@contextlib.contextmanager
+def _offline_where_the_hub_is_out_of_reach(source: Source) -> Iterator[None]:
+    """Without a hub, ``datasets`` looks into its cache at once instead of after half a minute of retries."""
+    is_offline = datasets.config.HF_HUB_OFFLINE
+    if _is_hub_name(source.path) and not hub_is_reachable():
+        datasets.config.HF_HUB_OFFLINE = True
     try:
-        rows: Any = datasets.load_dataset(**request)
-    except READING_ERRORS as error:
-        raise reading_error(error, source) from error
-    if not source.streaming and len(rows) == 0:
-        raise DataError(f"{source.setting} holds no example: {source}. Name data with at least one row.")
-    return rows
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = is_offline
+
+
+def _reader_options(files: list[str], source: Source) -> tuple[str, dict[str, Any]]:
+    """The builder of ``datasets`` for files of one kind, and how it is to read them."""
+    reader = _reader(files[0])
+    if reader != "text" and source.sample_by != "line":
+        raise DataError(
+            f"data.sample_by={source.sample_by} is about .txt files, got {files[0]}. Set data.sample_by=line."
+        )
+    if reader == "text":
+        return "text", {"encoding": "utf-8-sig", "sample_by": source.sample_by}
+    if reader in ("csv", "tsv"):
+        separator = "," if reader == "csv" else "\t"
+        return "csv", {"sep": separator, **_cells_as_text(files, separator, source.setting)}
+    assert reader is not None
+    return reader, {}
+
+
+def _folder_options(folder: Path, source: Source) -> dict[str, Any]:
+    """How to read a local folder; ``datasets`` itself finds the kind of its files, and takes one kind only."""
+    if not folder.is_dir():
+        if source.sample_by != "line":
+            raise DataError(
+                f"data.sample_by={source.sample_by} is about local .txt files, got {source.path}. "
+                "Set data.sample_by=line."
+            )
+        return {}
+    files = [str(file) for file in _known_files(folder)]
+    if len({_reader(file) for file in files}) == 1:
+        return _reader_options(files, source)[1]
+    if source.data_files is None:
+        logger.warning(
+            "The folder %s holds files of several kinds (%s), of which datasets reads only one. To choose, name "
+            "files as in %s=%s/*.jsonl.",
+            *(folder, _count_of_suffixes(files), source.setting, folder),
+        )
+    return {}
 
 
 def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
@@ -123,7 +206,7 @@ def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
         files = sorted(file for file in glob.glob(str(expanded), recursive=True) if Path(file).is_file())
         if not files:
             raise DataError(f"{setting} is a glob that matches no file: {path} (looked from {Path.cwd()}).")
-    elif _can_only_be_local(path):
+    elif not _is_hub_name(path):
         raise DataError(f"{setting} names no file: {path} (looked from {Path.cwd()}).{_neighbours(expanded)}")
     else:
         return None
@@ -145,18 +228,21 @@ def reading_error(error: Exception, source: Source) -> DataError:
         A ``DataError`` that names the malformed line, the known splits, or what to do without a hub.
     """
     reason, path, setting = _root_reason(error), source.path, source.setting
-    if isinstance(error, ValueError) and re.search(r"\b(unknown|bad) split\b", reason, re.IGNORECASE):
+    if "corresponds to no data" in reason:
+        return _no_example(source)
+    if isinstance(error, ValueError) and _SPLIT_ERROR.search(reason):
         return DataError(f"{source.split_setting}={source.split} is not in {path}: {reason}")
     local = Path(path).expanduser()
     files = local_files(path, setting=setting) or (
         [str(f) for f in _known_files(local)] if local.is_dir() else []
     )
     for file in files:
-        problem = malformed_json(file) if READER_BY_SUFFIX[Path(file).suffix] == "json" else None
+        problem = malformed_json(file) if _reader(file) == "json" else None
         if problem:
             return DataError(f"{setting}: {problem}")
     if files:
-        return DataError(f"{setting}: {path} cannot be read: {reason}")
+        advice = " Save it as UTF-8." if isinstance(_root(error), UnicodeDecodeError) else ""
+        return DataError(f"{setting}: {path} cannot be read: {reason.rstrip('.')}.{advice}")
     if isinstance(error, (ValueError, DataFilesNotFoundError)) and not isinstance(
         error, DatasetNotFoundError
     ):
@@ -165,16 +251,16 @@ def reading_error(error: Exception, source: Source) -> DataError:
         )
     return DataError(
         f"{setting} names neither a local file or folder nor a hub dataset that can be reached: {path} ({reason}). "
-        "Check the name; for a gated dataset accept its terms on the hub and run `hf auth login`; offline, run "
-        f"`hf download {path} --repo-type dataset --local-dir DIR` on a machine that is online, copy DIR here and set "
-        f"{setting}=DIR."
+        f"Check the name.{_neighbours(local)} For a gated dataset accept its terms on the hub and run "
+        f"`hf auth login`; offline, run `hf download {path} --repo-type dataset --local-dir DIR` on a machine that is "
+        f"online, copy DIR here and set {setting}=DIR."
     )
 
 
 def malformed_json(file: str) -> str | None:
     """Which line of a JSON or JSON-lines file is malformed, and what stands there; None if all is well."""
     try:
-        with open(file, encoding="utf-8-sig") as lines:
+        with _open_text(file) as lines:
             for number, line in _whole_or_lines(file, lines):
                 try:
                     value = json.loads(line)
@@ -205,10 +291,19 @@ def _whole_or_lines(file: str, lines: Any) -> Iterator[tuple[int, str]]:
             yield number, line.rstrip()
 
 
-def _csv_as_text(file: str) -> dict[str, Any]:
+def _cells_as_text(files: list[str], separator: str, setting: str) -> dict[str, Any]:
     """Options that keep every cell as written: pandas would make numbers of ``007`` and nothing of ``None``."""
-    with open(file, encoding="utf-8-sig", errors="replace", newline="") as lines:
-        header = next(csv.reader(lines), [])
+    with _open_text(files[0], errors="replace") as lines:
+        header = next(csv.reader(lines, delimiter=separator), [])
+    if len(header) == 1 and (other := next((sign for sign in ";\t|," if sign in header[0]), None)):
+        raise DataError(
+            f"{setting}: the header of {files[0]} is one column, {header[0]!r}: its cells seem to be separated by "
+            f"{other!r}, but a .csv file is read with commas and a .tsv file with tabs. Save or rename it as one."
+        )
+    if twice := [name for name, count in Counter(header).items() if name and count > 1]:
+        raise DataError(
+            f"{setting}: the header of {files[0]} names {', '.join(twice)} twice. Rename one of the columns."
+        )
     columns = [name or f"Unnamed: {index}" for index, name in enumerate(header)]  # as pandas names them
     return {
         "features": datasets.Features(dict.fromkeys(columns, datasets.Value("string"))),
@@ -216,18 +311,36 @@ def _csv_as_text(file: str) -> dict[str, Any]:
     }
 
 
+def _open_text(file: str, errors: str = "strict") -> TextIO:
+    if file.lower().endswith(".gz"):
+        return gzip.open(file, "rt", encoding="utf-8-sig", errors=errors, newline="")
+    return open(file, encoding="utf-8-sig", errors=errors, newline="")
+
+
 def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _open_saved(folder: Path, source: Source) -> Rows:
-    saved = datasets.load_from_disk(str(folder))
-    if isinstance(saved, datasets.DatasetDict):
-        if source.split not in saved:
-            seen = ", ".join(str(name) for name in saved)
-            raise DataError(f"{source.split_setting}={source.split} is not in {folder}. Splits seen: {seen}.")
-        saved = saved[source.split]
-    return saved.to_iterable_dataset() if source.streaming else saved
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except IndexError as error:  # datasets cannot read back what it saved of no rows
+        raise _no_example(source) from error
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
+    if source.split not in splits:
+        raise DataError(
+            f"{source.split_setting}={source.split} is not in {folder}. Splits seen: {', '.join(map(str, splits))}. "
+            "A folder that save_to_disk wrote has no slices; data.max_samples limits what is read."
+        )
+    rows = splits[source.split]
+    return rows.to_iterable_dataset() if source.streaming else rows
+
+
+_SPLIT_ERROR = re.compile(r"(unknown|bad) split\b|split name|instruction format", re.IGNORECASE)
+
+
+def _no_example(source: Source) -> DataError:
+    return DataError(f"{source.setting} holds no example: {source}. Name data with at least one row.")
 
 
 def _require_known_files(folder: Path, setting: str) -> None:
@@ -236,19 +349,33 @@ def _require_known_files(folder: Path, setting: str) -> None:
 
 
 def _known_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix in READER_BY_SUFFIX and file.is_file())
+    return sorted(file for file in folder.rglob("*") if _reader(file) and file.is_file())
+
+
+def _reader(file: str | Path) -> str | None:
+    return READER_BY_SUFFIX.get(_suffix(file))
+
+
+def _suffix(file: str | Path) -> str:
+    return Path(str(file).lower().removesuffix(".gz")).suffix
+
+
+def _count_of_suffixes(files: list[str]) -> str:
+    counts = Counter(_suffix(file) for file in files)
+    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items()))
 
 
 def _require_one_kind(files: list[str], setting: str) -> None:
-    kinds = Counter(Path(file).suffix for file in files)
-    unknown = [suffix for suffix in kinds if suffix not in READER_BY_SUFFIX]
+    unknown = [file for file in files if _reader(file) is None]
     if unknown:
-        seen = ", ".join(suffix or "no suffix" for suffix in unknown)
-        raise DataError(f"{setting} takes {_known_suffixes()} files, got {seen}: {files[0]}.")
-    if len({READER_BY_SUFFIX[suffix] for suffix in kinds}) > 1:
-        seen = ", ".join(f"{count} {suffix}" for suffix, count in sorted(kinds.items()))
         raise DataError(
-            f"{setting} takes files of one kind, the glob matches {seen}. Narrow it, as in *.jsonl."
+            f"{setting} takes {_known_suffixes()} files (or .gz of one), got {unknown[0]}. Convert it, or give it the "
+            "suffix of what it holds."
+        )
+    if len({_reader(file) for file in files}) > 1:
+        raise DataError(
+            f"{setting} takes files of one kind, the glob matches {_count_of_suffixes(files)}. "
+            "Narrow it, as in *.jsonl."
         )
 
 
@@ -256,22 +383,29 @@ def _known_suffixes() -> str:
     return "/".join(suffix.removeprefix(".") for suffix in READER_BY_SUFFIX)
 
 
-def _can_only_be_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or Path(path).suffix in READER_BY_SUFFIX or path.count("/") > 1
+def _is_hub_name(path: str) -> bool:
+    """Whether the path can name a hub dataset, as nothing local has that name."""
+    is_local = Path(path).expanduser().exists() or any(sign in path for sign in "*?[")
+    return not (is_local or path.startswith((".", "/", "~")) or _reader(path) or path.count("/") > 1)
 
 
 def _neighbours(missing: Path) -> str:
     folder = missing.parent
     if not folder.is_dir():
-        return f" The folder {folder} does not exist either."
+        return ""
     return did_you_mean(missing.name, (entry.name for entry in folder.iterdir()))
 
 
-def _root_reason(error: BaseException) -> str:
-    """The innermost message: ``datasets`` wraps the telling error in one that only says that loading failed."""
+def _root(error: BaseException) -> BaseException:
+    """The innermost error: ``datasets`` wraps the telling one in another that only says that loading failed."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    return error
+
+
+def _root_reason(error: BaseException) -> str:
+    root = _root(error)
+    return " ".join(f"{type(root).__name__}: {root}".split())[:400]
 
 
 def _shortened(text: str, limit: int = 120) -> str:

@@ -106,6 +106,18 @@ class DataStream:
         num_rows = self._examples.num_rows
         return None if num_rows is None else -(-num_rows // self._window_rows)
 
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps of this size that the position amounts to, a short one at an epoch's end counted as one.
+
+        Equal to the steps taken, unless the run began with another number of rows a step.
+        """
+        num_rows, per_epoch = self._examples.num_rows, self.steps_per_epoch
+        assert num_rows is not None, "a stream has no known length"
+        assert per_epoch is not None
+        left_in_epoch = -(-(num_rows - self.position.index) // self._window_rows)
+        return (self.position.epoch + 1) * per_epoch - left_in_epoch
+
     def next_window(self) -> Window:
         """The data of the next optimizer step.
 

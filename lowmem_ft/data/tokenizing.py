@@ -42,6 +42,7 @@ class Tokenization:
         loss_on: which tokens to learn.
         max_length: tokens beyond it are cut off, or begin a new piece of a document; None: no limit.
         source: where the rows come from, for messages.
+        vocab_size: rows of the model's embedding; None: not checked.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -49,6 +50,7 @@ class Tokenization:
     loss_on: LossOn
     max_length: int | None
     source: str
+    vocab_size: int | None = None
 
     def __call__(self, columns: dict[str, list[Any]], sample_ids: list[int]) -> dict[str, list[Any]]:
         """The tokenized columns of a batch of rows; documents that are too long become several rows.
@@ -65,6 +67,7 @@ class Tokenization:
         marked = [self._mark(row, sample_id) for row, sample_id in zip(rows, sample_ids, strict=True)]
         tokenized: dict[str, list[Any]] = {column: [] for column in TOKENIZED}
         for sample_id, text, encoded in zip(sample_ids, marked, self._encode(marked), strict=True):
+            self._require_embedded(encoded, sample_id)
             for piece in self._pieces(text, encoded):
                 for column, value in {"sample_id": sample_id, **piece}.items():
                     tokenized[column].append(value)
@@ -80,6 +83,7 @@ class Tokenization:
             "example_format": repr(self.example_format),
             "loss_on": self.loss_on,
             "max_length": self.max_length,
+            "vocab_size": self.vocab_size,
             "version": 1,  # raise it when the same values give other tokens
         }
 
@@ -112,6 +116,18 @@ class Tokenization:
             for i, text, (ids, offsets) in zip(chosen, texts, both, strict=True):
                 encoded[i] = self._learnt_tokens(text, ids, offsets)
         return encoded
+
+    def _require_embedded(self, encoded: tuple[np.ndarray, np.ndarray] | None, sample_id: int) -> None:
+        if encoded is None or self.vocab_size is None:
+            return
+        largest = int(encoded[0].max(initial=0))
+        if largest >= self.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise DataError(
+                f"Example {sample_id} of {self.source}: the tokenizer gives {token!r} the id {largest}, but the model "
+                f"has embeddings for ids below {self.vocab_size} only. Set model.tokenizer_name_or_path to the "
+                "model's own tokenizer, or resize the model's embeddings (resize_token_embeddings) and save it."
+            )
 
     def _learnt_tokens(
         self, text: MarkedText, ids: list[int], offsets: list[tuple[int, int]]

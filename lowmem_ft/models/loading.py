@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -59,7 +60,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     source = _source(config)
     if config.tokenizer_name_or_path:
-        source = {"path": config.tokenizer_name_or_path, "local_files_only": source["local_files_only"]}
+        source = _tokenizer_source(config.tokenizer_name_or_path)
     path = source.pop("path")
     try:
         return AutoTokenizer.from_pretrained(path, **source)
@@ -99,6 +100,7 @@ def load_model(
         "attn_implementation": attn_implementation,
         "device_map": {"": device},
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are in the report, which is refused below with its names
     }
     try:
         read = _from_gguf if "gguf_file" in source else _from_safetensors
@@ -131,6 +133,12 @@ def max_positions(hf_config: PretrainedConfig) -> int | None:
     return None
 
 
+def vocab_size(hf_config: PretrainedConfig) -> int | None:
+    """Rows of the embedding: every token id lies below it; None where the config does not say."""
+    size = getattr(hf_config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
 def _source(config: ModelConfig) -> dict[str, Any]:
     """Where to read from: ``path`` and the keyword arguments that every ``from_pretrained`` understands."""
     path = Path(config.name_or_path or "").expanduser()
@@ -153,6 +161,17 @@ def _source(config: ModelConfig) -> dict[str, Any]:
         "revision": config.revision or "main",
         "local_files_only": not hub_is_reachable(),
     }
+
+
+def _tokenizer_source(name_or_path: str) -> dict[str, Any]:
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return {"path": str(path), "local_files_only": True}
+    if path.is_file() or _looks_like_a_path(name_or_path):
+        raise ModelError(
+            f"model.tokenizer_name_or_path={name_or_path} is no folder. Pass a folder with tokenizer.json, or a hub id."
+        )
+    return {"path": name_or_path, "local_files_only": not hub_is_reachable()}
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -214,7 +233,10 @@ def _dequantize_gguf() -> Any:
 
 def _refuse_missing_weights(config: ModelConfig, report: dict[str, Any]) -> None:
     """Weights that the checkpoint lacks would silently be trained from random values."""
-    wrong = {kind: sorted(map(str, report.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
+    wrong = {
+        kind: sorted(map(_weight_name, report.get(kind) or ()))
+        for kind in ("missing_keys", "mismatched_keys")
+    }
     problems = [
         f"{kind.removesuffix('_keys')}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"
         for kind, keys in wrong.items()
@@ -225,6 +247,11 @@ def _refuse_missing_weights(config: ModelConfig, report: dict[str, Any]) -> None
             f"The weights in {config.name_or_path} do not match its config.json ({'; '.join(problems)}). "
             "Download the model again, or point model.name_or_path at a complete checkpoint."
         )
+
+
+def _weight_name(key: str | tuple[str, torch.Size, torch.Size]) -> str:
+    """A missing weight is reported by name, a mismatched one with its two shapes."""
+    return key if isinstance(key, str) else f"{key[0]} {list(key[1])} instead of {list(key[2])}"
 
 
 def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPackageError:
@@ -251,6 +278,15 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         return ModelError(
             f"{name} brings its own Python code. Read it, then set model.trust_remote_code=true and pin it with "
             "model.revision=COMMIT."
+        )
+    if "does not recognize this architecture" in str(error):
+        return ModelError(
+            f"{name} is of a model type that transformers {transformers.__version__} does not know: "
+            f"{_first_line(error)} Upgrade it (pip install -U transformers), or choose another model."
+        )
+    if "SafetensorError" in causes:
+        return ModelError(
+            f"The weights of {name} are damaged: {_first_line(error)} Download the model again."
         )
     return ModelError(
         f"{name} cannot be read as a causal language model: {_first_line(error)} A model folder holds config.json and "

@@ -1,9 +1,17 @@
-"""Optimizers by name, and their state as plain named tensors."""
+"""Optimizers by name, and their state as plain named tensors.
 
-from lowmem_ft.optimizers.config import OptimizerConfig
-from lowmem_ft.optimizers.create import create_optimizer, parameter_groups
-from lowmem_ft.optimizers.state import OptimizerState, export_optimizer_state, import_optimizer_state
-from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer
+Names resolve on first use, so that reading a recipe (which needs ``OptimizerConfig`` alone) does not import torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from lowmem_ft.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lowmem_ft.optimizers.config import OptimizerConfig
+    from lowmem_ft.optimizers.create import create_optimizer, parameter_groups
+    from lowmem_ft.optimizers.state import OptimizerState, export_optimizer_state, import_optimizer_state
+    from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer
 
 __all__ = [
     "OPTIMIZERS",
@@ -15,3 +23,17 @@ __all__ = [
     "import_optimizer_state",
     "parameter_groups",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "OPTIMIZERS": "table",
+        "OptimizerConfig": "config",
+        "OptimizerState": "state",
+        "check_optimizer": "table",
+        "create_optimizer": "create",
+        "export_optimizer_state": "state",
+        "import_optimizer_state": "state",
+        "parameter_groups": "create",
+    },
+)

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lowmem_ft.knob import knob
+
+_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
+_LION: dict[str, Any] = {"betas": (0.9, 0.99)}
+
+HYPERPARAMETERS: dict[str, dict[str, Any]] = {
+    "adamw": _ADAMW,
+    "sgd": {"momentum": 0.9},
+    "adafactor": {},
+    "lion": _LION,
+    "adamw_bnb_8bit": _ADAMW,
+    "paged_adamw_32bit": _ADAMW,
+    "paged_adamw_8bit": _ADAMW,
+    "lion_32bit": _LION,
+    "lion_8bit": _LION,
+    "paged_lion_32bit": _LION,
+    "paged_lion_8bit": _LION,
+}
+"""What each optimizer takes beside learning rate and weight decay, and its defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,3 +61,35 @@ class OptimizerConfig:
     weight_decay: float = knob(
         0.0, "Decoupled decay of weights (sgd: L2 penalty), spared on biases and norms."
     )
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What the optimizer is built with beside rate and decay: the values set here over its own defaults."""
+        return {
+            name: default if getattr(self, name) is None else getattr(self, name)
+            for name, default in HYPERPARAMETERS[self.name].items()
+        }
+
+    def problems(self) -> list[str]:
+        """What is wrong with these values on any device: not taken by the optimizer, or out of range."""
+        return [*_unused(self), *_out_of_range(self)]
+
+
+def _unused(config: OptimizerConfig) -> Iterator[str]:
+    for name in ("betas", "eps", "momentum"):
+        if getattr(config, name) is not None and name not in HYPERPARAMETERS[config.name]:
+            takes_it = next(other for other, taken in HYPERPARAMETERS.items() if name in taken)
+            yield (
+                f"optimizer.{name} is not taken by optimizer.name={config.name}, got {getattr(config, name)}. "
+                f"Remove it or set optimizer.name={takes_it}."
+            )
+
+
+def _out_of_range(config: OptimizerConfig) -> Iterator[str]:
+    if config.betas is not None and not all(0 <= beta < 1 for beta in config.betas):
+        yield f"optimizer.betas are two numbers from 0 to below 1, got {list(config.betas)}. Try [0.9, 0.999]."
+    if config.momentum is not None and not 0 <= config.momentum < 1:
+        yield f"optimizer.momentum is from 0 to below 1, got {config.momentum}. Try 0.9."
+    if config.eps is not None and not (config.eps > 0 and math.isfinite(config.eps)):
+        yield f"optimizer.eps is finite and above 0, got {config.eps}. Try 1e-8."
+    if not (config.weight_decay >= 0 and math.isfinite(config.weight_decay)):
+        yield f"optimizer.weight_decay is finite and 0 or more, got {config.weight_decay}. Try 0.01."

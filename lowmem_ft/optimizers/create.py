@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from lowmem_ft.errors import UserError
 from lowmem_ft.optimizers.bitsandbytes_optimizers import keep_embeddings_in_32bit
 from lowmem_ft.optimizers.config import OptimizerConfig
-from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer, resolve_hyperparameters
+from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig, *, learning_rate
     groups = parameter_groups(model, config.weight_decay)
     check_optimizer(config, groups[0]["params"][0].device)
     row = OPTIMIZERS[config.name]
-    optimizer = row.build(groups, lr=learning_rate, **resolve_hyperparameters(config))
+    optimizer = row.build(groups, lr=learning_rate, **config.hyperparameters())
     if row.needs_bitsandbytes:
         keep_embeddings_in_32bit(optimizer, model)
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The optimizers, one row each. A new one joins by adding a row here and its name to ``OptimizerConfig``.
+"""The optimizers, one row each. A new one adds a row here, and its name and hyperparameters in ``config.py``.
 
 State is counted in bytes a parameter, given the bytes of one weight: AdamW keeps two tensors of its type.
 """
@@ -6,8 +6,7 @@ State is counted in bytes a parameter, given the bytes of one weight: AdamW keep
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
@@ -27,7 +26,6 @@ class OptimizerRow:
         build: takes parameter groups, ``lr`` and the hyperparameters below.
         summary: one line for people.
         state_bytes: bytes of state a parameter, given the bytes of one weight.
-        hyperparameters: fields of ``OptimizerConfig`` it takes beside ``weight_decay``, with their defaults.
         needs_bitsandbytes: whether the package must be installed.
         devices: device types it runs on; None is all of them.
         elsewhere: the name to suggest on other devices.
@@ -36,14 +34,11 @@ class OptimizerRow:
     build: Callable[..., Optimizer]
     summary: str
     state_bytes: Callable[[int], float]
-    hyperparameters: dict[str, Any] = field(default_factory=dict)
     needs_bitsandbytes: bool = False
     devices: tuple[str, ...] | None = None
     elsewhere: str = "adamw"
 
 
-_ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8}
-_LION = {"betas": (0.9, 0.99)}
 _BLOCKWISE_8BIT = 1 + 4 / 256  # a byte an element, and a float32 scale for each block of 256
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
@@ -51,13 +46,11 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         build=build_adamw,
         summary="torch AdamW, fused where torch can",
         state_bytes=lambda weight: 2 * weight,
-        hyperparameters=_ADAMW,
     ),
     "sgd": OptimizerRow(
         build=build_sgd,
         summary="torch SGD with momentum",
         state_bytes=lambda weight: weight,
-        hyperparameters={"momentum": 0.9},
     ),
     "adafactor": OptimizerRow(
         build=build_adafactor,
@@ -68,13 +61,11 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         build=Lion,
         summary="sign of an interpolated momentum; learning rate 3 to 10 times below AdamW's",
         state_bytes=lambda weight: weight,
-        hyperparameters=_LION,
     ),
     "adamw_bnb_8bit": OptimizerRow(
         build=bitsandbytes_builder("AdamW", bits=8, paged=False),
         summary="AdamW with 8-bit state, embeddings in 32 bits",
         state_bytes=lambda weight: 2 * _BLOCKWISE_8BIT,
-        hyperparameters=_ADAMW,
         needs_bitsandbytes=True,
         devices=("cuda", "xpu", "cpu"),
     ),
@@ -82,7 +73,6 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         build=bitsandbytes_builder("AdamW", bits=32, paged=True),
         summary="AdamW with float32 state in memory that spills to the host",
         state_bytes=lambda weight: 8,
-        hyperparameters=_ADAMW,
         needs_bitsandbytes=True,
         devices=("cuda",),
     ),
@@ -90,7 +80,6 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         build=bitsandbytes_builder("AdamW", bits=8, paged=True),
         summary="AdamW with 8-bit state in memory that spills to the host, embeddings in 32 bits",
         state_bytes=lambda weight: 2 * _BLOCKWISE_8BIT,
-        hyperparameters=_ADAMW,
         needs_bitsandbytes=True,
         devices=("cuda",),
         elsewhere="adamw_bnb_8bit",
@@ -99,7 +88,6 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         build=bitsandbytes_builder("Lion", bits=32, paged=False),
         summary="Lion with float32 momentum whatever the weights are",
         state_bytes=lambda weight: 4,
-        hyperparameters=_LION,
         needs_bitsandbytes=True,
         devices=("cuda", "xpu", "cpu"),
         elsewhere="lion",
@@ -108,7 +96,6 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         build=bitsandbytes_builder("Lion", bits=8, paged=False),
         summary="Lion with 8-bit momentum, embeddings in 32 bits",
         state_bytes=lambda weight: _BLOCKWISE_8BIT,
-        hyperparameters=_LION,
         needs_bitsandbytes=True,
         devices=("cuda", "xpu", "cpu"),
         elsewhere="lion",
@@ -117,7 +104,6 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         build=bitsandbytes_builder("Lion", bits=32, paged=True),
         summary="Lion with float32 momentum in memory that spills to the host",
         state_bytes=lambda weight: 4,
-        hyperparameters=_LION,
         needs_bitsandbytes=True,
         devices=("cuda",),
         elsewhere="lion_32bit",
@@ -126,20 +112,11 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         build=bitsandbytes_builder("Lion", bits=8, paged=True),
         summary="Lion with 8-bit momentum in memory that spills to the host, embeddings in 32 bits",
         state_bytes=lambda weight: _BLOCKWISE_8BIT,
-        hyperparameters=_LION,
         needs_bitsandbytes=True,
         devices=("cuda",),
         elsewhere="lion_8bit",
     ),
 }
-
-
-def resolve_hyperparameters(config: OptimizerConfig) -> dict[str, Any]:
-    """What the optimizer is built with beside rate and decay: the config's values over the row's defaults."""
-    return {
-        name: default if getattr(config, name) is None else getattr(config, name)
-        for name, default in OPTIMIZERS[config.name].hyperparameters.items()
-    }
 
 
 def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
@@ -154,42 +131,12 @@ def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
             it does not run on, and bitsandbytes if it is needed and not installed.
     """
     problems = [
-        *_unused(config),
-        *_out_of_range(config),
+        *config.problems(),
         *_wrong_device(config, device),
         *_missing_package(config),
     ]
     if problems:
         raise UserError(*problems)
-
-
-def _unused(config: OptimizerConfig) -> list[str]:
-    taken = OPTIMIZERS[config.name].hyperparameters
-    return [
-        f"optimizer.{name} is not taken by optimizer.name={config.name}, got {getattr(config, name)}. "
-        f"Remove it or set optimizer.name={_who_takes(name)}."
-        for name in ("betas", "eps", "momentum")
-        if getattr(config, name) is not None and name not in taken
-    ]
-
-
-def _who_takes(hyperparameter: str) -> str:
-    return next(name for name, row in OPTIMIZERS.items() if hyperparameter in row.hyperparameters)
-
-
-def _out_of_range(config: OptimizerConfig) -> list[str]:
-    problems = []
-    if config.betas is not None and not all(0 <= beta < 1 for beta in config.betas):
-        problems.append(
-            f"optimizer.betas are two numbers from 0 to below 1, got {list(config.betas)}. Try [0.9, 0.999]."
-        )
-    if config.momentum is not None and not 0 <= config.momentum < 1:
-        problems.append(f"optimizer.momentum is from 0 to below 1, got {config.momentum}. Try 0.9.")
-    if config.eps is not None and not config.eps > 0:
-        problems.append(f"optimizer.eps is above 0, got {config.eps}. Try 1e-8.")
-    if not config.weight_decay >= 0:
-        problems.append(f"optimizer.weight_decay is 0 or more, got {config.weight_decay}. Try 0.01.")
-    return problems
 
 
 def _wrong_device(config: OptimizerConfig, device: torch.device) -> list[str]:

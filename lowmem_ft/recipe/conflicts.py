@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import operator
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.errors import RecipeError, UserError, did_you_mean
-from lowmem_ft.recipe.keys import recipe_groups
+from lowmem_ft.recipe.keys import accepts_none, recipe_groups, recipe_keys
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.units import parse_bytes
 
@@ -38,17 +40,33 @@ def recipe_problems(recipe: Recipe, unreliable: Collection[str] = ()) -> list[st
     Returns:
         One sentence a problem; empty if the recipe can work.
     """
-    problems: list[str] = []
+    problems = _empty_names(recipe)
     for group in recipe_groups():
         own_rules: Callable[[], list[str]] | None = getattr(getattr(recipe, group), "problems", None)
         if own_rules is not None:
-            problems += own_rules()
+            problems += [rule for rule in own_rules() if not _names_any(rule, unreliable)]
     for conflict in CONFLICTS:
         involved = {*conflict.keys, *(key.partition(".")[0] for key in conflict.keys)}
         if involved.isdisjoint(unreliable):
             problem = conflict.rule(recipe)
             problems += [problem] if problem else []
     return problems
+
+
+def _empty_names(recipe: Recipe) -> list[str]:
+    """``data=`` with nothing behind it would be the current folder; only a system prompt may say nothing."""
+    return [
+        f"{path} is empty. Give it a value, or set {path}=null."
+        for path, key in recipe_keys().items()
+        if accepts_none(key.type_hint)
+        and operator.attrgetter(path)(recipe) == ""
+        and path != "data.system_prompt"
+    ]
+
+
+def _names_any(problem: str, unreliable: Collection[str]) -> bool:
+    """Whether a group's own rule speaks of a stand-in, as a rule does about an optimizer whose name is misspelt."""
+    return any(re.search(rf"\b{re.escape(key)}\b", problem) for key in unreliable if "." in key)
 
 
 def model_is_named(recipe: Recipe) -> str | None:
@@ -67,24 +85,6 @@ def budget_is_readable(recipe: Recipe) -> str | None:
                 parse_bytes(size)
         except UserError as error:
             return f"budget.{name}: {error}"
-    return None
-
-
-def checkpointing_numbers_are_counts(recipe: Recipe) -> str | None:
-    """The upper bound of skip_last_layers is the model's, and checked when the model is there."""
-    config = recipe.checkpointing
-    if config.every_n_layers < 1:
-        return f"checkpointing.every_n_layers must be at least 1, got {config.every_n_layers}."
-    if config.skip_last_layers < 0:
-        return f"checkpointing.skip_last_layers must be at least 0, got {config.skip_last_layers}."
-    return None
-
-
-def loss_chunk_is_a_count(recipe: Recipe) -> str | None:
-    """No chunk is a choice of its own, not a size."""
-    chunk_tokens = recipe.loss.chunk_tokens
-    if chunk_tokens is not None and chunk_tokens < 1:
-        return f"loss.chunk_tokens must be at least 1, or null for the model's own loss; got {chunk_tokens}."
     return None
 
 
@@ -209,10 +209,6 @@ class Conflict:
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(model_is_named, ("model.name_or_path",)),
     Conflict(budget_is_readable, ("budget.device", "budget.host")),
-    Conflict(
-        checkpointing_numbers_are_counts, ("checkpointing.every_n_layers", "checkpointing.skip_last_layers")
-    ),
-    Conflict(loss_chunk_is_a_count, ("loss.chunk_tokens",)),
     Conflict(fp16_needs_float32_weights, ("training.mixed_precision", "model.dtype")),
     Conflict(streaming_needs_max_steps, ("data.streaming", "training.max_steps")),
     Conflict(

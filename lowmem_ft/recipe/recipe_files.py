@@ -47,7 +47,10 @@ def read_recipe_files(name_or_path: str | os.PathLike[str]) -> list[RecipeFile]:
     wanted: str | None = os.fspath(name_or_path)
     folder = Path()
     while wanted is not None:
-        path = _find(wanted, folder)
+        try:
+            path = _find(wanted, folder)
+        except RecipeError as error:
+            raise RecipeError(*(f"{_base_of(files)}{problem}" for problem in error.problems)) from error
         if any(path.samefile(file.path) for file in files):
             chain = " -> ".join(str(file.path) for file in files)
             raise RecipeError(f"A recipe cannot extend itself, got base: {chain} -> {path}. Remove one base.")
@@ -55,6 +58,10 @@ def read_recipe_files(name_or_path: str | os.PathLike[str]) -> list[RecipeFile]:
         wanted, folder = _pop_base(settings, path), path.parent
         files.insert(0, RecipeFile(path=path, settings=settings))
     return files
+
+
+def _base_of(files: list[RecipeFile]) -> str:
+    return f"{files[0].path}: base: " if files else ""
 
 
 def _find(name_or_path: str, folder: Path) -> Path:
@@ -65,10 +72,12 @@ def _find(name_or_path: str, folder: Path) -> Path:
     path = folder / Path(name_or_path).expanduser()
     if path.is_file():
         return path
+    if path.is_dir():
+        inside = ", ".join(_yaml_names(path)[:5]) or "none"
+        raise RecipeError(f"A recipe is one .yaml file, got the folder {path}. Recipes in it: {inside}.")
     if path.suffix in (".yaml", ".yml") or len(path.parts) > len(folder.parts) + 1:
-        raise RecipeError(
-            f"There is no recipe file {path}.{did_you_mean(path.name, _yaml_names(path.parent))}"
-        )
+        near = did_you_mean(path.name, _yaml_names(path.parent)) or did_you_mean(path.stem, shipped)
+        raise RecipeError(f"There is no recipe file {path}.{near}")
     raise RecipeError(
         f"There is no recipe {name_or_path!r}.{did_you_mean(name_or_path, shipped)} "
         f"Shipped: {', '.join(shipped)}; or give the path of a .yaml file."

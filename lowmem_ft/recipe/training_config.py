@@ -73,13 +73,17 @@ class TrainingConfig:
         False, "Only deterministic kernels, so that two GPU runs agree bit for bit; slower, for debugging."
     )
 
-    logging_steps: int = knob(10, "Optimizer steps between two lines of metrics.jsonl and of the trackers.")
+    logging_steps: int = knob(
+        10, "Optimizer steps between two lines of the log and of the trackers; metrics.jsonl has every step."
+    )
     eval_steps: int | None = knob(None, "Optimizer steps between evaluations; null: only at the end.")
     eval_on_start: bool = knob(False, "Evaluate once before the first step, as the value to compare with.")
     save_steps: int | None = knob(500, "Optimizer steps between checkpoints; null: only the finished model.")
     save_total_limit: int | None = knob(2, "Checkpoints to keep, newest first; null: all.")
     resume_from_checkpoint: str | None = knob(
-        None, "auto: the newest complete checkpoint of output_dir, if there is one; or a checkpoint's path."
+        None,
+        "auto: the newest complete checkpoint of output_dir, if there is one; or a checkpoint's path. From there on "
+        "this recipe's length, schedule and batch hold; data, optimizer and seed cannot change.",
     )
 
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = knob(

@@ -8,10 +8,9 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.knob import knob
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.optimizers import OptimizerConfig
+from lowmem_ft.optimizers.config import OptimizerConfig
 from lowmem_ft.recipe.training_config import TrainingConfig
-from lowmem_ft.techniques.checkpointing import CheckpointingConfig
-from lowmem_ft.techniques.chunked_loss import LossConfig
+from lowmem_ft.techniques.config import CheckpointingConfig, LossConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,13 +51,8 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handl
 
 
 def _chosen_layers(config: CheckpointingConfig, num_layers: int) -> range:
-    problems = []
-    if config.every_n_layers < 1:
-        problems.append(
-            f"checkpointing.every_n_layers must be at least 1, got {config.every_n_layers}. "
-            f"Set it to 1 to checkpoint every layer, or set checkpointing.mode=none."
-        )
-    if not 0 <= config.skip_last_layers < num_layers:
+    problems = config.problems()
+    if config.skip_last_layers >= num_layers:
         problems.append(
             f"checkpointing.skip_last_layers must be from 0 to {num_layers - 1} with a model of {num_layers} layers, "
             f"got {config.skip_last_layers}. To checkpoint no layer set checkpointing.mode=none."

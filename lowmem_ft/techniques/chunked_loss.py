@@ -65,11 +65,8 @@ def enable_chunked_loss(model: nn.Module, config: LossConfig) -> Handle:
     """
     if config.chunk_tokens is None:
         return Handle()
-    if config.chunk_tokens < 1:
-        raise UserError(
-            f"loss.chunk_tokens must be at least 1, got {config.chunk_tokens}. "
-            f"Set it to 1024, or to null for the model's own loss."
-        )
+    if problems := config.problems():
+        raise UserError(*problems)
     causal_lm = _without_peft(model)
     head = _Head.of(causal_lm)
     chunked = _chunked_forward(causal_lm, head, config.chunk_tokens)

@@ -29,6 +29,21 @@ class CheckpointingConfig:
         costs="memory: the activations of n layers",
     )
 
+    def problems(self) -> list[str]:
+        """What is wrong with these values whatever the model; how many layers it has is checked when it is there."""
+        problems = []
+        if self.every_n_layers < 1:
+            problems.append(
+                f"checkpointing.every_n_layers must be at least 1, got {self.every_n_layers}. "
+                "Set it to 1 to checkpoint every layer."
+            )
+        if self.skip_last_layers < 0:
+            problems.append(
+                f"checkpointing.skip_last_layers must be at least 0, got {self.skip_last_layers}. "
+                "Set it to 0 to leave no layer alone."
+            )
+        return problems
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
@@ -40,3 +55,12 @@ class LossConfig:
         frees="12 bytes * tokens * vocabulary at the peak become 6 bytes * chunk_tokens * vocabulary",
         costs="with half-precision products, 4 bytes * vocabulary * hidden (the head's gradient, summed in fp32)",
     )
+
+    def problems(self) -> list[str]:
+        """What is wrong with these values in themselves; empty if nothing is."""
+        if self.chunk_tokens is None or self.chunk_tokens >= 1:
+            return []
+        return [
+            f"loss.chunk_tokens must be at least 1, got {self.chunk_tokens}. "
+            "Set it to 1024, or to null for the model's own loss."
+        ]

@@ -153,3 +153,17 @@ logging.getLogger("other").warning("trouble")
     assert "trouble" in speaks.stderr
     assert "chatter" not in speaks.stderr
     assert speaks.stdout == quiet.stdout == quiet.stderr == ""
+
+
+def test_library_lines_are_said_once_and_errors_that_are_raised_anyway_not_at_all():
+    code = """
+import logging, datasets, huggingface_hub
+from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
+set_up_logging()
+take_over_library_logs()
+logging.getLogger("huggingface_hub.x").warning("said once")
+logging.getLogger("datasets.packaged_modules.json.json").error("said by us")
+"""
+    done = run_python(code)
+    assert done.stderr.count("said once") == 1
+    assert "said by us" not in done.stderr

@@ -66,13 +66,23 @@ def write_jsonl(tmp_path):
 
 @pytest.fixture
 def load(make_tokenizer):
-    def load_with(path, *, tokenizer=None, max_positions=4096, seed=0, attn_implementation="sdpa", **config):
+    def load_with(
+        path,
+        *,
+        tokenizer=None,
+        max_positions=4096,
+        seed=0,
+        attn_implementation="sdpa",
+        vocab_size=None,
+        **config,
+    ):
         return load_data(
             DataConfig(path=path, **config),
             make_tokenizer() if tokenizer is None else tokenizer,
             max_positions=max_positions,
             seed=seed,
             attn_implementation=attn_implementation,
+            vocab_size=vocab_size,
         )
 
     return load_with

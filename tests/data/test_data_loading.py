@@ -274,3 +274,19 @@ def test_all_contradictions_in_the_configuration_are_reported_at_once():
 def test_no_path_is_an_error(load):
     with pytest.raises(DataError, match=r"data\.path names the training data"):
         load(None)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_that_is_not_utf8_is_named_by_its_file(tmp_path, load, streaming):
+    (tmp_path / "data.jsonl").write_bytes('{"prompt": "Grüße", "completion": "b"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"data\.jsonl is not UTF-8 text"):
+        load(tmp_path / "data.jsonl", streaming=streaming)
+
+
+def test_tokens_that_the_model_has_no_embedding_for_are_refused(write_jsonl, load):
+    path = write_jsonl([{"prompt": "a", "completion": " b"}])
+    load(path, vocab_size=400)
+    with pytest.raises(DataError, match=r"Example 0 of .* has embeddings for ids below 10 only"):
+        load(path, vocab_size=10)
+    with pytest.raises(DataError, match=r"The pad token '<.pad.>' has the id 3,"):
+        load(path, vocab_size=3)

@@ -170,3 +170,37 @@ def test_what_is_learnt_by_default_and_what_cannot_be():
     assert recognise(["text"]).read({"text": "a"}) == Document("a")
     with pytest.raises(DataError, match=r"data\.loss_on=assistant needs examples with a prompt"):
         choose_loss_on(DataConfig(loss_on="assistant"), recognise(["text"]))
+
+
+def test_preferences_are_refused_with_what_can_be_learnt_of_them():
+    with pytest.raises(DataError, match=r"preferences.*data\.completion_column=chosen\."):
+        recognise(["prompt", "chosen", "rejected"])
+    with pytest.raises(DataError, match=r"preferences.*data\.messages_column=chosen\."):
+        recognise(["chosen", "rejected"])
+
+
+def test_the_settings_that_an_unknown_format_suggests_read_it():
+    with pytest.raises(DataError) as caught:
+        recognise(["instruction", "context", "response", "category"])
+    suggested = str(caught.value).split("`")[1]
+    settings = dict(setting.removeprefix("data.").split("=") for setting in suggested.split())
+    fmt = recognise(["instruction", "context", "response", "category"], **settings)
+    chat = fmt.read({"instruction": "When?", "context": "In 2000.", "response": "2000"})
+    assert [message["content"] for message in chat.messages] == ["When?\n\nIn 2000.", "2000"]
+
+
+def test_roles_are_read_whatever_their_case():
+    fmt = recognise(["conversations"])
+    chat = fmt.read({"conversations": [{"from": "Human", "value": "q"}, {"from": "ChatGPT", "value": "a"}]})
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+
+
+def test_a_prompt_in_messages_needs_a_completion_in_messages():
+    fmt = recognise(["prompt", "completion"])
+    with pytest.raises(DataError, match="both text or both lists of messages"):
+        fmt.read({"prompt": [{"role": "user", "content": "q"}], "completion": "a"})
+
+
+def test_columns_beside_a_chat_that_the_model_does_not_see_are_named(caplog):
+    recognise(["messages", "tools", "id"])
+    assert "does not see the column tools" in caplog.text

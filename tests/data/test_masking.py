@@ -152,3 +152,19 @@ def test_strings_are_joined_as_they_are(make_tokenizer):
     assert mark_learnt(Document("text"), tokenizer, "all").learnt == ((0, 4),)
     with pytest.raises(DataError, match=r"data\.loss_on=assistant needs chats"):
         mark_learnt(Completion("1+1=", "2"), tokenizer, "assistant")
+
+
+def test_tool_calls_that_the_template_leaves_out_are_not_learnt_as_empty_answers(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template=UNMARKED)
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    chat = Chat(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    )
+    with pytest.raises(DataError, match="does not write the tool calls"):
+        mark_learnt(chat, tokenizer, "assistant")
+    tokenizer.chat_template = UNMARKED.replace(
+        "{{ message['content'] }}",
+        "{{ message['content'] }}{% for c in message.tool_calls %}{{ c.function.name }}{% endfor %}",
+    )
+    marked = mark_learnt(chat, tokenizer, "assistant")
+    assert [marked.text[start:end] for start, end in marked.learnt] == ["weather<|im_end|>"]

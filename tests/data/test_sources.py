@@ -1,6 +1,8 @@
 """Bad sources explain themselves; good ones of every kind are read."""
 
+import gzip
 import json
+import time
 
 import datasets
 import pytest
@@ -86,7 +88,7 @@ def test_a_file_without_content_is_an_error(tmp_path, name, content, load):
 
 def test_a_file_of_an_unknown_kind_is_an_error(tmp_path):
     (tmp_path / "data.xlsx").write_text("x")
-    with pytest.raises(DataError, match=r"takes json/jsonl/ndjson/csv/parquet/txt files, got \.xlsx"):
+    with pytest.raises(DataError, match=r"takes json/.*/txt files .*, got .*data\.xlsx"):
         read(tmp_path / "data.xlsx")
 
 
@@ -165,3 +167,94 @@ def test_an_unreachable_hub_name_says_what_to_do_offline(monkeypatch, error):
     assert "hf auth login" in message
     assert "hf download org/gated --repo-type dataset --local-dir DIR" in message
     assert "data.path=DIR" in message
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_gzip_tabs_capitals_and_brackets_are_read(tmp_path, streaming):
+    row = {"prompt": "a, b", "completion": "c"}
+    (tmp_path / "DATA.JSONL").write_text(json.dumps(row) + "\n")
+    (tmp_path / "part[1].jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "data.tsv").write_text("prompt\tcompletion\na, b\tc\n")
+    with gzip.open(tmp_path / "data.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row) + "\n")
+    for name in ("DATA.JSONL", "part[1].jsonl", "data.tsv", "data.jsonl.gz"):
+        assert read(tmp_path / name, streaming=streaming) == [row], name
+
+
+def test_a_malformed_line_of_a_gzip_file_is_named(tmp_path):
+    with gzip.open(tmp_path / "data.jsonl.gz", "wt") as file:
+        file.write('{"text": "a"}\n{"text": \n')
+    with pytest.raises(DataError, match=r"data\.jsonl\.gz, line 2 is not valid JSON"):
+        read(tmp_path / "data.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    "sample_by, expected",
+    [("line", ["a", "b", "", "c"]), ("paragraph", ["a\nb", "c\n"]), ("document", ["a\nb\n\nc\n"])],
+)
+def test_a_text_file_is_cut_as_asked_and_its_byte_order_mark_is_no_text(tmp_path, sample_by, expected):
+    (tmp_path / "book.txt").write_bytes(b"\xef\xbb\xbfa\nb\n\nc\n")
+    assert [row["text"] for row in read(tmp_path / "book.txt", sample_by=sample_by)] == expected
+
+
+def test_settings_that_the_source_cannot_obey_are_refused(tmp_path, write_jsonl):
+    path = write_jsonl([{"text": "a"}])
+    for settings in ({"name": "main"}, {"revision": "v1"}, {"data_files": ["a"]}, {"sample_by": "document"}):
+        (key,) = settings
+        with pytest.raises(DataError, match=rf"data\.{key}="):
+            read(path, **settings)
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"data\.split=test is not in .*Splits seen: train"):
+        read(tmp_path / "saved", split="test")
+
+
+@pytest.mark.parametrize(
+    "header, seen",
+    [
+        ("prompt;completion", "separated by ';'"),
+        ("prompt\tcompletion", "separated by"),
+        ("a,b,a", "names a twice"),
+    ],
+)
+def test_a_header_that_cannot_be_meant_is_refused(tmp_path, header, seen):
+    (tmp_path / "data.csv").write_text(f"{header}\n1,2,3\n")
+    with pytest.raises(DataError, match=seen):
+        read(tmp_path / "data.csv")
+
+
+def test_sources_without_a_row_say_so(tmp_path):
+    (tmp_path / "data.csv").write_text("prompt,completion\n")
+    (tmp_path / "data.jsonl").write_text("\n\n")
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "saved")
+    for name in ("data.csv", "data.jsonl", "saved"):
+        with pytest.raises(DataError, match="holds no example"):
+            read(tmp_path / name)
+
+
+def test_a_damaged_saved_dataset_is_a_data_error(tmp_path):
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:100])
+    with pytest.raises(DataError, match="saved cannot be read"):
+        read(tmp_path / "saved")
+
+
+def test_a_folder_of_several_kinds_is_warned_about_and_csv_cells_stay_text(tmp_path, write_jsonl, caplog):
+    (tmp_path / "train.csv").write_text("text\n007\n")
+    assert read(tmp_path) == [{"text": "007"}]
+    assert not caplog.records
+    write_jsonl([{"text": "a"}, {"text": "b"}], "other.jsonl")
+    read(tmp_path)
+    assert "1 .csv, 1 .jsonl" in caplog.text
+
+
+def test_without_a_hub_a_name_fails_at_once_and_leaves_no_setting_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("lowmem_ft.data.sources.hub_is_reachable", lambda: False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gsm.jsonl").write_text("{}")
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"gsm\.jsnl .*Did you mean `gsm\.jsonl`"):
+        read("gsm.jsnl")
+    assert time.monotonic() - start < 5
+    assert datasets.config.HF_HUB_OFFLINE is False

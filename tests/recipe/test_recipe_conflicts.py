@@ -14,11 +14,6 @@ from lowmem_ft.recipe.keys import recipe_keys
 BROKEN_AND_MENDED = {
     "model_is_named": (["model=null"], ["model=x"]),
     "budget_is_readable": (["budget.host=12 parsecs"], ["budget.host=12GB"]),
-    "checkpointing_numbers_are_counts": (
-        ["checkpointing.skip_last_layers=-1"],
-        ["checkpointing.skip_last_layers=0"],
-    ),
-    "loss_chunk_is_a_count": (["loss.chunk_tokens=0"], ["loss.chunk_tokens=null"]),
     "fp16_needs_float32_weights": (
         ["training.mixed_precision=fp16", "model.dtype=float16"],
         ["training.mixed_precision=fp16", "model.dtype=float32"],

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -338,3 +340,39 @@ def test_any_text_survives_being_written_and_read_again(tmp_path, text):
     path = tmp_path / "written.yaml"
     path.write_text(recipe_to_yaml(recipe), encoding="utf-8")
     assert load_recipe(path) == recipe
+
+
+def test_optimizer_settings_are_checked_with_the_rest_before_any_device_is_known(write):
+    problems = problems_of(write(), "optimizer.eps=-1", "optimizer.momentum=0.5", "training.seed=-1")
+    assert [problem.split()[0] for problem in problems] == [
+        "training.seed",
+        "optimizer.momentum",
+        "optimizer.eps",
+    ]
+
+
+def test_a_rule_is_silent_about_a_value_that_stands_in_for_an_unreadable_one(write):
+    (problem,) = problems_of(write(), "optimizer.name=sgdd", "optimizer.momentum=0.5")
+    assert problem.startswith("optimizer.name must be one of")
+
+
+@pytest.mark.parametrize("key", ["data", "model", "training.output_dir"])
+def test_an_empty_value_is_not_taken_for_this_folder(write, key):
+    (problem,) = problems_of(write(), f"{key}=", "model.revision=null")
+    assert "is empty" in problem
+
+
+def test_a_folder_is_no_recipe_and_a_missing_base_names_who_asked(write, tmp_path):
+    (problem,) = problems_of(tmp_path)
+    assert f"got the folder {tmp_path}" in problem
+    (problem,) = problems_of(write("base: nowhere.yaml\n"))
+    assert "base: There is no recipe file" in problem
+
+
+def test_loading_a_recipe_does_not_import_torch():
+    code = (
+        "import sys; from lowmem_ft import load_recipe; load_recipe('tiny');"
+        "print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "set()", done.stderr
