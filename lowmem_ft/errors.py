@@ -39,6 +39,12 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, or is not one that this run can resume from."""
 
 
+class DoesNotFitError(UserError):
+    """The run needs more memory than there is, or than its budget allows."""
+
+    exit_code = EXIT_DOES_NOT_FIT
+
+
 class MissingPackageError(UserError):
     """An optional package that the recipe asks for is not installed."""
 

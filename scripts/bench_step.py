@@ -29,7 +29,6 @@ from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
-from lowmem_ft.training.interruption import Interruption
 from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.units import format_bytes
 
@@ -62,8 +61,8 @@ def main() -> None:
 
 def compare_steps(recipe: Recipe, scratch: Path) -> dict[str, Any]:
     """Median step time of both and the largest difference of their losses, over alternating steps."""
-    ours = TrainingRun(recipe, Interruption())
-    ours.folder.start(recipe, 0)
+    ours = TrainingRun(recipe)
+    ours.folder.start(recipe, ours.progress)
     rows = [ours.data.train.read(index)[0] for index in range(ours.num_steps * ROWS)]
     alternate = _Alternate(ours)
     trainer = Trainer(

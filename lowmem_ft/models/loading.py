@@ -105,6 +105,8 @@ def load_model(
     try:
         read = _from_gguf if "gguf_file" in source else _from_safetensors
         model, report = read(source.pop("path"), source, options)
+    except torch.OutOfMemoryError:
+        raise  # no fault of the checkpoint's
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise _explained(config, error) from error
     _refuse_missing_weights(config, report)

@@ -4,15 +4,16 @@
 beside it: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written last, ``checkpoint.json``: the
 progress, every number that is no tensor, and the size of every file. No pickle anywhere.
 
-It is written into ``checkpoint-N.incomplete/``, flushed to disk, and renamed. A folder without a ``checkpoint.json``
-that matches its files is never picked up, and an older checkpoint is deleted only after the newer one stands.
+The main process alone writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. A folder without
+a ``checkpoint.json`` that matches its files is never picked up, and an older checkpoint is deleted only after the newer
+one stands.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,12 +24,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data import DataPosition
 from lowmem_ft.errors import CheckpointError
 from lowmem_ft.models import save_model
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
+from lowmem_ft.training.durable import whole_folder
 from lowmem_ft.training.random_state import export_random_state, import_random_state
 from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
@@ -53,6 +56,8 @@ class Progress:
         tokens: tokens seen, padding excluded, in all processes.
         skipped_steps: steps whose loss or gradient was not finite.
         skipped_in_a_row: how many of those came last, without an applied step between.
+        loss: of the last step.
+        evaluated_step: where the last evaluation was; None before the first.
     """
 
     position: DataPosition
@@ -60,6 +65,8 @@ class Progress:
     tokens: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    loss: float | None = None
+    evaluated_step: int | None = None
 
 
 def save_checkpoint(
@@ -75,30 +82,32 @@ def save_checkpoint(
         CheckpointError: if it cannot be written, the disk being full for one; earlier checkpoints are untouched.
     """
     folder = output_dir / f"checkpoint-{progress.step}"
-    partial = folder.with_suffix(".incomplete")
-    error: CheckpointError | None = None
-    optimizer_scalars: dict[str, Any] = {}
-    if runtime.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    runtime.wait_for_everyone()
-    try:
-        _write_json(
-            partial / f"random-state-{runtime.process_index}.json", export_random_state(runtime.device)
-        )
+    random_states = runtime.gather([export_random_state(runtime.device)])
+    with runtime.failing_together():
         if runtime.is_main:
-            save_model(session.unwrapped_model, tokenizer, partial)
-            optimizer_scalars = _save_optimizer(session, partial)
-    except (OSError, SafetensorError) as cause:
-        error = _write_error(folder, cause)
-    if runtime.any_process(error is not None):
-        if runtime.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise error or CheckpointError(f"Another process could not write its part of {folder}.")
-    if runtime.is_main:
-        _complete(partial, folder, session, runtime, progress, optimizer_scalars)
-    runtime.wait_for_everyone()
+            with explaining_write_errors(folder), whole_folder(folder) as partial:
+                for process_index, state in enumerate(random_states):
+                    _write_json(partial / _random_state_file(process_index), state)
+                save_model(session.unwrapped_model, tokenizer, partial)
+                optimizer_scalars = _save_optimizer(session, partial)
+                _write_manifest(partial, runtime, progress, optimizer_scalars)
     return folder
+
+
+@contextlib.contextmanager
+def explaining_write_errors(folder: Path) -> Iterator[None]:
+    """Turn whatever the writers of a folder raise into one sentence with a way out.
+
+    Raises:
+        CheckpointError: if the disk is full or refuses.
+    """
+    try:
+        yield
+    except Exception as error:
+        from_tokenizers = type(error) is Exception  # which has no better one when it cannot write
+        if not (from_tokenizers or isinstance(error, (OSError, SafetensorError))):
+            raise
+        raise _write_error(folder, error) from error
 
 
 def read_progress(folder: Path) -> Progress:
@@ -110,6 +119,9 @@ def read_progress(folder: Path) -> Progress:
 def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) -> None:
     """Restore all but the weights (the model was built from ``folder``): optimizer, schedule, loss scale, random state.
 
+    The learning rate goes on at the checkpoint's step of the *present* recipe's schedule, so that a run can be made
+    longer or be given another rate.
+
     Raises:
         CheckpointError: if the optimizer's state is not this run's.
     """
@@ -119,10 +131,11 @@ def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) 
         tensors.update(load_file(file))
     state = OptimizerState(tensors=tensors, scalars=manifest["optimizer"])
     import_optimizer_state(session.unwrapped_optimizer, session.unwrapped_model.named_parameters(), state)
-    session.scheduler.load_state_dict(manifest["scheduler"])
+    progress = manifest["progress"]
+    _go_on_with_schedule(session.scheduler, progress["step"] - progress["skipped_steps"])
     if runtime.accelerator.scaler is not None and manifest["loss_scaler"]:
         runtime.accelerator.scaler.load_state_dict(manifest["loss_scaler"])
-    random_state = folder / f"random-state-{runtime.process_index}.json"
+    random_state = folder / _random_state_file(runtime.process_index)
     if random_state.exists():
         import_random_state(json.loads(random_state.read_text()), runtime.device)
     else:
@@ -173,22 +186,44 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def delete_old_checkpoints(output_dir: Path, keep: int | None) -> None:
-    """Delete all but the newest ``keep`` checkpoints (None: keep all) and whatever an interrupted save left behind."""
+def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints (None: keep all) and whatever an interrupted save left behind.
+
+    Args:
+        output_dir: the run folder.
+        keep: how many to leave.
+        step: the run's step; a checkpoint beyond it is not this run's (a damaged one that was passed over) and neither
+            counts nor goes.
+    """
     for leftover in output_dir.glob("checkpoint-*.incomplete"):
         shutil.rmtree(leftover)
-    for folder in list(_newest_first(output_dir))[keep:] if keep is not None else []:
+    own = [folder for folder in _newest_first(output_dir) if _step_of(folder) <= step]
+    for folder in own[keep:] if keep is not None else []:
         shutil.rmtree(folder)
 
 
-def _newest_first(output_dir: Path) -> Iterator[Path]:
-    steps = {
-        int(match[1]): path
-        for path in output_dir.glob("checkpoint-*")
-        if (match := _NAME.fullmatch(path.name))
-    }
-    for step in sorted(steps, reverse=True):
-        yield steps[step]
+def checkpoints_after(output_dir: Path, step: int) -> list[Path]:
+    """Complete checkpoints of steps that a run going on from ``step`` has yet to take, newest first."""
+    return [
+        folder for folder in _newest_first(output_dir) if _step_of(folder) > step and _is_complete(folder)
+    ]
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _newest_first(output_dir: Path) -> list[Path]:
+    folders = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(folders, key=_step_of, reverse=True)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("checkpoint-"))
 
 
 def _size(file: Path) -> int | None:
@@ -217,57 +252,43 @@ def _shards(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor
         yield shard
 
 
-def _complete(
-    partial: Path,
-    folder: Path,
-    session: Session,
-    runtime: AccelerateRuntime,
-    progress: Progress,
-    optimizer_scalars: dict[str, Any],
+def _write_manifest(
+    partial: Path, runtime: AccelerateRuntime, progress: Progress, optimizer_scalars: dict[str, Any]
 ) -> None:
-    """Write the manifest, flush everything to disk, and only then give the folder its name."""
     scaler = runtime.accelerator.scaler
     manifest = {
         "format": FORMAT,
         "progress": asdict(progress),
         "num_processes": runtime.num_processes,
-        "scheduler": session.scheduler.state_dict(),
         "loss_scaler": scaler.state_dict() if scaler is not None else None,
         "optimizer": optimizer_scalars,
         "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
     }
-    try:
-        _write_json(partial / MANIFEST, manifest)
-        for path in (*partial.iterdir(), partial):
-            _flush_to_disk(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-        _flush_to_disk(folder.parent)
-    except OSError as cause:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise _write_error(folder, cause) from cause
+    _write_json(partial / MANIFEST, manifest)
+
+
+def _random_state_file(process_index: int) -> str:
+    return f"random-state-{process_index}.json"
+
+
+def _go_on_with_schedule(scheduler: LRScheduler, applied_steps: int) -> None:
+    """Set the learning rate for the step after ``applied_steps`` others; a schedule depends on nothing else."""
+    if applied_steps == 0:
+        return
+    # step() warns before the first update of a fresh optimizer unless it has counted a step before.
+    counted = {"last_epoch": applied_steps - 1, "_step_count": applied_steps + 1}
+    scheduler.load_state_dict(scheduler.state_dict() | counted)
+    scheduler.step()
 
 
 def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value))
 
 
-def _flush_to_disk(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder; a rename is journalled there
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write_error(folder: Path, cause: Exception) -> CheckpointError:
-    free = format_bytes(shutil.disk_usage(folder.parent).free)
-    error = CheckpointError(
+    existing = next(path for path in folder.absolute().parents if path.exists())
+    free = format_bytes(shutil.disk_usage(existing).free)
+    return CheckpointError(
         f"{folder} cannot be written: {cause} ({free} free on that disk). Earlier checkpoints are untouched; make "
         "room, then go on with training.resume_from_checkpoint=auto."
     )
-    error.__cause__ = cause
-    return error

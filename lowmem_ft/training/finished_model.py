@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_ft.errors import CheckpointError
 from lowmem_ft.models import save_model
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
+from lowmem_ft.training.checkpoint import explaining_write_errors
+from lowmem_ft.training.durable import whole_folder
 from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.hub_upload import upload_model
 from lowmem_ft.training.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -38,23 +37,13 @@ def save_finished_model(
         UserError: if the upload fails; the folder stays.
     """
     target = folder.model_folder
-    partial = target.with_suffix(".incomplete")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    card = model_card(recipe, steps=steps, tokens=tokens, loss=loss, evaluation=evaluation)
+    with explaining_write_errors(target), whole_folder(target) as partial:
         save_model(model, tokenizer, partial)
-        card = model_card(recipe, steps=steps, tokens=tokens, loss=loss, evaluation=evaluation)
-        (partial / "README.md").write_text(card)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"The finished model cannot be written to {target}: {error}. The checkpoints in {folder.path} are "
-            "untouched; make room and run again with training.resume_from_checkpoint=auto."
-        ) from error
+        (partial / "README.md").write_text(card, "utf-8")
     logger.info("The model is in %s; from_pretrained loads it.", target)
     if recipe.training.push_to_hub:
-        upload_model(target, recipe, default_name=folder.path.name)
+        upload_model(target, recipe.training, default_name=folder.path.name)
 
 
 def model_card(
@@ -89,30 +78,6 @@ transformers {transformers.__version__}.
 {recipe_to_yaml(recipe).strip()}
 ```
 """
-
-
-def upload_model(target: Any, recipe: Recipe, *, default_name: str) -> None:
-    """Upload the model folder to ``training.hub_model_id``.
-
-    Raises:
-        UserError: if the hub refuses or cannot be reached; says how to upload by hand.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    from lowmem_ft.errors import UserError
-
-    name = recipe.training.hub_model_id or default_name
-    api = HfApi()
-    try:
-        repository = api.create_repo(name, private=recipe.training.hub_private_repo, exist_ok=True)
-        api.upload_folder(repo_id=repository.repo_id, folder_path=target)
-    except (HfHubHTTPError, OSError) as error:
-        raise UserError(
-            f"The model is saved in {target}, but could not be uploaded to {name}: {error}. "
-            f"Once `hf auth login` works, run: hf upload {name} {target}"
-        ) from error
-    logger.info("Uploaded to %s.", repository)
 
 
 def _base_model_line(recipe: Recipe) -> str:

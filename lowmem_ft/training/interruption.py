@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 
 logger = logging.getLogger(__name__)
 
+ONE_REQUEST_SECONDS = 1.0
+"""Signals closer than this are one request: a terminal sends Ctrl-C to every process, and torchrun passes it on."""
+
 
 class Interruption:
-    """While active, remembers SIGINT and SIGTERM instead of dying of them; a second signal ends the process at once.
+    """While active, remembers SIGINT and SIGTERM instead of dying of them; a later second signal ends the process.
 
     Signal handlers belong to the main thread; elsewhere (a notebook's worker, a test) this does nothing.
     """
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
+        self._first_seconds = 0.0
         self._previous: dict[int, signal._HANDLER] = {}
 
     @property
@@ -25,28 +30,30 @@ class Interruption:
         """Whether a signal has come."""
         return self.signal_number is not None
 
-    @property
-    def exit_code(self) -> int:
-        """What the shell expects of a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
-        assert self.signal_number is not None
-        return 128 + self.signal_number
-
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._remember)
+                # None: somebody's handler written in C, which Python cannot put back
+                self._previous[number] = signal.signal(number, self._remember) or signal.SIG_DFL
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._put_back()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.signal_number = number
-        signal.signal(number, self._previous[number])
-        logger.warning(
-            "%s received: saving at the end of this step, then stopping. Send it again to stop at once.",
-            signal.Signals(number).name,
-        )
+        now = time.monotonic()
+        if self.signal_number is None:
+            self.signal_number, self._first_seconds = number, now
+            logger.warning(
+                "%s received: saving at the end of this step, then stopping. Send it again to stop at once.",
+                signal.Signals(number).name,
+            )
+        elif now - self._first_seconds > ONE_REQUEST_SECONDS:
+            self._put_back()
+            signal.raise_signal(number)
+
+    def _put_back(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -2,7 +2,8 @@
 
 Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoint.Progress`, so that a run that was killed
 goes on as if it had not been. A run ends in one of four ways: done (a model folder), interrupted by a signal (a
-checkpoint and exit code 128 + signal), stopped because step after step was not finite, or with a user error.
+checkpoint and exit code 128 + signal), stopped because step after step was not finite, or with a user error. A signal
+before the first step ends the process at once, as there is nothing to save.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.data import DataPosition, DataStream, PreparedData, eval_batches, load_data
-from lowmem_ft.errors import DataError, UserError
+from lowmem_ft.errors import CheckpointError, DataError, UserError
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
-from lowmem_ft.models import load_tokenizer, max_positions
+from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.budget_cap import apply_budget, report_budget
 from lowmem_ft.training.build import build_session, plan_session
@@ -34,7 +35,9 @@ from lowmem_ft.training.checkpoint import (
 )
 from lowmem_ft.training.evaluation import EvaluationResult, evaluate
 from lowmem_ft.training.finished_model import save_finished_model
+from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
+from lowmem_ft.training.out_of_memory import does_not_fit
 from lowmem_ft.training.progress import ProgressDisplay
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.training.runtime import AccelerateRuntime
@@ -74,33 +77,44 @@ def train(recipe: Recipe) -> TrainResult:
 
     Raises:
         UserError: if the recipe, its model, its data or the folder cannot be used, or nothing finite comes out.
-        SystemExit: after SIGINT (130) or SIGTERM (143), once a checkpoint is saved.
+        DoesNotFitError: if the device's memory runs out; says what would need less.
+        SystemExit: after SIGINT (130) or SIGTERM (143), once a checkpoint (or the finished model) is saved.
     """
     check_recipe(recipe)
-    with Interruption() as interruption:
-        return TrainingRun(recipe, interruption).train()
+    run: TrainingRun | None = None
+    try:
+        run = TrainingRun(recipe)
+        return run.train()
+    except torch.OutOfMemoryError as error:
+        when = "while the model was loaded" if run is None else f"after {run.progress.step} steps"
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        raise does_not_fit(recipe, read_device_memory(device), when) from error
 
 
 class TrainingRun:
     """One call of :func:`train`: what its parts share."""
 
-    def __init__(self, recipe: Recipe, interruption: Interruption) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         config = recipe.training
         self.recipe = recipe
-        self.interruption = interruption
+        self.interruption = Interruption()
         self.folder = RunFolder.open(recipe)
+        if config.push_to_hub:
+            check_upload()
+        if config.full_determinism:  # cuBLAS reads this once, when CUDA starts
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.runtime = AccelerateRuntime.create(config, self.folder.path)
         set_seed(config.seed, deterministic=config.full_determinism)
         apply_budget(recipe.budget, self.runtime.device)
         plan = plan_session(recipe, self.runtime)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(recipe.model)
-        with (
-            self.runtime.accelerator.main_process_first()
-        ):  # the others find what it has tokenized in the cache
+        # The other processes find what the main one has tokenized in the cache.
+        with self.runtime.accelerator.main_process_first():
             self.data: PreparedData = load_data(
                 recipe.data,
                 self.tokenizer,
                 max_positions=max_positions(plan.hf_config),
+                vocab_size=vocab_size(plan.hf_config),
                 seed=config.seed,
                 attn_implementation=plan.attention.implementation,
             )
@@ -126,17 +140,22 @@ class TrainingRun:
         if self.folder.resume_from is not None:
             load_checkpoint(self.folder.resume_from, self.session, self.runtime)
             logger.info("Going on from %s at step %d.", self.folder.resume_from, self.progress.step)
-        self.last_record: dict[str, Any] = {}
+        self.saved_step = self.progress.step
 
     def train(self) -> TrainResult:
         """Steps, evaluations and checkpoints, then the finished model."""
-        self.runtime.wait_for_everyone()
-        if self.runtime.is_main:
-            self.folder.start(self.recipe, self.progress.step)
+        self.runtime.wait_for_everyone()  # all have read the folder
+        with self.runtime.failing_together():
+            if self.runtime.is_main:
+                self.folder.start(self.recipe, self.progress)
         self.runtime.start_trackers(self.recipe)
         self._log_start()
+        with self.interruption:
+            self._take_steps()
+            return self._finish(self._evaluate())
+
+    def _take_steps(self) -> None:
         config = self.recipe.training
-        evaluation = None
         display = ProgressDisplay(
             num_steps=self.num_steps,
             step=self.progress.step,
@@ -144,19 +163,13 @@ class TrainingRun:
             enabled=self.runtime.is_main,
         )
         with display:
-            if config.eval_on_start and self.progress.step == 0:
-                self._evaluate()
+            self._evaluate_if_due()
             while self.progress.step < self.num_steps:
                 display.update(self.step())
-                step = self.progress.step
-                if _is_due(step, config.eval_steps) and step < self.num_steps:
-                    self._evaluate()
-                if _is_due(step, config.save_steps):
+                self._evaluate_if_due()
+                if _is_due(self.progress.step, config.save_steps):
                     self._save_checkpoint()
                 self._stop_if_interrupted()
-            evaluation = self._evaluate()
-            self._stop_if_interrupted()
-        return self._finish(evaluation)
 
     def step(self) -> dict[str, Any]:
         """One optimizer step, counted and written down."""
@@ -168,13 +181,14 @@ class TrainingRun:
         self.progress.position = window.position
         self.progress.tokens += result.num_tokens
         sample_ids = [sample for batch in window.batches for sample in batch.sample_ids]
+        self.progress.loss = float(result.loss)
         self._count_skipped(result, sample_ids)
         seconds = time.perf_counter() - start
         memory = read_device_memory(self.runtime.device)
         record = {
             "step": self.progress.step,
             "epoch": round(window.epoch, 4),
-            "loss": float(result.loss),
+            "loss": self.progress.loss,
             "learning_rate": learning_rate,
             "grad_norm": float(result.grad_norm),
             "tokens": self.progress.tokens,
@@ -187,7 +201,6 @@ class TrainingRun:
         if self.session.lost_updates is not None and is_due:
             record["lost_updates"] = self.session.lost_updates.fraction
         self._write(record, to_trackers=is_due)
-        self.last_record = record
         return record
 
     def _count_skipped(self, result: StepResult, sample_ids: list[int]) -> None:
@@ -217,8 +230,15 @@ class TrainingRun:
                 "training.learning_rate, look at the examples named above, or compute in float32."
             )
 
+    def _evaluate_if_due(self) -> None:
+        """Unless the run was interrupted after this very evaluation; the last one is not made here."""
+        step, config = self.progress.step, self.recipe.training
+        is_due = config.eval_on_start if step == 0 else _is_due(step, config.eval_steps)
+        if is_due and step < self.num_steps and self.progress.evaluated_step != step:
+            self._evaluate()
+
     def _evaluate(self) -> EvaluationResult | None:
-        """Evaluate on the held-out data, if there is any, and write the result down."""
+        """Evaluate on the held-out data, if there is any, and write the result down; a signal cuts it short."""
         if self.data.evaluation is None:
             return None
         config = self.recipe.training
@@ -232,35 +252,48 @@ class TrainingRun:
         result = evaluate(
             self.session, self.runtime, batches, interrupted=lambda: self.interruption.requested
         )
-        if result is not None:
-            record = {
-                "step": self.progress.step,
-                "eval_loss": result.loss,
-                "eval_perplexity": result.perplexity,
-                "eval_label_tokens": result.num_label_tokens,
-            }
-            self._write(record, to_trackers=True)
-            logger.info(
-                "Step %d: held-out loss %.4f, perplexity %.2f.",
-                self.progress.step,
-                result.loss,
-                result.perplexity,
-            )
+        if result is None:
+            self._stop_if_interrupted()
+        assert result is not None, "only a signal ends an evaluation without a result"
+        self.progress.evaluated_step = self.progress.step
+        record = {
+            "step": self.progress.step,
+            "eval_loss": result.loss,
+            "eval_perplexity": result.perplexity,
+            "eval_label_tokens": result.num_label_tokens,
+        }
+        self._write(record, to_trackers=True)
+        logger.info(
+            "Step %d: held-out loss %.4f, perplexity %.2f.",
+            self.progress.step,
+            result.loss,
+            result.perplexity,
+        )
         return result
 
     def _save_checkpoint(self) -> None:
         folder = save_checkpoint(self.folder.path, self.session, self.runtime, self.tokenizer, self.progress)
+        self.saved_step = self.progress.step
         if self.runtime.is_main:
-            delete_old_checkpoints(self.folder.path, self.recipe.training.save_total_limit)
+            delete_old_checkpoints(
+                self.folder.path, self.recipe.training.save_total_limit, step=self.progress.step
+            )
         logger.info("Saved %s.", folder)
 
     def _stop_if_interrupted(self) -> None:
-        if not self.runtime.any_process(self.interruption.requested):
+        """Save what is not saved yet and leave, in all processes, if a signal has come to one of them."""
+        number = self._signal_number()
+        if number == 0:
             return
-        self._save_checkpoint()
+        if self.saved_step != self.progress.step:
+            self._save_checkpoint()
         self.runtime.end_trackers()
         logger.warning("Stopped. Go on with training.resume_from_checkpoint=auto.")
-        raise SystemExit(self.interruption.exit_code)
+        raise SystemExit(128 + number)
+
+    def _signal_number(self) -> int:
+        """Of the signal that has come to any process; 0 if none has."""
+        return self.runtime.max_over_processes(self.interruption.signal_number or 0)
 
     def _finish(self, evaluation: EvaluationResult | None) -> TrainResult:
         if self.session.lost_updates is not None:
@@ -270,25 +303,28 @@ class TrainingRun:
                 self.session.unwrapped_model.dtype,
             )
         self.session.close()
-        if self.runtime.is_main:
-            save_finished_model(
-                self.session.unwrapped_model,
-                self.tokenizer,
-                self.folder,
-                self.recipe,
-                steps=self.progress.step,
-                tokens=self.progress.tokens,
-                loss=self.last_record.get("loss"),
-                evaluation=evaluation,
-            )
+        with self.runtime.failing_together():
+            if self.runtime.is_main:
+                save_finished_model(
+                    self.session.unwrapped_model,
+                    self.tokenizer,
+                    self.folder,
+                    self.recipe,
+                    steps=self.progress.step,
+                    tokens=self.progress.tokens,
+                    loss=self.progress.loss,
+                    evaluation=evaluation,
+                )
         report_budget(self.recipe.budget, read_device_memory(self.runtime.device), read_host_memory())
-        self.runtime.wait_for_everyone()
+        number = self._signal_number()
         self.runtime.end_trackers()
+        if number:
+            raise SystemExit(128 + number)
         return TrainResult(
             model_folder=self.folder.model_folder,
             output_dir=self.folder.path,
             steps=self.progress.step,
-            loss=self.last_record.get("loss", math.nan),
+            loss=math.nan if self.progress.loss is None else self.progress.loss,
             evaluation=evaluation,
         )
 
@@ -299,15 +335,24 @@ class TrainingRun:
             self.runtime.log(record)
 
     def _num_training_steps(self) -> int:
-        config = self.recipe.training
+        """Steps in all: those taken, and what is left of the epochs at the present number of rows a step."""
+        config, taken = self.recipe.training, self.progress.step
         if config.max_steps > 0:
-            return config.max_steps
-        if self.stream.steps_per_epoch is None:
+            num_steps = config.max_steps
+        elif self.stream.steps_per_epoch is None:
             raise DataError(
                 "data.streaming=true has no known length, so training.max_steps must say when to stop; got -1. "
                 "Set training.max_steps."
             )
-        return math.ceil(config.num_train_epochs * self.stream.steps_per_epoch)
+        else:
+            in_all = math.ceil(config.num_train_epochs * self.stream.steps_per_epoch)
+            num_steps = taken + in_all - self.stream.steps_done
+        if num_steps < taken:
+            raise CheckpointError(
+                f"{self.folder.resume_from} stands at step {taken}, but the recipe ends at step {num_steps}. Set "
+                "training.max_steps or training.num_train_epochs higher, or resume from an earlier checkpoint."
+            )
+        return num_steps
 
     def _log_start(self) -> None:
         config = self.recipe.training

@@ -6,7 +6,7 @@ import logging
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+import rich
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lowmem_ft.units import format_bytes
@@ -25,7 +25,7 @@ class ProgressDisplay:
     """
 
     def __init__(self, *, num_steps: int, step: int, logging_steps: int, enabled: bool) -> None:
-        console = Console(stderr=True)
+        console = rich.get_console()  # shared with the log, so that no line cuts through the bar
         self._logging_steps = logging_steps
         self._enabled = enabled
         self._live = enabled and console.is_terminal

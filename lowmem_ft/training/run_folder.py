@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +13,14 @@ from typing import Any
 
 from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
-from lowmem_ft.training.checkpoint import find_checkpoint, read_manifest
+from lowmem_ft.training.checkpoint import (
+    Progress,
+    checkpoints_after,
+    find_checkpoint,
+    read_manifest,
+    read_progress,
+)
+from lowmem_ft.training.durable import incomplete_name, write_whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +33,7 @@ class RunFolder:
     Args:
         path: the folder.
         resume_from: a complete checkpoint, or None to start afresh.
-        overwrite: whether a run that the folder holds is to be replaced.
+        overwrite: whether to drop what the folder holds of another run, or of later steps of this one.
     """
 
     def __init__(self, path: Path, *, resume_from: Path | None, overwrite: bool) -> None:
@@ -37,21 +46,18 @@ class RunFolder:
         """Decide where to write and where to start; reads the disk and changes nothing.
 
         Raises:
-            UserError: if the folder holds another run, or cannot be a folder.
+            UserError: if the folder holds another run or later steps of this one, or cannot be a folder.
             CheckpointError: if the checkpoint to resume from is incomplete or belongs to another model or data.
         """
         config = recipe.training
         path = Path(config.output_dir or f"runs/{recipe.name}").expanduser()
-        resume_from = _checkpoint_to_resume(config.resume_from_checkpoint, path)
         if path.exists() and not path.is_dir():
             raise UserError(f"training.output_dir={path} is a file. Name a folder.")
+        resume_from = _checkpoint_to_resume(config.resume_from_checkpoint, path)
         if resume_from is not None:
-            _refuse_other_run(recipe, resume_from.parent)
-        elif _holds_a_run(path) and not config.overwrite_output_dir:
-            raise UserError(
-                f"training.output_dir={path} holds another run. Choose another folder, go on with "
-                "training.resume_from_checkpoint=auto, or replace it with training.overwrite_output_dir=true."
-            )
+            _compare_recipes(recipe, resume_from.parent)
+        if not config.overwrite_output_dir:
+            _refuse_to_replace(path, recipe, resume_from)
         return RunFolder(path, resume_from=resume_from, overwrite=config.overwrite_output_dir)
 
     @property
@@ -59,31 +65,73 @@ class RunFolder:
         """Where the finished model goes."""
         return self.path / MODEL_FOLDER
 
-    def start(self, recipe: Recipe, step: int) -> None:
+    def start(self, recipe: Recipe, progress: Progress) -> None:
         """Write the recipe; drop a replaced run, or the metrics of steps that the resumed run will take again.
 
         Args:
             recipe: written as ``recipe.yaml``.
-            step: the step to go on from; 0 for a fresh start.
+            progress: where the run goes on.
+
+        Raises:
+            UserError: if the folder cannot be written.
         """
-        if self.resume_from is None and self.overwrite:
-            for leftover in _run_files(self.path):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / RECIPE_FILE).write_text(recipe_to_yaml(recipe))
-        kept = [record for record in self.read_metrics() if record["step"] <= step]
-        (self.path / METRICS_FILE).write_text("".join(f"{json.dumps(record)}\n" for record in kept))
+        kept = []
+        if self._continues:
+            kept = [record for record in self.read_metrics() if _is_before(record, progress)]
+        try:
+            if self.overwrite:
+                for leftover in self._replaced(progress.step):
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_whole_file(self.path / RECIPE_FILE, recipe_to_yaml(recipe))
+            write_whole_file(self.path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
+        except OSError as error:
+            raise UserError(f"training.output_dir={self.path} cannot be written: {error}.") from error
 
     def write_metrics(self, record: dict[str, Any]) -> None:
-        """Append one line to ``metrics.jsonl``; it is on disk when this returns, so a killed run loses none."""
-        with (self.path / METRICS_FILE).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append one line to ``metrics.jsonl``; the system has it when this returns, so a killed run loses none.
+
+        Raises:
+            CheckpointError: if it cannot be written, the disk being full for one.
+        """
+        file = self.path / METRICS_FILE
+        try:
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"{file} cannot be written: {error}. The checkpoints are untouched; make room, then go on with "
+                "training.resume_from_checkpoint=auto."
+            ) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines of ``metrics.jsonl``; a last line that a killed process left half-written is dropped."""
+        """All lines of ``metrics.jsonl``; a last line that a killed process left half-written is dropped.
+
+        Raises:
+            CheckpointError: if a line is none of ours.
+        """
         file = self.path / METRICS_FILE
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        lines = file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []
+        records = []
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{file}, line {number} is no JSON object: {line.strip()[:80]!r}. Correct or delete that line."
+                ) from error
+        return records
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the run goes on in the folder of its checkpoint."""
+        return self.resume_from is not None and self.resume_from.parent.resolve() == self.path.resolve()
+
+    def _replaced(self, step: int) -> Iterable[Path]:
+        """What overwriting deletes: the steps still to come, or all of another run."""
+        return checkpoints_after(self.path, step) if self._continues else list(_run_files(self.path))
 
 
 def _checkpoint_to_resume(requested: str | None, output_dir: Path) -> Path | None:
@@ -99,39 +147,85 @@ def _checkpoint_to_resume(requested: str | None, output_dir: Path) -> Path | Non
     return checkpoint
 
 
-def _refuse_other_run(recipe: Recipe, run: Path) -> None:
-    """A checkpoint continues its own run: same weights, data and optimizer; the rest of the recipe may change."""
+def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> None:
+    """Nothing that a run wrote is lost without being asked for."""
+    if resume_from is not None and resume_from.parent.resolve() == path.resolve():
+        later = checkpoints_after(path, read_progress(resume_from).step)
+        if later:
+            raise UserError(
+                f"training.resume_from_checkpoint={resume_from} is not the newest of its run, {later[0].name} is. "
+                "Choose another training.output_dir to branch off, or drop what came later with "
+                "training.overwrite_output_dir=true."
+            )
+        return
+    if not any(True for _ in _run_files(path)):
+        return
+    if recipe.training.resume_from_checkpoint != "auto":
+        raise UserError(
+            f"training.output_dir={path} holds another run. Choose another folder, go on with "
+            "training.resume_from_checkpoint=auto, or replace it with training.overwrite_output_dir=true."
+        )
+    _compare_recipes(recipe, path)  # a run that was stopped before its first checkpoint begins again
+    if (path / MODEL_FOLDER).exists():
+        raise UserError(
+            f"training.output_dir={path} holds a finished model and no checkpoint to go on from. Choose another "
+            "folder, or replace the run with training.overwrite_output_dir=true."
+        )
+
+
+_MAY_CHANGE = re.compile(
+    r"name|description|data\.(num_proc|eval_path|eval_split)|model\.(?!name_or_path|dtype|tokenizer_name_or_path)\w+"
+    r"|training\.(?!seed)\w+|(checkpointing|loss|budget)\.\w+"
+)
+"""Settings that a run can go on with; others decide what its data, its weights and its optimizer's state mean."""
+
+_OF_THE_CALL = {
+    f"training.{name}" for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
+}
+
+
+def _compare_recipes(recipe: Recipe, run: Path) -> None:
+    """A checkpoint continues its own run: say what has changed, and refuse what cannot."""
     file = run / RECIPE_FILE
     if not file.exists():
         return
-    saved = load_recipe(str(file))
-    differences = [
-        f"{name} was {was!r}, is {now!r}"
-        for name, was, now in (
-            ("model.name_or_path", saved.model.name_or_path, recipe.model.name_or_path),
-            ("model.dtype", saved.model.dtype, recipe.model.dtype),
-            ("data.path", saved.data.path, recipe.data.path),
-            ("data.split", saved.data.split, recipe.data.split),
-            ("data.packing", saved.data.packing, recipe.data.packing),
-            ("data.max_length", saved.data.max_length, recipe.data.max_length),
-            ("optimizer.name", saved.optimizer.name, recipe.optimizer.name),
-            ("training.seed", saved.training.seed, recipe.training.seed),
-        )
-        if was != now
-    ]
-    if differences:
+    saved, present = _settings(load_recipe(str(file))), _settings(recipe)
+    changed = {
+        name: f"{name} was {saved.get(name)!r}, is {value!r}"
+        for name, value in present.items()
+        if value != saved.get(name) and name not in _OF_THE_CALL
+    }
+    refused = [text for name, text in changed.items() if not _MAY_CHANGE.fullmatch(name)]
+    if refused:
         raise CheckpointError(
-            f"{run} holds a run of another recipe ({'; '.join(differences)}), which this one cannot continue. "
+            f"{run} holds a run of another recipe ({'; '.join(refused)}), which this one cannot continue. "
             "Set these back, or choose another training.output_dir."
         )
+    if changed:
+        logger.warning("Going on with other settings: %s.", "; ".join(changed.values()))
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """Every setting under the name a user types."""
+    settings: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(recipe).items():
+        if isinstance(value, dict):
+            settings.update({f"{name}.{key}": entry for key, entry in value.items()})
+        else:
+            settings[name] = value
+    return settings
+
+
+def _is_before(record: dict[str, Any], progress: Progress) -> bool:
+    """Whether a line was written before the checkpoint; at its own step, the evaluation may have come after it."""
+    if record["step"] == progress.step and "eval_loss" in record:
+        return progress.evaluated_step == progress.step
+    return record["step"] <= progress.step
 
 
 def _run_files(path: Path) -> Iterable[Path]:
     """Everything in the folder that a run writes, and nothing else."""
     names = (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, LOGS_FOLDER)
-    yield from (path / name for name in names if (path / name).exists())
+    targets = [path / name for name in names]
+    yield from (file for file in (*targets, *map(incomplete_name, targets)) if file.exists())
     yield from path.glob("checkpoint-*")
-
-
-def _holds_a_run(path: Path) -> bool:
-    return any(True for _ in _run_files(path))

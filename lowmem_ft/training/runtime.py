@@ -6,9 +6,11 @@ goes through :class:`Runtime`, so that both execute the same step.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,7 +55,7 @@ class Runtime(Protocol):
         ...
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a 0-d tensor over all processes."""
+        """The sum of a tensor over all processes, element by element."""
         ...
 
     def is_finite(self, value: torch.Tensor) -> bool:
@@ -110,6 +112,8 @@ class AccelerateRuntime:
                 "Run `accelerate launch --num_processes N scripts/finetune.py ...` without that option, or choose "
                 "another configuration with `accelerate config`."
             )
+        if accelerator.num_processes > 1:
+            atexit.register(_leave_processes)
         return AccelerateRuntime(accelerator)
 
     def prepare(
@@ -159,15 +163,38 @@ class AccelerateRuntime:
         return scaler is not None and scaler.get_scale() >= 1
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """Step; under fp16 also when not finite, because the scaler skips such a step itself and must see it."""
-        if finite or self.accelerator.scaler is not None:
+        """Step; under fp16 and not finite, the scaler alone moves on from what it found while unscaling."""
+        if finite:
             optimizer.step()
+        elif self.accelerator.scaler is not None:
+            self.accelerator.scaler.update()
 
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
+        return self.max_over_processes(int(flag)) > 0
+
+    def max_over_processes(self, value: int) -> int:
+        """The largest of the processes' values."""
         if self.num_processes == 1:
-            return flag
-        return bool(self.sum_over_processes(torch.tensor(int(flag), device=self.device)).item())
+            return value
+        values: Any = self.accelerator.gather(torch.tensor([value], device=self.device))
+        return int(values.max())
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Raise a user's error of one process in all of them, so that none waits for another that is gone.
+
+        Raises:
+            UserError: this process's own, or that of another.
+        """
+        own: UserError | None = None
+        try:
+            yield
+        except UserError as error:
+            own = error
+        if self.any_process(own is not None):
+            others = self.gather([] if own is None else list(own.problems))
+            raise own or UserError(*others)
 
     def gather(self, value: list[Any]) -> list[Any]:
         """The lists of all processes, one after the other."""
@@ -189,11 +216,24 @@ class AccelerateRuntime:
 
     def end_trackers(self) -> None:
         """Flush and close the trackers."""
-        self.accelerator.end_training()
+        # Not Accelerator.end_training(): it also destroys the process group, see _leave_processes.
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def wait_for_everyone(self) -> None:
         """A barrier."""
         self.accelerator.wait_for_everyone()
+
+
+def _leave_processes() -> None:
+    """Destroy the process group once nothing uses it: at the end of the process, after every DDP model is gone.
+
+    If a DDP model's reducer is the last to hold a gloo group, its destructor waits for gloo's threads without
+    releasing the GIL, which they need to drop the tensors of the last collective: a deadlock, seen in one exit of five.
+    """
+    gc.collect()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

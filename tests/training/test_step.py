@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lowmem_ft.data import Batch
+from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
@@ -193,3 +195,29 @@ def test_autocast_reaches_the_forward_but_not_the_outputs(make_session, tmp_path
     prepared, _ = runtime.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with runtime.autocast():
         assert prepared(input_ids=RAGGED.input_ids_BT).logits.dtype == torch.bfloat16
+
+
+def test_autocast_keeps_no_copy_of_the_weights_and_changes_no_number(tmp_path):
+    """torch's cache would hold a bf16 copy of every layer until the forward ends; checkpointing needs one at a time."""
+    training = load_recipe("tiny", ["training.use_cpu=true", "training.mixed_precision=bf16"]).training
+    runtime = AccelerateRuntime.create(training, tmp_path)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=2, vocab_size=VOCAB
+    )
+
+    def forward_and_backward(autocast):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        enable_checkpointing(model, CheckpointingConfig(mode="full"))
+        model.train()
+        with StorageTracker() as tracker, autocast:
+            loss = model(input_ids=RAGGED.input_ids_BT[:1], use_cache=False).logits.float().square().mean()
+        loss.backward()
+        return tracker.peak_bytes, loss, [parameter.grad for parameter in model.parameters()]
+
+    ours, loss, gradients = forward_and_backward(runtime.autocast())
+    cached, cached_loss, cached_gradients = forward_and_backward(torch.autocast("cpu", torch.bfloat16))
+    layer_bytes = 2 * (4 * 64 * 64 + 3 * 64 * 256)
+    assert cached - ours > 5 * layer_bytes
+    torch.testing.assert_close(loss, cached_loss, rtol=0, atol=0)
+    torch.testing.assert_close(gradients, cached_gradients, rtol=0, atol=0)

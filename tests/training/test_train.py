@@ -46,8 +46,7 @@ def test_the_held_out_loss_is_the_saved_models(tiny, tmp_path):
         load_recipe(
             "tiny",
             [f"training.output_dir={tmp_path / 'again'}", "training.use_cpu=true", "loss.chunk_tokens=null"],
-        ),
-        loop.Interruption(),
+        )
     )
     loss_sum, count = 0.0, 0
     for index in range(run.data.evaluation.num_rows):
@@ -208,21 +207,22 @@ def test_lost_updates_of_bf16_weights_are_measured(tiny, metrics, tmp_path, capl
 
 
 def test_techniques_are_taken_off_the_finished_model(tiny, tmp_path):
-    run = loop.TrainingRun(tiny(*SHORT, output_dir=tmp_path / "run"), loop.Interruption())
+    run = loop.TrainingRun(tiny(*SHORT, output_dir=tmp_path / "run"))
     model = run.session.unwrapped_model
     run.train()
     assert "forward" not in vars(model)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def test_pushing_to_a_hub_out_of_reach_keeps_the_folder_and_says_how_to_upload(tiny, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"saved in .*hf upload me/model"):
-        train(
-            tiny(
-                *SHORT,
-                "training.push_to_hub=true",
-                "training.hub_model_id=me/model",
-                output_dir=tmp_path / "run",
-            )
-        )
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+def test_two_runs_in_one_process_each_have_their_own_precision(tiny, metrics, tmp_path):
+    precisions = ("bf16", "no", "bf16")
+    for index, precision in enumerate(precisions):
+        train(tiny(*SHORT, f"training.mixed_precision={precision}", output_dir=tmp_path / str(index)))
+    first, other, again = (metrics(tmp_path / str(index)) for index in range(3))
+    assert first == again
+    assert first != other
+
+
+def test_every_step_is_in_metrics_however_seldom_it_is_logged(tiny, metrics, tmp_path):
+    train(tiny(*SHORT, "training.logging_steps=3", output_dir=tmp_path / "run"))
+    assert metrics(tmp_path / "run", "step") == [1, 2, 3, 4]

@@ -1,0 +1,66 @@
+"""Files and folders that are whole or not there, whenever the process, the machine or the disk gives up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def incomplete_name(target: Path) -> Path:
+    """Where :func:`whole_folder` and :func:`write_whole_file` write until all is there."""
+    return target.with_name(f"{target.name}.incomplete")
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A new folder to write into; flushed to disk and renamed to ``target`` at the end, removed if anything is raised.
+
+    Args:
+        target: what it will be called; a folder of that name is replaced.
+
+    Yields:
+        The empty folder, under another name.
+    """
+    partial = incomplete_name(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            _flush_to_disk(path)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _flush_to_disk(target.parent)
+
+
+def write_whole_file(target: Path, text: str) -> None:
+    """Write or replace a file; whoever reads it finds the old text or the new one.
+
+    Raises:
+        OSError: if it cannot be written; the old one stays.
+    """
+    partial = incomplete_name(target)
+    try:
+        partial.write_text(text, "utf-8")
+        _flush_to_disk(partial)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _flush_to_disk(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder; a rename is journalled there
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

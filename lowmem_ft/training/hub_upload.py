@@ -1,0 +1,61 @@
+"""The finished model's way to the hub: checked before the run, not after it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.hub import hub_is_reachable
+from lowmem_ft.recipe import TrainingConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_upload() -> None:
+    """Find out before training whether the upload at its end could work.
+
+    Raises:
+        UserError: if the hub is out of reach, or nobody is logged in.
+    """
+    if not hub_is_reachable():
+        raise UserError(
+            "training.push_to_hub=true needs the hub, which is out of reach. Set it to false, and upload the finished "
+            "folder later with `hf upload NAME FOLDER`."
+        )
+    try:
+        HfApi().whoami()
+    except (HfHubHTTPError, LocalTokenNotFoundError) as error:
+        raise UserError(
+            "training.push_to_hub=true needs a login that the hub accepts. Run `hf auth login` with a token that may "
+            "write, or set it to false."
+        ) from error
+
+
+def upload_model(folder: Path, config: TrainingConfig, *, default_name: str) -> None:
+    """Upload a model folder to ``training.hub_model_id``, which is made if it is not there.
+
+    Args:
+        folder: what to upload.
+        config: names the repository and says whether it is private.
+        default_name: the repository where the recipe names none.
+
+    Raises:
+        UserError: if the hub refuses or cannot be reached any more; the folder stays, and this says what to run.
+    """
+    name = config.hub_model_id or default_name
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=folder)
+    except (
+        Exception
+    ) as error:  # the client's network errors have no type that outlives its change of HTTP library
+        raise UserError(
+            f"The model is saved in {folder}, but could not be uploaded to {name}: {error}. "
+            f"Run later: hf upload {name} {folder}"
+        ) from error
+    logger.info("Uploaded to %s.", repository)

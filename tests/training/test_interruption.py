@@ -1,0 +1,122 @@
+"""A signal ends a run with everything saved, however it comes, and a second one ends it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+
+from lowmem_ft.training import interruption, loop, train
+from lowmem_ft.training.interruption import Interruption
+from lowmem_ft.training.runtime import AccelerateRuntime
+
+SHORT = ("training.max_steps=6", "training.save_steps=null", "training.eval_steps=3")
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def test_a_signal_that_a_launcher_passes_on_counts_once():
+    """The terminal sends Ctrl-C to all processes, and torchrun sends it to its own once more."""
+    with Interruption() as run:
+        send(signal.SIGINT)
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
+    assert run.signal_number == signal.SIGINT
+
+
+def test_a_second_signal_ends_the_process_at_once(monkeypatch):
+    monkeypatch.setattr(interruption, "ONE_REQUEST_SECONDS", 0.0)
+    with Interruption():
+        send(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_the_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with Interruption():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_signal_before_the_first_step_ends_the_process_at_once(tiny, tmp_path, monkeypatch):
+    """There is nothing to save, and reading data or weights can take long."""
+    monkeypatch.setattr(loop, "load_data", lambda *args, **kwargs: send(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(*SHORT, output_dir=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_while_the_finished_model_is_saved_lets_that_end(tiny, tmp_path, monkeypatch):
+    save = loop.save_finished_model
+
+    def interrupted(*args, **kwargs):
+        send(signal.SIGTERM)
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "save_finished_model", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        train(tiny(*SHORT, output_dir=tmp_path / "run"))
+    assert stop.value.code == 143
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_signal_to_another_process_stops_this_one_too(tiny, tmp_path, monkeypatch):
+    largest = iter([0, 0, 15])  # asked once a step
+    monkeypatch.setattr(AccelerateRuntime, "max_over_processes", lambda self, value: next(largest, value))
+    with pytest.raises(SystemExit) as stop:
+        train(tiny("training.eval_steps=null", "training.save_steps=null", output_dir=tmp_path / "run"))
+    assert stop.value.code == 143
+
+
+def test_a_step_is_not_saved_twice(tiny, tmp_path, monkeypatch):
+    """Replacing the only checkpoint by itself would leave none for a moment."""
+    saved, save = [], loop.save_checkpoint
+
+    def counted(*args):
+        if not saved:
+            send(signal.SIGTERM)
+        saved.append(save(*args))
+        return saved[-1]
+
+    monkeypatch.setattr(loop, "save_checkpoint", counted)
+    with pytest.raises(SystemExit):
+        train(tiny("training.save_steps=2", output_dir=tmp_path / "run"))
+    assert [folder.name for folder in saved] == ["checkpoint-2"]
+
+
+def test_an_evaluation_that_was_cut_short_is_made_when_the_run_goes_on(tiny, tmp_path, monkeypatch):
+    from lowmem_ft.training import evaluation
+
+    def records(folder):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        keys = ("step", "loss", "eval_loss", "learning_rate")
+        return [{key: json.loads(line).get(key) for key in keys} for line in lines]
+
+    train(tiny(*SHORT, output_dir=tmp_path / "whole"))
+    forward = evaluation.evaluation_loss
+
+    def interrupted(session, batches):
+        send(signal.SIGTERM)
+        return forward(session, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "evaluation_loss", interrupted)
+        with pytest.raises(SystemExit):
+            train(tiny(*SHORT, output_dir=tmp_path / "stopped"))
+    train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=tmp_path / "stopped"))
+    assert records(tmp_path / "stopped") == records(tmp_path / "whole")
+
+
+def test_training_in_a_thread_works_without_signals(tiny, tmp_path):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train(tiny(*SHORT, output_dir=tmp_path / "run"))))
+    thread.start()
+    thread.join()
+    assert results[0].steps == 6

@@ -1,0 +1,174 @@
+"""fp16's loss scale, by torch's own GradScaler on a CPU: found, skipped, lowered, raised again, resumed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lowmem_ft.data import Batch, DataPosition
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
+from lowmem_ft.training import checkpoint, loop, train
+from lowmem_ft.training.checkpoint import Progress
+from lowmem_ft.training.runtime import AccelerateRuntime
+from lowmem_ft.training.session import Session
+from lowmem_ft.training.step import train_step
+
+VOCAB = 61
+
+
+def use_scaler(runtime, monkeypatch, **options):
+    """Accelerate has fp16 on accelerators alone; its parts work on a CPU."""
+    scaler = torch.amp.GradScaler("cpu", **options)
+    runtime.accelerator.scaler = scaler
+    runtime.accelerator.native_amp = True
+    monkeypatch.setattr(type(runtime.accelerator), "mixed_precision", "fp16")
+    return scaler
+
+
+@pytest.fixture
+def make_session(tmp_path, monkeypatch):
+    def make(**options):
+        runtime = AccelerateRuntime.create(load_recipe("tiny", ["training.use_cpu=true"]).training, tmp_path)
+        scaler = use_scaler(runtime, monkeypatch, **options)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB
+        )
+        model = AutoModelForCausalLM.from_config(config)
+        enable_chunked_loss(model, LossConfig(chunk_tokens=16))
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        prepared_model, prepared_optimizer = runtime.prepare(model, optimizer)
+        session = Session(
+            model=prepared_model,
+            unwrapped_model=model,
+            optimizer=prepared_optimizer,
+            unwrapped_optimizer=optimizer,
+            scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+            runtime=runtime,
+            max_grad_norm=1.0,
+            chunked_loss=True,
+            lost_updates=None,
+            handles=(),
+        )
+        return session, scaler
+
+    return make
+
+
+@pytest.fixture
+def batch():
+    tokens = torch.randint(1, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[:, 0] = -100  # nothing comes before the first token
+    return Batch(
+        input_ids_BT=tokens,
+        labels_BT=labels,
+        position_ids_BT=None,
+        sample_ids=(0, 1),
+        num_label_tokens=22,
+        num_tokens=24,
+    )
+
+
+def weights(session):
+    return {name: weight.clone() for name, weight in session.unwrapped_model.state_dict().items()}
+
+
+def test_the_scale_changes_no_number(make_session, batch):
+    results = []
+    for scale in (1.0, 2.0**10):
+        session, _ = make_session(init_scale=scale)
+        result = train_step(session, [batch])
+        results.append((result.loss, result.grad_norm, weights(session)))
+    torch.testing.assert_close(
+        results[1], results[0], rtol=1e-6, atol=1e-7
+    )  # powers of two: exact up to clipping
+
+
+def test_an_overflow_skips_the_step_and_lowers_the_scale(make_session, batch):
+    session, scaler = make_session(init_scale=2.0**127)
+    before = weights(session)
+    result = train_step(session, [batch, batch])
+    assert not result.applied
+    assert result.overflow
+    assert math.isfinite(result.loss)
+    assert scaler.get_scale() == 2.0**126
+    torch.testing.assert_close(weights(session), before, rtol=0, atol=0)
+    assert not session.unwrapped_optimizer.state
+    assert session.scheduler.last_epoch == 0
+    while not train_step(session, [batch]).applied:
+        assert scaler.get_scale() > 1
+    assert session.scheduler.last_epoch == 1
+
+
+def test_the_scale_grows_again(make_session, batch):
+    session, scaler = make_session(init_scale=8.0, growth_interval=2)
+    for _ in range(2):
+        assert train_step(session, [batch]).applied
+    assert scaler.get_scale() == 16
+
+
+def test_below_a_scale_of_one_it_is_not_the_scales_fault(make_session, batch):
+    session, scaler = make_session(init_scale=0.5)
+    session.unwrapped_model.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    result = train_step(session, [batch])
+    assert not result.applied
+    assert not result.overflow
+    assert scaler.get_scale() == 0.25
+
+
+def test_a_loss_that_is_not_finite_is_skipped_though_every_gradient_is(make_session, batch, monkeypatch):
+    """The scaler looks at gradients alone and would take the step."""
+    session, scaler = make_session(init_scale=8.0)
+    monkeypatch.setattr(session.runtime, "sum_over_processes", lambda value: value * math.inf)
+    before = weights(session)
+    result = train_step(session, [batch])
+    assert not result.applied
+    assert not result.overflow
+    assert scaler.get_scale() == 8
+    torch.testing.assert_close(weights(session), before, rtol=0, atol=0)
+    monkeypatch.undo()
+
+
+def test_the_scale_goes_on_from_a_checkpoint(make_session, batch, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "save_model", lambda *args: None)
+    session, scaler = make_session(init_scale=8.0, growth_interval=3)
+    train_step(session, [batch])
+    progress = Progress(position=DataPosition(seed=1), step=1)
+    folder = checkpoint.save_checkpoint(tmp_path, session, session.runtime, None, progress)
+    state = scaler.state_dict()
+    resumed, fresh = make_session(init_scale=65536.0)
+    checkpoint.load_checkpoint(folder, resumed, resumed.runtime)
+    assert fresh.state_dict() == state
+    assert resumed.scheduler.get_last_lr() == session.scheduler.get_last_lr()
+
+
+def test_a_run_skips_overflows_without_giving_up(tiny, metrics, tmp_path, monkeypatch, caplog):
+    create = AccelerateRuntime.create
+
+    def with_scaler(config, output_dir):
+        runtime = create(config, output_dir)
+        use_scaler(runtime, monkeypatch, init_scale=2.0**127)
+        return runtime
+
+    monkeypatch.setattr(loop.AccelerateRuntime, "create", staticmethod(with_scaler))
+    with caplog.at_level("INFO"):
+        train(
+            tiny(
+                "training.max_steps=30",
+                "training.max_skipped_steps=1",
+                "training.eval_steps=null",
+                "training.save_steps=null",
+                output_dir=tmp_path / "run",
+            )
+        )
+    skipped = metrics(tmp_path / "run", "skipped_steps")
+    assert skipped[:3] == [1, 2, 2]
+    rates = metrics(tmp_path / "run", "learning_rate")
+    assert rates[2] == rates[0]  # the schedule waited for the first applied step
+    assert "loss scale was too high" in caplog.text

@@ -1,0 +1,66 @@
+"""Running out of device memory ends with what to change, not with a traceback."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.memory.meter import MemoryReading
+from lowmem_ft.training import loop, train
+from lowmem_ft.training.out_of_memory import does_not_fit
+
+MEMORY = MemoryReading(now_bytes=2**30, peak_bytes=3 * 2**30)
+
+
+def test_the_error_names_what_the_recipe_has_not_done_yet(tiny):
+    bare = does_not_fit(
+        tiny("loss.chunk_tokens=null", "checkpointing.mode=none", "data.max_length=1024"), MEMORY, "at step 1"
+    )
+    assert "ran out at step 1, after a peak of 3.00 GiB" in str(bare)
+    for way_out in (
+        "loss.chunk_tokens=1024",
+        "training.per_device_train_batch_size=1 training.gradient_accumulation_steps=8",
+        "training.mixed_precision=bf16",
+        "checkpointing.mode=full",
+        "optimizer.name=adamw_bnb_8bit",
+        "data.max_length",
+    ):
+        assert way_out in str(bare)
+    assert bare.exit_code == 3
+
+
+def test_what_is_done_already_is_not_suggested(tiny):
+    lean = tiny(
+        "training.per_device_train_batch_size=1",
+        "training.mixed_precision=bf16",
+        "optimizer.name=adamw_bnb_8bit",
+        "data.max_length=128",
+    )
+    message = str(does_not_fit(lean, MEMORY, "at step 1"))
+    assert "paged_adamw_8bit" in message
+    for done in (
+        "chunk_tokens",
+        "per_device",
+        "mixed_precision",
+        "checkpointing",
+        "adamw_bnb_8bit",
+        "max_length",
+    ):
+        assert done not in message
+
+
+def test_layers_that_a_recipe_leaves_out_are_offered(tiny):
+    assert "checkpointing.every_n_layers=1" in str(
+        does_not_fit(tiny("checkpointing.every_n_layers=2"), MEMORY, "")
+    )
+
+
+def test_a_run_that_runs_out_says_so_with_the_budget(tiny, tmp_path, monkeypatch):
+    def out_of_memory(session, window):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(loop, "train_step", out_of_memory)
+    with pytest.raises(DoesNotFitError, match=r"after 0 steps \(budget\.device=1GiB\)") as raised:
+        train(tiny("budget=1GiB", output_dir=tmp_path / "run"))
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)

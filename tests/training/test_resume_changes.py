@@ -1,0 +1,172 @@
+"""Going on with something changed: what holds from then on, what is refused, what is never lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+
+import pytest
+
+from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.training import train
+from lowmem_ft.training.run_folder import RunFolder
+
+SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null")
+AUTO = "training.resume_from_checkpoint=auto"
+
+
+def checkpoints(run):
+    return sorted(path.name for path in run.glob("checkpoint-*"))
+
+
+def test_a_run_stopped_before_its_first_checkpoint_begins_again(tiny, metrics, tmp_path):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    losses = metrics(run)
+    for leftover in (*run.glob("checkpoint-*"), run / "model"):
+        shutil.rmtree(leftover)
+    train(tiny(*SHORT, AUTO, output_dir=run))
+    assert metrics(run) == losses
+
+
+def test_auto_does_not_replace_a_finished_model_that_has_no_checkpoint(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(tiny("training.max_steps=2", "training.save_steps=null", output_dir=run))
+    with pytest.raises(UserError, match=r"finished model and no checkpoint.*overwrite_output_dir=true"):
+        RunFolder.open(tiny("training.max_steps=2", AUTO, output_dir=run))
+
+
+def test_a_finished_run_ends_as_it_did(tiny, metrics, tmp_path):
+    run = tmp_path / "run"
+    first = train(tiny(*SHORT, output_dir=run))
+    before = (run / "metrics.jsonl").read_text()
+    again = train(tiny(*SHORT, AUTO, output_dir=run))
+    assert (again.steps, again.loss, again.evaluation) == (first.steps, first.loss, first.evaluation)
+    assert (run / "metrics.jsonl").read_text() == before
+    assert "training loss of the last step" in (run / "model" / "README.md").read_text()
+
+
+def test_more_steps_follow_the_longer_schedule(tiny, metrics, tmp_path, caplog):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    train(tiny(*SHORT, output_dir=run))
+    train(tiny(*SHORT, "training.max_steps=9", AUTO, output_dir=run))
+    assert "training.max_steps was 6, is 9" in caplog.text
+    train(tiny(*SHORT, "training.max_steps=9", output_dir=whole))
+    assert metrics(run, "learning_rate")[6:] == metrics(whole, "learning_rate")[6:]
+
+
+def test_another_learning_rate_holds_from_the_next_step_on(tiny, metrics, tmp_path):
+    run = tmp_path / "run"
+    constant = (*SHORT, "training.lr_scheduler_type=constant")
+    train(tiny(*constant, "training.max_steps=2", output_dir=run))
+    train(tiny(*constant, "training.learning_rate=1e-3", AUTO, output_dir=run))
+    assert metrics(run, "learning_rate") == [1e-2] * 2 + [1e-3] * 4
+
+
+def test_fewer_steps_than_were_taken_are_refused(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-6 stands at step 6, but the recipe ends at step 4"
+    ):
+        train(tiny(*SHORT, "training.max_steps=4", AUTO, output_dir=run))
+
+
+@pytest.mark.parametrize("batch_size,steps", [(4, 7 + 7), (2, 7 + 14), (1, 7 + 28)])
+def test_another_batch_size_ends_after_the_same_epochs(tiny, tmp_path, batch_size, steps):
+    """56 examples, 8 a step: 7 steps an epoch."""
+    run = tmp_path / "run"
+    shared = ("training.eval_steps=null", "training.save_steps=7")
+    train(tiny(*shared, "training.max_steps=7", output_dir=run))
+    smaller = f"training.per_device_train_batch_size={batch_size}"
+    result = train(tiny(*shared, "training.num_train_epochs=2", smaller, AUTO, output_dir=run))
+    assert result.steps == steps
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records if "loss" in record][-1] == 2
+
+
+@pytest.mark.parametrize("change", ["optimizer.weight_decay=0.1", "data.eval_size=4", "data.shuffle=false"])
+def test_what_decides_data_and_optimizer_cannot_change(tiny, tmp_path, change):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    with pytest.raises(CheckpointError, match=change.split("=")[0]):
+        RunFolder.open(tiny(*SHORT, change, AUTO, output_dir=run))
+
+
+def test_going_back_in_the_same_folder_must_be_asked_for(tiny, metrics, tmp_path):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, "training.save_total_limit=null", output_dir=run))
+    losses = metrics(run)
+    back = (*SHORT, f"training.resume_from_checkpoint={run / 'checkpoint-2'}")
+    with pytest.raises(UserError, match=r"not the newest of its run, checkpoint-6 is.*overwrite_output_dir"):
+        train(tiny(*back, output_dir=run))
+    assert checkpoints(run) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    train(tiny(*back, "training.overwrite_output_dir=true", output_dir=run))
+    assert metrics(run) == losses
+
+
+def test_a_checkpoint_can_go_on_in_a_new_folder_but_not_in_that_of_another_run(tiny, metrics, tmp_path):
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    train(tiny(*SHORT, output_dir=run))
+    back = (*SHORT, f"training.resume_from_checkpoint={run / 'checkpoint-4'}")
+    train(tiny(*back, output_dir=branch))
+    assert metrics(branch) == metrics(run)[4:]
+    with pytest.raises(UserError, match="holds another run"):
+        train(tiny(*back, output_dir=branch))
+    train(tiny(*back, "training.overwrite_output_dir=true", output_dir=branch))
+    assert metrics(branch, "step") == [5, 6]
+
+
+def test_a_damaged_newer_checkpoint_costs_no_good_one(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    (run / "checkpoint-6" / "config.json").unlink()
+    limit = ("training.save_steps=1", "training.save_total_limit=1", "training.max_steps=5")
+    train(tiny(*SHORT, *limit, AUTO, output_dir=run))
+    assert checkpoints(run) == ["checkpoint-5", "checkpoint-6"]
+    assert RunFolder.open(tiny(*SHORT, AUTO, output_dir=run)).resume_from == run / "checkpoint-5"
+
+
+def test_metrics_that_cannot_be_read_name_the_line(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    file = run / "metrics.jsonl"
+    file.write_text("not json\n" + file.read_text())
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 1 is no JSON object: 'not json'"):
+        train(tiny(*SHORT, AUTO, output_dir=run))
+    assert file.read_text().startswith("not json")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_a_full_disk_at_a_line_of_metrics_is_said(tiny, tmp_path):
+    folder = RunFolder(tmp_path, resume_from=None, overwrite=False)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be written.*No space left"):
+        folder.write_metrics({"step": 1})
+
+
+def test_a_full_disk_at_the_finished_model_leaves_the_checkpoints(tiny, tmp_path):
+    run = tmp_path / "run"
+    shared = ("training.max_steps=2", "training.save_steps=2", "training.eval_steps=null")
+    train(tiny(*shared, output_dir=run))
+    shutil.rmtree(run / "model")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"model cannot be written.*auto"):
+            train(tiny(*shared, AUTO, output_dir=run))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "metrics.jsonl", "recipe.yaml"]
+    assert train(tiny(*shared, AUTO, output_dir=run)).model_folder.exists()
+
+
+def test_an_evaluation_from_before_the_checkpoint_is_not_made_again(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, "training.eval_steps=2", output_dir=run))
+    shutil.rmtree(run / "checkpoint-6")
+    train(tiny(*SHORT, "training.eval_steps=2", AUTO, output_dir=run))
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "eval_loss" in record] == [2, 4, 6]
