@@ -60,9 +60,8 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     loss = runtime.sum_over_processes(loss)
     max_norm = math.inf if session.max_grad_norm is None else session.max_grad_norm
     grad_norm = runtime.clip_grad_norm(session.trainable_parameters(), max_norm)
-    loss_is_finite = runtime.is_finite(loss)
-    finite = loss_is_finite and runtime.is_finite(grad_norm)
-    overflow = loss_is_finite and not finite and runtime.loss_scale_may_overflow()
+    finite = runtime.is_finite(loss + grad_norm)
+    overflow = not finite and runtime.is_finite(loss) and runtime.loss_scale_may_overflow()
     runtime.update_weights(session.optimizer, finite=finite)
     if finite:
         session.scheduler.step()
