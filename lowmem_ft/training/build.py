@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, get_scheduler
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.handle import Handle
-from lowmem_ft.models import ModelConfig, compute_dtype, load_model, load_model_config, weights_dtype
+from lowmem_ft.models import compute_dtype, load_model, load_model_config, weights_dtype
 from lowmem_ft.optimizers import check_optimizer, create_optimizer
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
@@ -41,6 +41,19 @@ class Plan:
 
     hf_config: PretrainedConfig
     attention: AttentionChoice
+
+
+def resumed(recipe: Recipe, checkpoint: Path) -> Recipe:
+    """The recipe with architecture, weights and tokenizer from a checkpoint, wherever they once came from."""
+    model = dataclasses.replace(
+        recipe.model,
+        name_or_path=str(checkpoint),
+        tokenizer_name_or_path=None,
+        weights="pretrained",
+        revision=None,
+        gguf_file=None,
+    )
+    return dataclasses.replace(recipe, model=model)
 
 
 def plan_session(recipe: Recipe, runtime: AccelerateRuntime) -> Plan:
@@ -71,7 +84,6 @@ def build_session(
     plan: Plan,
     *,
     num_training_steps: int,
-    resume_from: Path | None = None,
 ) -> Session:
     """Load the weights, switch the recipe's techniques on, make the optimizer and its schedule, wrap them.
 
@@ -80,13 +92,12 @@ def build_session(
         runtime: where.
         plan: what :func:`plan_session` decided.
         num_training_steps: optimizer steps in all, for the learning rate's schedule.
-        resume_from: a checkpoint whose weights to take instead of the recipe's.
 
     Returns:
         A session ready to train; the optimizer's state is fresh (see ``checkpoint.load_checkpoint``).
     """
     model = load_model(
-        recipe.model if resume_from is None else _weights_of(resume_from, recipe.model),
+        recipe.model,
         plan.hf_config,
         attn_implementation=plan.attention.implementation,
         device=runtime.device,
@@ -133,12 +144,6 @@ def num_warmup_steps(config: TrainingConfig, num_training_steps: int) -> int:
     if config.warmup_steps >= 1:
         return int(config.warmup_steps)
     return -int(-config.warmup_steps * num_training_steps // 1)
-
-
-def _weights_of(checkpoint: Path, config: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(
-        config, name_or_path=str(checkpoint), weights="pretrained", revision=None, gguf_file=None
-    )
 
 
 def _refuse_mean_of_means(model: PreTrainedModel) -> None:

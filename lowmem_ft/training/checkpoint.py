@@ -52,6 +52,7 @@ class Progress:
 
     Args:
         position: the next example to train on.
+        data_tokens: tokens of the training data, by which other data is noticed; None when streaming.
         step: optimizer steps taken, skipped ones included.
         tokens: tokens seen, padding excluded, in all processes.
         skipped_steps: steps whose loss or gradient was not finite.
@@ -61,6 +62,7 @@ class Progress:
     """
 
     position: DataPosition
+    data_tokens: int | None = None
     step: int = 0
     tokens: int = 0
     skipped_steps: int = 0

@@ -25,7 +25,7 @@ from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.budget_cap import apply_budget, report_budget
-from lowmem_ft.training.build import build_session, plan_session
+from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.checkpoint import (
     Progress,
     delete_old_checkpoints,
@@ -106,8 +106,10 @@ class TrainingRun:
         self.runtime = AccelerateRuntime.create(config, self.folder.path)
         set_seed(config.seed, deterministic=config.full_determinism)
         apply_budget(recipe.budget, self.runtime.device)
-        plan = plan_session(recipe, self.runtime)
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(recipe.model)
+        resume_from = self.folder.resume_from
+        built = recipe if resume_from is None else resumed(recipe, resume_from)
+        plan = plan_session(built, self.runtime)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(built.model)
         # The other processes find what the main one has tokenized in the cache.
         with self.runtime.accelerator.main_process_first():
             self.data: PreparedData = load_data(
@@ -118,10 +120,12 @@ class TrainingRun:
                 seed=config.seed,
                 attn_implementation=plan.attention.implementation,
             )
-        if self.folder.resume_from is None:
-            self.progress = Progress(position=DataPosition(seed=config.seed))
+        data_tokens = None if self.data.summary is None else self.data.summary.num_tokens
+        if resume_from is None:
+            self.progress = Progress(position=DataPosition(seed=config.seed), data_tokens=data_tokens)
         else:
-            self.progress = read_progress(self.folder.resume_from)
+            self.progress = read_progress(resume_from)
+            _refuse_other_data(resume_from, self.progress.data_tokens, data_tokens)
         self.stream = DataStream(
             self.data.train,
             position=self.progress.position,
@@ -132,14 +136,12 @@ class TrainingRun:
             collate=self.data.collate,
         )
         self.num_steps = self._num_training_steps()
-        self.session: Session = build_session(
-            recipe, self.runtime, plan, num_training_steps=self.num_steps, resume_from=self.folder.resume_from
-        )
+        self.session: Session = build_session(built, self.runtime, plan, num_training_steps=self.num_steps)
         # Loading and wrapping may draw random numbers; dropout must not depend on how many.
         set_seed(config.seed + self.runtime.process_index, deterministic=config.full_determinism)
-        if self.folder.resume_from is not None:
-            load_checkpoint(self.folder.resume_from, self.session, self.runtime)
-            logger.info("Going on from %s at step %d.", self.folder.resume_from, self.progress.step)
+        if resume_from is not None:
+            load_checkpoint(resume_from, self.session, self.runtime)
+            logger.info("Going on from %s at step %d.", resume_from, self.progress.step)
         self.saved_step = self.progress.step
 
     def train(self) -> TrainResult:
@@ -378,6 +380,15 @@ class TrainingRun:
             self.progress.step + 1,
             self.num_steps,
             examples,
+        )
+
+
+def _refuse_other_data(checkpoint: Path, saved_tokens: int | None, present_tokens: int | None) -> None:
+    """A position in the data means nothing in other data; paths may change, as a run moves to another machine."""
+    if saved_tokens != present_tokens:
+        raise CheckpointError(
+            f"{checkpoint} stands in training data of {saved_tokens or 'streamed'} tokens, and the recipe's data now "
+            f"has {present_tokens or 'streamed'}. Give back the data it was, or choose another training.output_dir."
         )
 
 

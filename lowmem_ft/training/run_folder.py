@@ -174,10 +174,14 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
 
 
 _MAY_CHANGE = re.compile(
-    r"name|description|data\.(num_proc|eval_path|eval_split)|model\.(?!name_or_path|dtype|tokenizer_name_or_path)\w+"
+    r"name|description|data\.(path|num_proc|eval_path|eval_split)|model\.(?!dtype)\w+"
     r"|training\.(?!seed)\w+|(checkpointing|loss|budget)\.\w+"
 )
-"""Settings that a run can go on with; others decide what its data, its weights and its optimizer's state mean."""
+"""Settings that a run can go on with; others decide what its data, its weights and its optimizer's state mean.
+
+Paths may change, as a run moves to another machine: model and tokenizer come from the checkpoint, and other data is
+noticed by its size.
+"""
 
 _OF_THE_CALL = {
     f"training.{name}" for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")

@@ -28,3 +28,9 @@ def metrics():
         return [record[key] for record in records if "loss" in record]
 
     return read
+
+
+@pytest.fixture
+def recipes_folder():
+    """The recipes that come with the project."""
+    return Path(__file__).parents[2] / "recipes"

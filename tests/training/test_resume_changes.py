@@ -170,3 +170,33 @@ def test_an_evaluation_from_before_the_checkpoint_is_not_made_again(tiny, tmp_pa
     train(tiny(*SHORT, "training.eval_steps=2", AUTO, output_dir=run))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "eval_loss" in record] == [2, 4, 6]
+
+
+def test_a_run_goes_on_after_its_model_and_data_have_moved(tiny, metrics, tmp_path, recipes_folder):
+    before, after, run, whole = (tmp_path / name for name in ("before", "after", "run", "whole"))
+    shutil.copytree(recipes_folder / "tiny", before)
+    shutil.copytree(recipes_folder / "tiny", after)
+
+    def at(folder):
+        return f"model={folder}", f"data={folder / 'data.jsonl'}"
+
+    train(tiny(*SHORT, *at(before), output_dir=whole))
+    train(
+        tiny(
+            *SHORT, "training.max_steps=4", "training.lr_scheduler_type=constant", *at(before), output_dir=run
+        )
+    )
+    shutil.rmtree(before)
+    (after / "config.json").unlink()  # model and tokenizer come from the checkpoint
+    train(tiny(*SHORT, "training.lr_scheduler_type=constant", *at(after), AUTO, output_dir=run))
+    assert metrics(run, "tokens") == metrics(whole, "tokens")
+    assert (run / "model" / "tokenizer.json").exists()
+
+
+def test_other_data_is_noticed_by_its_size(tiny, tmp_path, recipes_folder):
+    run, other = tmp_path / "run", tmp_path / "other.jsonl"
+    train(tiny(*SHORT, "training.max_steps=2", output_dir=run))
+    lines = (recipes_folder / "tiny" / "data.jsonl").read_text().splitlines()
+    other.write_text("\n".join(lines[:-8]))
+    with pytest.raises(CheckpointError, match=r"stands in training data of \d+ tokens.* now has \d+"):
+        train(tiny(*SHORT, f"data={other}", AUTO, output_dir=run))
