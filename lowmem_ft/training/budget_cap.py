@@ -8,7 +8,7 @@ import torch
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import UserError
-from lowmem_ft.memory.meter import MemoryReading
+from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -36,13 +36,16 @@ def apply_budget(budget: Budget, device: torch.device) -> None:
         logger.info("The allocator is capped at budget.device=%s.", budget.device)
 
 
-def report_budget(budget: Budget, device: MemoryReading, host: MemoryReading) -> None:
-    """Log the measured peaks beside the budget; on a CPU both are the process's resident memory."""
-    for name, limit, reading in (("device", budget.device, device), ("host", budget.host, host)):
-        peak = format_bytes(reading.peak_bytes)
+def report_budget(budget: Budget, device: torch.device) -> None:
+    """Log the measured peaks beside the budget; on a CPU the device's memory is the host's."""
+    peaks = [("host", budget.host, read_host_memory().peak_bytes)]
+    if device.type == "cuda" or budget.device is not None:
+        peaks.insert(0, ("device", budget.device, read_device_memory(device).peak_bytes))
+    for name, limit, peak_bytes in peaks:
+        peak = format_bytes(peak_bytes)
         if limit is None:
             logger.info("Peak %s memory: %s.", name, peak)
-        elif reading.peak_bytes > parse_bytes(limit):
+        elif peak_bytes > parse_bytes(limit):
             logger.warning("Peak %s memory: %s, above budget.%s=%s.", name, peak, name, limit)
         else:
             logger.info("Peak %s memory: %s, within budget.%s=%s.", name, peak, name, limit)

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.data import DataPosition, DataStream, PreparedData, eval_batches, load_data
 from lowmem_ft.errors import CheckpointError, DataError, UserError
-from lowmem_ft.memory.meter import read_device_memory, read_host_memory
+from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.budget_cap import apply_budget, report_budget
@@ -317,7 +317,7 @@ class TrainingRun:
                     loss=self.progress.loss,
                     evaluation=evaluation,
                 )
-        report_budget(self.recipe.budget, read_device_memory(self.runtime.device), read_host_memory())
+        report_budget(self.recipe.budget, self.runtime.device)
         number = self._signal_number()
         self.runtime.end_trackers()
         if number:

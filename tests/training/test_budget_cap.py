@@ -1,0 +1,42 @@
+"""A run says how much memory it took, beside what it was allowed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.training.budget_cap import apply_budget, report_budget
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "budget,said",
+    [
+        (Budget(), ["Peak host memory: "]),
+        (Budget(host="1TiB"), [", within budget.host=1TiB."]),
+        (Budget(host="1KiB"), [", above budget.host=1KiB."]),
+        (Budget(device="1KiB"), [", above budget.device=1KiB.", "Peak host memory: "]),
+    ],
+)
+def test_peaks_stand_beside_the_budget(budget, said, caplog):
+    with caplog.at_level(logging.INFO):
+        report_budget(budget, CPU)
+    assert len(caplog.messages) == len(said)
+    assert all(text in message for text, message in zip(said, caplog.messages, strict=True))
+
+
+def test_the_cap_is_the_budgets_share_of_the_device(monkeypatch):
+    caps = []
+    properties = type("Properties", (), {"total_memory": 80 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share)
+    )
+    apply_budget(Budget(device="20GiB"), torch.device("cuda"))
+    apply_budget(Budget(device="20GiB", enforce=False), torch.device("cuda"))
+    apply_budget(Budget(device="20GiB"), CPU)
+    assert caps == [0.25]
