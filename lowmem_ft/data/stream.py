@@ -8,7 +8,7 @@ of rows of a step depends on the global batch size alone, not on how it is divid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -31,15 +31,6 @@ class DataPosition:
     seed: int
     epoch: int = 0
     index: int = 0
-
-    def to_json(self) -> dict[str, int]:
-        """The position as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, int]) -> DataPosition:
-        """The position that :meth:`to_json` wrote."""
-        return cls(**value)
 
 
 @dataclass(frozen=True, kw_only=True)

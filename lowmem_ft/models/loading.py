@@ -226,9 +226,7 @@ def _random_model(
 
 
 def _dequantize_gguf() -> Any:
-    """How to ask for plain weights from a GGUF file; transformers before 5.20 always unpacks and has no such config."""
-    import transformers
-
+    """How to ask for plain weights from a GGUF file; a transformers that has no such config always unpacks."""
     config_class = getattr(transformers, "GgufConfig", None)
     return config_class(dequantize=True) if config_class else None
 

@@ -25,8 +25,9 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handl
     Costs: one more forward of each chosen layer.
     Equals: the same losses and gradients bit for bit, dropout included (the RNG state is restored).
     Limits: only in train mode; a model without one stack of decoder layers is refused with a ModelError, a number out
-    of range with a UserError. ``model.config.use_cache`` is switched off, because the recomputation would fill a
-    key-value cache a second time.
+    of range with a UserError. Call the model with ``use_cache=False`` (Trainer and our step do): a recomputation
+    would fill a key-value cache a second time, so transformers drops it from these layers, with a warning. The
+    config's own ``use_cache`` is left alone, because checkpoints saved meanwhile carry it.
     Source: Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174).
 
     Args:
@@ -34,7 +35,7 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handl
         config: which layers.
 
     Returns:
-        A handle whose ``remove()`` restores each layer's own setting and ``use_cache``.
+        A handle whose ``remove()`` restores each layer's own setting.
     """
     if config.mode == "none":
         return Handle()
@@ -45,7 +46,6 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handl
     for index, layer in enumerate(layers):
         undo.append(set_attribute(layer, "gradient_checkpointing", index in chosen))
         undo.append(set_attribute(layer, "_gradient_checkpointing_func", recompute))
-    undo.append(set_attribute(model.config, "use_cache", False))
     log.info("checkpointing: %s", _describe(config, chosen, len(layers)))
     return Handle(*undo)
 

@@ -115,7 +115,7 @@ def explaining_write_errors(folder: Path) -> Iterator[None]:
 def read_progress(folder: Path) -> Progress:
     """How far the run of a complete checkpoint had come."""
     progress = read_manifest(folder)["progress"]
-    return Progress(**dict(progress, position=DataPosition.from_json(progress["position"])))
+    return Progress(**dict(progress, position=DataPosition(**progress["position"])))
 
 
 def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.data import DataPosition, DataStream, PreparedData, eval_batches, load_data
-from lowmem_ft.errors import CheckpointError, DataError, UserError
+from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe, check_recipe
@@ -341,12 +341,8 @@ class TrainingRun:
         config, taken = self.recipe.training, self.progress.step
         if config.max_steps > 0:
             num_steps = config.max_steps
-        elif self.stream.steps_per_epoch is None:
-            raise DataError(
-                "data.streaming=true has no known length, so training.max_steps must say when to stop; got -1. "
-                "Set training.max_steps."
-            )
         else:
+            assert self.stream.steps_per_epoch is not None, "check_recipe wants max_steps with a stream"
             in_all = math.ceil(config.num_train_epochs * self.stream.steps_per_epoch)
             num_steps = taken + in_all - self.stream.steps_done
         if num_steps < taken:

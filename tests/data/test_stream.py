@@ -1,6 +1,7 @@
 """The windows of a run: independent of how the global batch is divided, resumable, complete."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_resuming_gives_exactly_the_windows_that_would_have_come(data):
     windows = [straight.next_window() for _ in range(30)]  # over several epochs
     assert windows[-1].position.epoch >= 1
     for stop in (0, 3, 11, 20):
-        position = DataPosition.from_json(json.loads(json.dumps(windows[stop].position.to_json())))
+        position = DataPosition(**json.loads(json.dumps(asdict(windows[stop].position))))
         resumed = stream(data, position=position)
         for expected in windows[stop + 1 : stop + 6]:
             window = resumed.next_window()

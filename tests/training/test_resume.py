@@ -160,6 +160,16 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tiny, metrics, t
     assert metrics(run) == losses
 
 
+def test_checkpoints_and_resumed_models_keep_the_cache_of_generation(tiny, tmp_path):
+    """Training goes without a key-value cache; a saved config that says so would make generation slow for good."""
+    run = tmp_path / "run"
+    shared = ("checkpointing.mode=full", "training.eval_steps=null", "training.save_steps=2")
+    train(tiny(*shared, "training.max_steps=2", output_dir=run))
+    train(tiny(*shared, "training.max_steps=4", "training.resume_from_checkpoint=auto", output_dir=run))
+    for folder in ("checkpoint-2", "model"):
+        assert json.loads((run / folder / "config.json").read_text())["use_cache"] is True
+
+
 def test_an_incomplete_checkpoint_is_never_picked_up(tiny, tmp_path):
     run = tmp_path / "run"
     train(tiny(*SHORT, output_dir=run))
