@@ -1,0 +1,25 @@
+"""What a byte of memory is for."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Category = Literal[
+    "parameter",  # weights, trained and frozen, and a model's buffers
+    "gradient",  # what `.grad` of a parameter holds
+    "optimizer_state",
+    "activation",  # made in forward or recomputation and kept for the backward pass
+    "logits_and_loss",  # the head's outputs, the loss over them and their gradients
+    "input",  # batches copied from the host
+    "workspace",  # what libraries such as cuBLAS hold for themselves
+    "temporary",  # freed in the phase that made it
+]
+
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+Phase = Literal["load", "forward", "backward", "optimizer_step", "evaluation", "save"]
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+Place = Literal["device", "managed", "host", "pinned"]
+"""Where a storage lies: device memory, CUDA's managed memory (of paged optimizers), pageable or pinned host memory."""

@@ -1,0 +1,148 @@
+"""What a run will need, as plain values, and as the JSON that ``lowmem-ft estimate --json`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowmem_ft.memory.category import Category, Phase
+from lowmem_ft.memory.timeline import Timeline
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """How many parameters a model has; a tied one counts once."""
+
+    name: str
+    parameters: int
+    trainable_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLimit:
+    """The device, and its memory as the driver reports it."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """One optimizer step on the device's clock.
+
+    Args:
+        seconds: of one step.
+        tokens: of one step, without padding.
+        bound_by: what would make it faster: ``compute``, ``memory bandwidth``, ``kernel launches`` or ``host copies``.
+    """
+
+    seconds: float
+    tokens: int
+    bound_by: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens trained on in a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetVerdict:
+    """What may be used: the budget, where one is set, else all there is; None: no limit."""
+
+    device_bytes: int | None
+    host_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """The memory and the time that a recipe will need on one device. All sizes are bytes, all peaks over the whole run.
+
+    Args:
+        model: its name and size.
+        gpu: the device.
+        allocated_peak_bytes: of tensors, as ``torch.cuda.max_memory_allocated`` counts.
+        reserved_peak_bytes: of the caching allocator's segments, as ``torch.cuda.max_memory_reserved`` counts.
+        process_peak_bytes: of the process, as ``nvidia-smi`` shows: reserved, CUDA context, libraries.
+        host_peak_bytes: resident host memory of the process.
+        host_pinned_bytes: the part of it that is pinned, at its own peak.
+        by_category_at_peak: allocated bytes at the moment of the allocated peak; they sum to it.
+        by_phase: allocated peak of each phase.
+        peak_phase: phase of the allocated peak.
+        peak_module: module of the allocation that made the peak; empty if outside any.
+        step: time of a step; None where there is no clock, as on a CPU.
+        budget: what it is judged against.
+        fits: whether the process stays within the device's budget and the host's.
+        choices: what was decided for this device, with reasons, such as the attention kernel.
+        not_modelled: what the numbers leave out.
+        versions: of the libraries the trace ran with.
+        trace_seconds: how long the estimate took.
+        timeline: every allocation of the trace; not in the JSON.
+    """
+
+    model: ModelSize
+    gpu: DeviceLimit
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    process_peak_bytes: int
+    host_peak_bytes: int
+    host_pinned_bytes: int
+    by_category_at_peak: Mapping[Category, int]
+    by_phase: Mapping[Phase, int]
+    peak_phase: Phase
+    peak_module: str
+    step: StepTime | None
+    budget: BudgetVerdict
+    fits: bool
+    choices: tuple[str, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    trace_seconds: float = 0.0
+    timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What the device's budget leaves unused; negative if it is exceeded; None without a limit."""
+        limit = self.budget.device_bytes
+        return None if limit is None else limit - self.process_peak_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The estimate as JSON types, by the names of the published schema."""
+        step = self.step and {
+            "seconds": self.step.seconds,
+            "tokens": self.step.tokens,
+            "tokens_per_second": self.step.tokens_per_second,
+            "bound_by": self.step.bound_by,
+        }
+        return {
+            "schema": SCHEMA,
+            "model": {
+                "name": self.model.name,
+                "parameters": self.model.parameters,
+                "trainable_parameters": self.model.trainable_parameters,
+            },
+            "gpu": {"name": self.gpu.name, "memory_bytes": self.gpu.memory_bytes},
+            "device": {
+                "allocated_peak_bytes": self.allocated_peak_bytes,
+                "reserved_peak_bytes": self.reserved_peak_bytes,
+                "process_peak_bytes": self.process_peak_bytes,
+            },
+            "host": {"peak_bytes": self.host_peak_bytes, "pinned_bytes": self.host_pinned_bytes},
+            "by_category_at_peak": dict(self.by_category_at_peak),
+            "by_phase": dict(self.by_phase),
+            "peak_at": {"phase": self.peak_phase, "module": self.peak_module},
+            "step": step,
+            "budget": {
+                "device_bytes": self.budget.device_bytes,
+                "host_bytes": self.budget.host_bytes,
+                "headroom_bytes": self.headroom_bytes,
+            },
+            "fits": self.fits,
+            "choices": list(self.choices),
+            "not_modelled": list(self.not_modelled),
+            "versions": dict(self.versions),
+            "trace_seconds": self.trace_seconds,
+        }

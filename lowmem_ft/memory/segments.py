@@ -1,0 +1,241 @@
+"""Where the caching allocator's memory comes from: segments of fixed size, or address ranges that grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from lowmem_ft.memory.block import Block, BlockPool
+from lowmem_ft.units import MIB, TIB
+
+Action = Literal[
+    "alloc",
+    "free_requested",
+    "free_completed",
+    "segment_alloc",
+    "segment_free",
+    "segment_map",
+    "segment_unmap",
+    "oom",
+]
+
+
+class TraceEntry(NamedTuple):
+    """Something the allocator did, in the words of ``torch.cuda.memory._record_memory_history``.
+
+    ``size`` is what was asked for (``alloc``, ``free_*``) or what the driver gave (``segment_*``), in bytes. The
+    address of an ``oom`` is the memory that was still free, as upstream has it.
+    """
+
+    action: Action
+    address: int
+    size: int
+    stream: int
+
+
+class Driver:
+    """What the driver has given out, under a limit. No address is given out twice.
+
+    Args:
+        capacity_bytes: what there is; None: no limit.
+        trace: collects entries; None: nobody asks.
+    """
+
+    def __init__(self, capacity_bytes: int | None, trace: list[TraceEntry] | None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.reserved_bytes = 0
+        self.peak_reserved_bytes = 0
+        self._trace = trace
+        self._next_address = _FIRST_ADDRESS
+
+    def take(self, size: int) -> bool:
+        """Reserve memory; False if there is not enough."""
+        reserved = self.reserved_bytes + size
+        if self.capacity_bytes is not None and reserved > self.capacity_bytes:
+            return False
+        self.reserved_bytes = reserved
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
+        return True
+
+    def give_back(self, size: int) -> None:
+        """Return memory."""
+        self.reserved_bytes -= size
+
+    def new_address(self, size: int, alignment: int) -> int:
+        """The start of fresh address space, a multiple of ``alignment``."""
+        address = _round_up(self._next_address, alignment)
+        self._next_address = address + size
+        return address
+
+    def record(self, action: Action, address: int, size: int, stream: int) -> None:
+        """Append to the trace, if there is one."""
+        if self._trace is not None:
+            self._trace.append(TraceEntry(action, address, size, stream))
+
+
+class FixedSegments:
+    """Each segment is one ``cudaMalloc``, and goes back only in one piece.
+
+    Args:
+        driver: who gives.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.heads: dict[int, Block] = {}
+        """The first block of every segment, by its address."""
+        self._driver = driver
+
+    def take(self, pool: BlockPool, size: int, segment_size: int) -> Block | None:
+        """A new segment as one free block that is in no pool; None if the driver has not enough.
+
+        Args:
+            pool: where the block belongs.
+            size: bytes that it must hold.
+            segment_size: bytes of a segment for that size.
+        """
+        if not self._driver.take(segment_size):
+            return None
+        block = Block(pool, self._driver.new_address(segment_size, DRIVER_PAGE_BYTES), segment_size)
+        self.heads[block.address] = block
+        self._driver.record("segment_alloc", block.address, segment_size, pool.stream)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Give a segment back whose only block is free."""
+        assert not block.is_split
+        assert not block.is_allocated
+        block.pool.discard(block)
+        del self.heads[block.address]
+        self._driver.give_back(block.size)
+        self._driver.record("segment_free", block.address, block.size, block.pool.stream)
+
+    def release_cached(self, pools: Iterable[BlockPool]) -> None:
+        """Give back every segment that is free as a whole."""
+        for pool in pools:
+            for block in pool:
+                if not block.is_split:
+                    self.release(block)
+
+
+class ExpandableSegments:
+    """Each pool has one long address range, and memory is mapped behind it page by page where it is needed.
+
+    Args:
+        driver: who gives.
+        large_page_size: bytes of a page of the large pool.
+    """
+
+    def __init__(self, driver: Driver, large_page_size: int) -> None:
+        self.heads: dict[int, Block] = {}
+        """The first block of every range, by its address."""
+        self._driver = driver
+        self._large_page_size = large_page_size
+
+    def take(self, pool: BlockPool, size: int, segment_size: int) -> Block | None:
+        """The lowest free stretch that is long enough, mapped and in no pool; None if the driver has not enough.
+
+        Args:
+            pool: where the block belongs.
+            size: bytes that it must hold.
+            segment_size: not used: what is missing is mapped.
+        """
+        block = self._find(pool, size)
+        if not block.is_mapped:
+            mapped = self._map(block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            unmapped = block.next
+            assert unmapped is not None
+            assert not unmapped.is_mapped
+            mapped = self._map(unmapped, min(size - block.size, unmapped.size))
+            if mapped is None:
+                return None
+            block = mapped
+        pool.discard(block)
+        return block
+
+    def release_cached(self, pools: Iterable[BlockPool]) -> None:
+        """Give back every page that no block in use touches."""
+        for pool in pools:
+            for block in pool:
+                self._unmap(block)
+
+    def _find(self, pool: BlockPool, size: int) -> Block:
+        for address in sorted(pool.unmapped):
+            start = pool.unmapped[address]
+            if start.previous is not None and not start.previous.is_allocated:
+                start = start.previous
+            if _free_bytes_from(start, size) >= size:
+                return start
+        return self._new_range(pool, size)
+
+    def _new_range(self, pool: BlockPool, size: int) -> Block:
+        page = self._page_size(pool)
+        range_size = _round_up(max(size, _RANGE_BYTES), page)
+        # Aligned to its pages, so that an address says which page it lies on.
+        address = self._driver.new_address(range_size, alignment=page)
+        block = Block(pool, address, range_size, is_mapped=False)
+        self.heads[block.address] = block
+        pool.add(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> Block | None:
+        """Put memory behind the start of an unmapped block; the cached block that it is now part of."""
+        page = self._page_size(block.pool)
+        size = _round_up(size, page)
+        if not self._driver.take(size):
+            return None
+        block.pool.discard(block)
+        if size < block.size:
+            block.pool.add(block.split(size))
+        block.is_mapped = True
+        self._driver.record("segment_map", block.address, size, block.pool.stream)
+        block = block.merge_free_neighbours()
+        block.pool.add(block)
+        return block
+
+    def _unmap(self, block: Block) -> None:
+        """Take the memory away from the whole pages inside a cached block."""
+        pool, page = block.pool, self._page_size(block.pool)
+        first = _round_up(block.address, page)
+        last = (block.address + block.size) // page * page
+        if first >= last:
+            return
+        pool.discard(block)
+        if first > block.address:
+            inner = block.split(first - block.address)
+            pool.add(block)
+            block = inner
+        if last < block.address + block.size:
+            pool.add(block.split(last - block.address))
+        block.is_mapped = False
+        self._driver.give_back(last - first)
+        self._driver.record("segment_unmap", first, last - first, pool.stream)
+        pool.add(block.merge_free_neighbours())
+
+    def _page_size(self, pool: BlockPool) -> int:
+        return DRIVER_PAGE_BYTES if pool.is_small else self._large_page_size
+
+
+DRIVER_PAGE_BYTES = 2 * MIB
+"""The driver gives memory in such pages. Source: c10/cuda/CUDACachingAllocator.cpp, note "Expandable Segments"."""
+
+# Upstream reserves 9/8 of the GPU's memory for each range, far more than a run fills; so is this.
+_RANGE_BYTES = 16 * TIB
+_FIRST_ADDRESS = 0x7F00_0000_0000
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _free_bytes_from(start: Block, enough: int) -> int:
+    """Bytes of the free blocks, mapped or not, in a row from one on; no more are counted than are enough."""
+    total = 0
+    block: Block | None = start
+    while block is not None and not block.is_allocated and total < enough:
+        total += block.size
+        block = block.next
+    return total

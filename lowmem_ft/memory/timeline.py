@@ -1,0 +1,82 @@
+"""Allocations and frees in the order in which a program made them: what an allocator would have been asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lowmem_ft.memory.category import Category, Phase, Place
+
+
+@dataclass(slots=True, kw_only=True)
+class Allocation:
+    """One storage. What it is for may become known after its birth, as with a gradient: only then is it set.
+
+    Args:
+        size_bytes: as asked for; allocators round.
+        category: what it is for.
+        phase: what the program was doing.
+        module: qualified name of the module it was made in or for, such as ``model.layers.3.mlp``; empty outside any.
+        stream: the stream whose pool it comes from; 0 is the default stream.
+        place: device or host.
+    """
+
+    size_bytes: int
+    category: Category = "temporary"
+    phase: Phase = "forward"
+    module: str = ""
+    stream: int = 0
+    place: Place = "device"
+
+
+class Event(NamedTuple):
+    """Something that happens to an allocation; ``empty_cache`` concerns none and carries -1."""
+
+    kind: str  # Literal["malloc", "free", "empty_cache"]
+    allocation: int
+
+
+@dataclass
+class Timeline:
+    """Events in order, and the allocations that they name by index.
+
+    A free stands where the memory becomes reusable on its stream. What is never freed lives to the end.
+    """
+
+    allocations: list[Allocation] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def malloc(self, allocation: Allocation) -> int:
+        """Append a birth; the index by which to free it."""
+        self.allocations.append(allocation)
+        index = len(self.allocations) - 1
+        self.events.append(Event("malloc", index))
+        return index
+
+    def free(self, index: int) -> None:
+        """Append the death of an allocation that is alive."""
+        self.events.append(Event("free", index))
+
+    def empty_cache(self) -> None:
+        """Append a request to give cached memory back to the driver."""
+        self.events.append(Event("empty_cache", -1))
+
+    def live_bytes(self, places: Sequence[Place] = ("device",)) -> Iterator[int]:
+        """Bytes alive in some places after each event, unrounded: what an exact allocator would hold."""
+        live = 0
+        for kind, index in self.events:
+            if kind != "empty_cache" and self.allocations[index].place in places:
+                size = self.allocations[index].size_bytes
+                live += size if kind == "malloc" else -size
+            yield live
+
+    def alive_at(self, position: int) -> list[int]:
+        """Indices of the allocations alive right after the event at ``position``, in order of birth."""
+        alive: dict[int, None] = {}
+        for kind, index in self.events[: position + 1]:
+            if kind == "malloc":
+                alive[index] = None
+            elif kind == "free":
+                del alive[index]
+        return list(alive)
