@@ -12,7 +12,9 @@ from lowmem_ft.knob import knob
 class ModelConfig:
     """The model and its tokenizer: any HuggingFace causal LM by hub id, local folder or GGUF file."""
 
-    name_or_path: str | None = knob(None, "Hub id, local folder, or a .gguf file.")
+    name_or_path: str | None = knob(
+        None, "Hub id, name from `lowmem-ft models`, local folder, or a .gguf file."
+    )
     revision: str | None = knob(None, "Hub branch, tag or commit; null: the default branch.")
     gguf_file: str | None = knob(None, "Name of the .gguf file inside the hub repository or folder.")
     tokenizer_name_or_path: str | None = knob(None, "Tokenizer from elsewhere; null: the model's own.")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -25,22 +26,35 @@ from transformers import (
 
 from lowmem_ft.errors import MissingPackageError, ModelError
 from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
+from lowmem_ft.models.architecture import catalogue_config, hub_id_of, nearest_names, refuse_incomplete
 from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config, lazy_weights
 from lowmem_ft.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 
-def load_model_config(config: ModelConfig) -> PretrainedConfig:
+def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -> PretrainedConfig:
     """The architecture of the model, without its weights.
 
+    Args:
+        config: the recipe's model group.
+        architecture_only: the weights will not be asked for, so that the catalogue's copy serves for the models it has,
+            gated ones too, without a network.
+
     Raises:
-        ModelError: if the name is no folder, no GGUF file and no reachable hub repository, or holds no causal LM.
+        ModelError: if the name is no folder, no GGUF file and no reachable hub repository, or holds no causal LM; or if
+            its config.json is invalid or incomplete.
     """
+    if architecture_only and (catalogued := catalogue_config(config)):
+        return catalogued
     source = _source(config)
+    path = source.pop("path")
+    if path != config.name_or_path and not Path(path).is_dir():
+        logger.info("model.name_or_path=%s stands for the hub's %s.", config.name_or_path, path)
     try:
-        hf_config = AutoConfig.from_pretrained(source.pop("path"), **source)
-    except (OSError, ValueError) as error:
+        hf_config = AutoConfig.from_pretrained(path, **source)
+        written, _ = ({}, None) if "gguf_file" in source else PretrainedConfig.get_config_dict(path, **source)
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise _explained(config, error) from error
     if type(hf_config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
         getattr(hf_config, "auto_map", None) or {}
@@ -49,6 +63,8 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
             f"model.name_or_path needs a causal language model, but {config.name_or_path} is of type "
             f"{hf_config.model_type!r}, which transformers has no causal LM for. Choose a decoder model."
         )
+    if written:
+        refuse_incomplete(path, written, hf_config)
     return hf_config
 
 
@@ -159,7 +175,7 @@ def _source(config: ModelConfig) -> dict[str, Any]:
             "*.safetensors, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
         )
     return source | {
-        "path": config.name_or_path,
+        "path": hub_id_of(config.name_or_path or ""),
         "revision": config.revision or "main",
         "local_files_only": not hub_is_reachable(),
     }
@@ -173,7 +189,7 @@ def _tokenizer_source(name_or_path: str) -> dict[str, Any]:
         raise ModelError(
             f"model.tokenizer_name_or_path={name_or_path} is no folder. Pass a folder with tokenizer.json, or a hub id."
         )
-    return {"path": name_or_path, "local_files_only": not hub_is_reachable()}
+    return {"path": hub_id_of(name_or_path), "local_files_only": not hub_is_reachable()}
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -256,7 +272,7 @@ def _weight_name(key: str | tuple[str, torch.Size, torch.Size]) -> str:
 
 def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPackageError:
     """The user's way out of whatever transformers or the hub raised."""
-    name = config.name_or_path
+    name = hub_id_of(config.name_or_path or "")
     causes = _cause_names(error)
     if isinstance(error, ImportError) and "gguf" in str(error).lower():
         return MissingPackageError("A GGUF model", "gguf", extra="gguf")
@@ -268,11 +284,12 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
     if "RepositoryNotFoundError" in causes or "RevisionNotFoundError" in causes:
         return ModelError(
             f"The hub has no model {name} at revision {config.revision or 'main'} (or it is private and you are not "
-            "logged in: `hf auth login`). Check the spelling, or pass a local folder."
+            f"logged in: `hf auth login`). Check the spelling, or pass a local folder.{nearest_names(name)}"
         )
     if {"LocalEntryNotFoundError", "ConnectError", "OfflineModeIsEnabled"} & causes:
         return ModelError(
-            f"{name} is neither a local folder nor in the hub's cache, and the hub is out of reach. {OFFLINE_ADVICE}"
+            f"{name} is neither a local folder nor in the hub's cache, and the hub is out of reach."
+            f"{nearest_names(name)} {OFFLINE_ADVICE} An estimate of a model that `lowmem-ft models` lists needs no hub."
         )
     if "trust_remote_code" in str(error):
         return ModelError(
@@ -283,6 +300,16 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         return ModelError(
             f"{name} is of a model type that transformers {transformers.__version__} does not know: "
             f"{_first_line(error)} Upgrade it (pip install -U transformers), or choose another model."
+        )
+    if isinstance(error, StrictDataclassError):
+        return ModelError(
+            f"The config.json of {name} is invalid: {' '.join(str(error).split())} Correct the field, or take the "
+            "config.json of the model's original repository."
+        )
+    if "Should have a `model_type`" in str(error) and (Path(name).expanduser() / "config.json").is_file():
+        return ModelError(
+            f"A config.json must give model_type; {name}'s lacks it. Add the field, or take the config.json of the "
+            "model's original repository."
         )
     if "SafetensorError" in causes:
         return ModelError(

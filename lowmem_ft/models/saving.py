@@ -17,6 +17,9 @@ from lowmem_ft.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of one weight file. Weights on a GPU are copied to the host a file at a time: transformers' 50 GB would be all."""
+
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write weights (safetensors), config, generation config and tokenizer, then check what was written.
@@ -25,7 +28,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         CheckpointError: if the folder, read back, does not hold this model.
     """
     with _quiet_transformers():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, max_shard_size=MAX_SHARD_BYTES)
         tokenizer.save_pretrained(folder)
     verify_saved_model(model, folder)
 

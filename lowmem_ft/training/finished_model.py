@@ -9,6 +9,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.models import save_model
+from lowmem_ft.models.architecture import hub_id_of
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.training.checkpoint import explaining_write_errors
 from lowmem_ft.training.durable import whole_folder
@@ -82,5 +83,5 @@ transformers {transformers.__version__}.
 
 def _base_model_line(recipe: Recipe) -> str:
     """Hub ids only: a local path would say nothing to others and break the card's check."""
-    name = recipe.model.name_or_path or ""
+    name = hub_id_of(recipe.model.name_or_path or "")
     return f"base_model: {name}\n" if name.count("/") == 1 and not name.startswith((".", "/", "~")) else ""

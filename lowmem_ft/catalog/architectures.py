@@ -1,0 +1,90 @@
+"""The model architectures of the catalogue: one file a model in ``models/``, named as users type it.
+
+To add one, write ``models/NAME.json``: ``config`` is the hub's config.json, ``published_parameters`` the count that a
+test compares with the model built from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One model of the catalogue.
+
+    Args:
+        name: as typed by users, such as ``llama-3.1-8b``.
+        hub_id: the hub repository that the name stands for.
+        variants: other hub repositories of this architecture, each with the config fields in which it differs.
+        license: as the hub names it.
+        gated: whether the hub asks to accept a licence before it hands out any file.
+        published_parameters: the count that the authors or the hub publish.
+        published_also_counts: what that count holds beside the model's parameters, such as a tied head stored twice.
+        sources: where ``published_parameters`` and ``config`` come from.
+        config: the hub's config.json.
+    """
+
+    name: str
+    hub_id: str
+    variants: Mapping[str, Mapping[str, Any]]
+    license: str
+    gated: bool
+    published_parameters: int
+    published_also_counts: Mapping[str, int]
+    sources: Mapping[str, str]
+    config: Mapping[str, Any]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model; a tied one counts once."""
+        return self.published_parameters - sum(self.published_also_counts.values())
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The config of the language model; of a model that sees images too, the part for text."""
+        return self.config.get("text_config", self.config)
+
+    def config_of(self, hub_id: str) -> dict[str, Any]:
+        """The config.json of one of the hub repositories, whatever its capitals."""
+        differences = {variant.lower(): fields for variant, fields in self.variants.items()}
+        return {**self.config, **differences.get(hub_id.lower(), {})}
+
+
+@functools.cache
+def load_architectures() -> Mapping[str, Architecture]:
+    """Every architecture of the catalogue by its name; by maker, the smallest first."""
+    files = (resources.files("lowmem_ft.catalog") / "models").iterdir()
+    architectures = [
+        _architecture(file.name.removesuffix(".json"), json.loads(file.read_text(encoding="utf-8")))
+        for file in files
+        if file.name.endswith(".json")
+    ]
+    architectures.sort(
+        key=lambda found: (found.hub_id.split("/")[0].lower(), found.num_parameters, found.name)
+    )
+    return MappingProxyType({found.name: found for found in architectures})
+
+
+def find_architecture(name_or_hub_id: str) -> Architecture | None:
+    """The architecture of a catalogue name or of a hub id, in any capitals; None if the catalogue has none."""
+    return _architectures_by_any_name().get(name_or_hub_id.lower())
+
+
+@functools.cache
+def _architectures_by_any_name() -> Mapping[str, Architecture]:
+    return {
+        any_name.lower(): architecture
+        for architecture in load_architectures().values()
+        for any_name in (architecture.name, architecture.hub_id, *architecture.variants)
+    }
+
+
+def _architecture(name: str, row: dict[str, Any]) -> Architecture:
+    return Architecture(name=name, published_also_counts=row.pop("published_also_counts", {}), **row)

@@ -1,0 +1,66 @@
+"""What a GPU is, as far as memory and time depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What one GPU costs for an hour, on demand, in US dollars.
+
+    Args:
+        provider: who rents it out.
+        usd_per_hour: of one GPU; an instance with eight is divided by eight.
+        date: of the source, ISO; a month where the source names no day.
+        source: where it was read.
+    """
+
+    provider: str
+    usd_per_hour: float
+    date: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU of the catalogue.
+
+    Args:
+        name: as typed by users, such as ``rtx-4090``.
+        full_name: as its driver calls it.
+        memory_bytes: what CUDA can hand out, as ``torch.cuda.get_device_properties`` reports in ``total_memory``: the
+            limit for what processes use.
+        nvidia_smi_bytes: the total that nvidia-smi prints, with the few hundred MiB that the driver keeps; None if not
+            known.
+        compute_capability: such as (8, 9).
+        num_multiprocessors: streaming multiprocessors.
+        dense_flops: peak operations a second by type (``float32``, ``tf32``, ``bfloat16``, ``float16``), without
+            sparsity and with float32 accumulation, as training has it; a type that the hardware lacks is missing.
+        bandwidth: of its memory, bytes a second.
+        pcie_generation: of its host link.
+        pcie_lanes: of its host link.
+        context_bytes: what a process holds on it beside the tensors: the CUDA context and the kernels it has loaded.
+        prices: on demand; empty if nobody rents it out.
+        sources: where each of the numbers comes from, by field.
+    """
+
+    name: str
+    full_name: str
+    memory_bytes: int
+    nvidia_smi_bytes: int | None = None
+    compute_capability: tuple[int, int]
+    num_multiprocessors: int
+    dense_flops: Mapping[str, float]
+    bandwidth: float
+    pcie_generation: int
+    pcie_lanes: int
+    context_bytes: int
+    prices: tuple[Price, ...] = ()
+    sources: Mapping[str, str]
+
+    @property
+    def cheapest_price(self) -> Price | None:
+        """The lowest price an hour; None if nobody rents it out."""
+        return min(self.prices, key=lambda price: price.usd_per_hour, default=None)

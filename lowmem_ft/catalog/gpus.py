@@ -1,0 +1,79 @@
+"""The GPUs of the catalogue: hardware in ``gpus.json``, prices in ``prices.json``, one price list an entry.
+
+JSON, since the standard library reads it on every Python we support; a price list is replaced without touching a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+from lowmem_ft.catalog.gpu import Gpu, Price
+from lowmem_ft.errors import UserError, did_you_mean
+from lowmem_ft.units import MIB
+
+
+@functools.cache
+def load_gpus() -> Mapping[str, Gpu]:
+    """Every GPU of the catalogue by its name, smallest memory first."""
+    price_lists = _read("prices.json")
+    gpus = [_gpu(name, row, price_lists) for name, row in _read("gpus.json").items()]
+    gpus.sort(key=lambda gpu: (gpu.memory_bytes, gpu.name))
+    return MappingProxyType({gpu.name: gpu for gpu in gpus})
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of a name such as ``rtx-4090``, or of its driver's name for it; capitals, blanks and ``_`` are forgiven.
+
+    Raises:
+        UserError: if the catalogue has no such GPU; names the nearest.
+    """
+    gpus = load_gpus()
+    key = _plain(name)
+    found = gpus.get(key) or next((gpu for gpu in gpus.values() if _plain(gpu.full_name) == key), None)
+    if found is None:
+        near = did_you_mean(key, [known for known in gpus if key in known] or gpus)
+        raise UserError(
+            f"There is no GPU {name!r} in the catalogue.{near} `lowmem-ft gpus` lists all {len(gpus)}."
+        )
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace(" ", "-").replace("_", "-")
+
+
+def _read(file: str) -> Any:
+    return json.loads((resources.files("lowmem_ft.catalog") / file).read_text(encoding="utf-8"))
+
+
+def _gpu(name: str, row: Mapping[str, Any], price_lists: list[dict[str, Any]]) -> Gpu:
+    major, minor = row["compute_capability"]
+    return Gpu(
+        name=name,
+        full_name=row["full_name"],
+        memory_bytes=row["memory_mib"] * MIB,
+        nvidia_smi_bytes=row["nvidia_smi_mib"] * MIB,
+        compute_capability=(major, minor),
+        num_multiprocessors=row["multiprocessors"],
+        dense_flops={dtype: rate * 1e12 for dtype, rate in row["dense_tflops"].items()},
+        bandwidth=row["bandwidth_gb_per_s"] * 1e9,
+        pcie_generation=row["pcie"]["generation"],
+        pcie_lanes=row["pcie"]["lanes"],
+        context_bytes=row["context_mib"] * MIB,
+        prices=tuple(
+            Price(
+                provider=price_list["provider"],
+                usd_per_hour=price_list["usd_per_hour"][name],
+                date=price_list["date"],
+                source=price_list["source"],
+            )
+            for price_list in price_lists
+            if name in price_list["usd_per_hour"]
+        ),
+        sources=row["sources"],
+    )

@@ -1,0 +1,81 @@
+"""What of an architecture can be known without weights: catalogue names, and config.json files that lack something."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from lowmem_ft.catalog import find_architecture, load_architectures
+from lowmem_ft.errors import ModelError, did_you_mean
+from lowmem_ft.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def hub_id_of(name: str) -> str:
+    """The hub id that a catalogue name stands for; any other name unchanged."""
+    found = None if "/" in name else find_architecture(name)
+    return found.hub_id if found else name
+
+
+def catalogue_config(config: ModelConfig) -> PretrainedConfig | None:
+    """The architecture as the catalogue has it; None if it does not have this model, or not this revision of it.
+
+    A local folder of the same name comes first, as everywhere.
+    """
+    name = config.name_or_path or ""
+    found = find_architecture(name)
+    if found is None or config.revision or config.gguf_file or Path(name).is_dir():
+        return None
+    fields = found.config_of(name)
+    hf_config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    hf_config.name_or_path = hub_id_of(name)
+    logger.info("The architecture of %s is the catalogue's: no download, no licence to accept.", name)
+    return hf_config
+
+
+def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: PretrainedConfig) -> None:
+    """Refuse a config.json without the sizes of its model: transformers fills in those of some other model.
+
+    Args:
+        name: the folder or hub id it was read from.
+        written: the file's own fields.
+        hf_config: what transformers made of them.
+
+    Raises:
+        ModelError: if a size is not in the file; names all that are missing.
+    """
+    if type(hf_config) not in CONFIG_MAPPING.values() or "text_config" in written:
+        return  # the model's own code, and models of several parts, may know their sizes
+    defaults = type(hf_config)()
+    missing = [
+        field
+        for field in SIZES
+        if hasattr(hf_config, field)
+        and not {field, hf_config.attribute_map.get(field, field)} & written.keys()
+        # Where the file has the size under a name of former times (bloom's n_embed), it is not the default's.
+        and getattr(hf_config, field) == getattr(defaults, field)
+    ]
+    if missing:
+        raise ModelError(
+            f"A config.json must give {', '.join(SIZES)}; {name}'s lacks {', '.join(missing)}. Add the fields, or "
+            "take the config.json of the model's original repository."
+        )
+
+
+def nearest_names(name: str) -> str:
+    """A suffix with the catalogue's names, or hub ids, that are closest to an unknown one; empty if none is close."""
+    if find_architecture(name):
+        return ""
+    architectures = load_architectures().values()
+    if "/" not in name:
+        return did_you_mean(name.lower(), [found.name for found in architectures])
+    return did_you_mean(
+        name, [hub_id for found in architectures for hub_id in (found.hub_id, *found.variants)]
+    )

@@ -1,0 +1,69 @@
+"""``lowmem-ft gpus`` and ``lowmem-ft models``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lowmem_ft.catalog import load_architectures, load_gpus
+from lowmem_ft.cli import main
+
+
+def test_gpus_lists_each_on_a_whole_line(capsys):
+    assert main(["gpus"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(load_gpus())
+    line = next(line for line in lines if line.startswith("rtx-4090 "))
+    assert line.split()[:7] == ["rtx-4090", "23.6", "8.9", "128", "165", "1008", "4.0"]
+
+
+def test_one_gpu_shows_its_prices_and_sources(capsys):
+    assert main(["gpus", "L40S"]) == 0
+    out = capsys.readouterr().out
+    assert "CoreWeave, 2026-09-20: https://" in out
+    assert "memory_mib: " in out
+
+
+def test_models_lists_parameters_and_hub_id(capsys):
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(load_architectures())
+    line = next(line for line in lines if line.startswith("llama-3.1-8b "))
+    assert line.split()[:5] == ["llama-3.1-8b", "8.03B", "32", "4096", "128256"]
+    assert line.split()[5:] == ["gated", "llama3.1", "meta-llama/Llama-3.1-8B"]
+
+
+def test_one_model_shows_its_variants_and_sources(capsys):
+    assert main(["models", "Qwen/Qwen2.5-7B-Instruct"]) == 0
+    out = capsys.readouterr().out
+    assert "7,615,616,512 parameters" in out
+    assert "Qwen/Qwen2.5-7B-Instruct (max_position_embeddings=32768)" in out
+
+
+@pytest.mark.parametrize("command,count", [("gpus", len(load_gpus())), ("models", len(load_architectures()))])
+def test_json_holds_every_row(capsys, command, count):
+    assert main([command, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["schema"] == 1
+    assert len(printed[command]) == count
+
+
+@pytest.mark.parametrize(
+    "call,near", [(["gpus", "4090"], "`rtx-4090`"), (["models", "llama3.1-8b"], "`llama-3.1-8b`")]
+)
+def test_an_unknown_name_exits_2_with_the_nearest(capsys, call, near):
+    assert main(call) == 2
+    assert near in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["gpus", "models"])
+def test_the_tables_need_no_torch(command):
+    code = (
+        f"import sys; from lowmem_ft.cli import main; main(['{command}']);"
+        "print({'torch', 'transformers', 'omegaconf'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "set()"

@@ -1,0 +1,141 @@
+"""Architectures without weights: names of the catalogue, and config.json files that lack something."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from lowmem_ft.errors import ModelError
+from lowmem_ft.models import ModelConfig, load_model_config, load_tokenizer, max_positions
+from lowmem_ft.models.architecture import hub_id_of
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Whoever asks for the hub fails the test."""
+
+    def asked():
+        raise AssertionError("the hub was asked for")
+
+    monkeypatch.setattr("lowmem_ft.models.loading.hub_is_reachable", asked)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr("lowmem_ft.models.loading.hub_is_reachable", lambda: False)
+
+
+def read(tmp_path, fields):
+    (tmp_path / "config.json").write_text(fields if isinstance(fields, str) else json.dumps(fields))
+    return load_model_config(ModelConfig(name_or_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "Meta-Llama/llama-3.1-8b"]
+)
+def test_an_estimate_takes_a_gated_architecture_from_the_catalogue(no_network, name):
+    hf_config = load_model_config(ModelConfig(name_or_path=name), architecture_only=True)
+    assert (hf_config.model_type, hf_config.num_hidden_layers, hf_config.vocab_size) == ("llama", 32, 128256)
+    assert hf_config.name_or_path == hub_id_of(name)
+
+
+def test_a_variants_own_fields_count(no_network):
+    def positions(name):
+        return max_positions(load_model_config(ModelConfig(name_or_path=name), architecture_only=True))
+
+    assert positions("Qwen/Qwen2.5-7B") == 131072
+    assert positions("Qwen/Qwen2.5-7B-Instruct") == 32768
+
+
+def test_a_local_folder_of_a_catalogue_name_comes_first(tmp_path, monkeypatch, no_network):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(TINY))
+    monkeypatch.chdir(tmp_path)
+    hf_config = load_model_config(ModelConfig(name_or_path="gpt2"), architecture_only=True)
+    assert hf_config.model_type == "llama"
+
+
+def test_a_revision_is_asked_of_the_hub(offline):
+    with pytest.raises(ModelError, match="out of reach"):
+        load_model_config(ModelConfig(name_or_path="llama-3.1-8b", revision="abc"), architecture_only=True)
+
+
+def test_for_training_a_catalogue_name_stands_for_its_hub_id(monkeypatch, offline, caplog):
+    asked = []
+
+    def no_config(path, **source):
+        asked.append(path)
+        raise OSError("no")
+
+    monkeypatch.setattr("lowmem_ft.models.loading.AutoConfig.from_pretrained", no_config)
+    monkeypatch.setattr("lowmem_ft.models.loading.AutoTokenizer.from_pretrained", no_config)
+    config = ModelConfig(name_or_path="qwen2.5-7b", tokenizer_name_or_path="llama-3.1-8b")
+    with caplog.at_level(logging.INFO, "lowmem_ft"), pytest.raises(ModelError, match=r"Qwen/Qwen2\.5-7B"):
+        load_model_config(config)
+    with pytest.raises(ModelError):
+        load_tokenizer(config)
+    assert asked == ["Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B"]
+    assert "model.name_or_path=qwen2.5-7b stands for the hub's Qwen/Qwen2.5-7B." in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name,near",
+    [
+        ("llama3.1-8b", "Did you mean `llama-3.1-8b`"),
+        ("meta-llama/Llama-3.1-9B", "Did you mean `meta-llama/Llama-3.1-8B`"),
+    ],
+)
+def test_an_unknown_name_without_network_names_the_nearest(offline, name, near):
+    with pytest.raises(ModelError, match=rf"{near}.*--local-dir.*lowmem-ft models"):
+        load_model_config(ModelConfig(name_or_path=name), architecture_only=True)
+
+
+def test_a_known_name_is_not_offered_instead_of_itself(offline):
+    with pytest.raises(ModelError) as raised:
+        load_model_config(ModelConfig(name_or_path="llama-3.1-8b"))
+    assert "Did you mean" not in str(raised.value)
+
+
+def test_a_complete_config_is_read(tmp_path):
+    assert read(tmp_path, TINY).hidden_size == 64
+
+
+@pytest.mark.parametrize("missing", [["hidden_size"], ["num_hidden_layers", "vocab_size"]])
+def test_sizes_that_are_missing_are_named_and_not_made_up(tmp_path, missing):
+    with pytest.raises(ModelError, match=rf"lacks {', '.join(missing)}\."):
+        read(tmp_path, {field: value for field, value in TINY.items() if field not in missing})
+
+
+def test_a_size_may_have_the_name_that_the_architecture_gives_it(tmp_path):
+    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99}
+    assert read(tmp_path, gpt2).num_hidden_layers == 2
+
+
+def test_a_size_may_have_a_name_of_former_times(tmp_path):
+    bloom = {"model_type": "bloom", "n_embed": 128, "n_layer": 3, "num_attention_heads": 4, "vocab_size": 99}
+    assert read(tmp_path, bloom).hidden_size == 128
+
+
+def test_a_config_without_a_model_type_says_so(tmp_path):
+    with pytest.raises(ModelError, match="must give model_type"):
+        read(tmp_path, {field: value for field, value in TINY.items() if field != "model_type"})
+
+
+@pytest.mark.parametrize(
+    "wrong,named",
+    [({"hidden_size": "64"}, "'hidden_size' expected int"), ({"num_attention_heads": 5}, "not a multiple")],
+)
+def test_a_field_of_the_wrong_kind_is_named(tmp_path, wrong, named):
+    with pytest.raises(ModelError, match=rf"is invalid: .*{named}.*Correct the field"):
+        read(tmp_path, TINY | wrong)
