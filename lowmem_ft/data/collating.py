@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lowmem_ft.data.batch import IGNORED_LABEL, Batch
-from lowmem_ft.data.examples import Row
+from lowmem_ft.data.row import Row
 
 LENGTH_MULTIPLE = 8
 """Row lengths are rounded up to it: tensor cores want it, and the allocator meets fewer sizes."""

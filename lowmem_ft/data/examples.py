@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -18,30 +17,13 @@ from datasets.utils import tqdm
 from lowmem_ft.data.batch import IGNORED_LABEL
 from lowmem_ft.data.order import epoch_order
 from lowmem_ft.data.packing import PackedRows, pack_best_fit
+from lowmem_ft.data.row import Row, TokenizedExample
 from lowmem_ft.data.summary import DataSummary, Outcome, summarise
 
 logger = logging.getLogger(__name__)
 
 PACKING_BUFFER_EXAMPLES = 1000
 """Streamed examples that are packed together: enough for rows about 99 % full, few enough to hold in memory."""
-
-
-@dataclass(frozen=True)
-class TokenizedExample:
-    """One example as the model reads it.
-
-    Args:
-        sample_id: index among the rows of the source.
-        input_ids_T: int64 token ids.
-        labels_T: int64, -100 where nothing is learnt; the first always is.
-    """
-
-    sample_id: int
-    input_ids_T: np.ndarray
-    labels_T: np.ndarray
-
-
-Row: TypeAlias = list[TokenizedExample]
 
 
 class Examples(Protocol):

@@ -20,11 +20,11 @@ from lowmem_ft.data.examples import (
     Examples,
     MappedExamples,
     StreamedExamples,
-    TokenizedExample,
     column,
 )
 from lowmem_ft.data.formats import choose_loss_on, recognise_format
 from lowmem_ft.data.packing import pack_best_fit
+from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.data.sources import READING_ERRORS, Source, open_rows, reading_error
 from lowmem_ft.data.summary import DataSummary, Outcome, marked_text, summarise
 from lowmem_ft.data.tokenizing import TOKENIZED, Tokenization

@@ -14,7 +14,8 @@ from typing import Any
 
 from lowmem_ft.data.batch import Batch
 from lowmem_ft.data.collating import Collator
-from lowmem_ft.data.examples import Examples, Row
+from lowmem_ft.data.examples import Examples
+from lowmem_ft.data.row import Row
 from lowmem_ft.errors import DataError
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from lowmem_ft.devices import kernels_of
 from lowmem_ft.errors import MissingPackageError, UserError
 from lowmem_ft.optimizers.bitsandbytes_optimizers import bitsandbytes_builder, is_bitsandbytes_installed
 from lowmem_ft.optimizers.config import OptimizerConfig
@@ -141,7 +142,7 @@ def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
 
 def _wrong_device(config: OptimizerConfig, device: torch.device) -> list[str]:
     row = OPTIMIZERS[config.name]
-    if row.devices is None or device.type in row.devices:
+    if row.devices is None or kernels_of(device) in row.devices:
         return []
     return [
         f"optimizer.name={config.name} runs on {', '.join(row.devices)}, got device {device.type}. "

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lowmem_ft.devices import kernels_of
+
 logger = logging.getLogger(__name__)
 
 _ADAMW_FUSED_ON = ("cuda", "cpu")
@@ -77,7 +79,7 @@ def build_adafactor(groups: list[dict[str, Any]], **hyperparameters: Any) -> Opt
 
 def _can_fuse(name: str, groups: list[dict[str, Any]], fused_on: tuple[str, ...]) -> bool:
     """Whether one kernel can do the whole step; logs the choice."""
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    devices = {kernels_of(parameter.device) for group in groups for parameter in group["params"]}
     if devices <= set(fused_on):
         logger.info("%s is fused: one pass over weights, gradients and state, no temporaries", name)
         return True

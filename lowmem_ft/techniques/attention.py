@@ -10,6 +10,8 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
+from lowmem_ft.devices import compute_capability as compute_capability_of
+from lowmem_ft.devices import is_virtual, kernels_of
 from lowmem_ft.errors import MissingPackageError, ModelError, UserError
 
 AttentionImplementation = Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"]
@@ -57,7 +59,8 @@ def choose_attention(
     """The attention kernel to load a model with: the one asked for if it can train here, or the leanest that can.
 
     ``auto`` takes flash_attention_2 where it runs, because it tells packed documents apart by their boundaries while
-    sdpa needs a mask of tokens x tokens bytes a row; else sdpa; else eager.
+    sdpa needs a mask of tokens x tokens bytes a row; else sdpa; else eager. On a virtual GPU it takes no
+    flash_attention_2, for nobody knows whether the machine of the run will have flash-attn.
 
     Args:
         requested: what the recipe says.
@@ -66,7 +69,7 @@ def choose_attention(
         device: where the model trains.
         compute_dtype: the type that queries and keys will have: autocast's, or else the weights'.
         packing: whether rows hold several documents.
-        compute_capability: of a CUDA device; None asks torch.
+        compute_capability: of a CUDA device; None asks the device.
 
     Returns:
         The implementation and the reason for it.
@@ -88,8 +91,13 @@ def choose_attention(
         obstacle = _flash_attention_obstacle(device, compute_dtype, compute_capability)
         if obstacle:
             raise UserError(f"{_KEY}=flash_attention_2 needs {obstacle}. Set {_KEY}=sdpa, or auto.")
-        if not is_flash_attn_2_available():
+        if not is_virtual(device) and not is_flash_attn_2_available():
             raise MissingFlashAttentionError
+    if requested == "flex_attention" and is_virtual(device):
+        raise UserError(
+            f"{_KEY}=flex_attention compiles a kernel on the GPU itself, and what that takes cannot be foreseen "
+            f"without one. Set {_KEY}=sdpa to estimate, or auto."
+        )
     if requested == "flex_attention" and device.type == "cpu":
         raise UserError(
             f"{_KEY}=flex_attention needs an accelerator to train, because torch has no backward of it on the CPU; "
@@ -120,6 +128,10 @@ def _leanest(
     no_flash = _flash_attention_obstacle(device, compute_dtype, compute_capability)
     if "flash_attention_2" not in supported:
         no_flash = f"an architecture that supports it, got {config.model_type}"
+    elif no_flash is None and is_virtual(device):
+        no_flash = (
+            "the package flash-attn, which the machine of the run may not have; ask for it to count on it"
+        )
     elif no_flash is None and not is_flash_attn_2_available():
         no_flash = "the package flash-attn, which is not installed"
     if no_flash is None:
@@ -140,11 +152,11 @@ def _flash_attention_obstacle(
     device: torch.device, compute_dtype: torch.dtype, compute_capability: tuple[int, int] | None
 ) -> str | None:
     """What flash-attn 2 needs and does not find, as the end of a sentence; None if nothing stands in its way."""
-    if device.type != "cuda":
+    if kernels_of(device) != "cuda":
         return f"a CUDA device, got device {device.type}"
     if compute_dtype not in _HALF:
         return f"bfloat16 or float16 computation, got {str(compute_dtype).removeprefix('torch.')}"
-    major, minor = compute_capability or torch.cuda.get_device_capability(device)
+    major, minor = compute_capability or compute_capability_of(device)
     if (major, minor) < _AMPERE:
         return f"compute capability 8.0 or later (Ampere), got {major}.{minor}"
     return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowmem_ft.devices import has_bfloat16, name_of
 from lowmem_ft.errors import UserError
 from lowmem_ft.handle import Handle
 
@@ -153,24 +154,13 @@ def _bfloat16_problems(dtype: str, mixed_precision: str, device: torch.device) -
         "training.mixed_precision=bf16": mixed_precision == "bf16",
     }
     asked = " and ".join(setting for setting, is_set in settings.items() if is_set)
-    if not asked or _has_bfloat16(device):
+    if not asked or has_bfloat16(device):
         return []
     return [
         "bfloat16 needs a GPU that computes with it (NVIDIA: Ampere, 2020, or newer), got "
-        f"{asked} on {_name_of(device)}. Set model.dtype=float32 and training.mixed_precision=fp16, or no to train "
+        f"{asked} on {name_of(device)}. Set model.dtype=float32 and training.mixed_precision=fp16, or no to train "
         "in float32."
     ]
-
-
-def _has_bfloat16(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    with torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from transformers import PretrainedConfig, PreTrainedModel, get_scheduler
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.handle import Handle
-from lowmem_ft.models import compute_dtype, load_model, load_model_config, weights_dtype
+from lowmem_ft.models import compute_dtype, load_model_config, weights_dtype
 from lowmem_ft.optimizers import check_optimizer, create_optimizer
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.chunked_loss import enable_chunked_loss
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
-from lowmem_ft.training.runtime import AccelerateRuntime
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,22 @@ def resumed(recipe: Recipe, checkpoint: Path) -> Recipe:
     return dataclasses.replace(recipe, model=model)
 
 
-def plan_session(recipe: Recipe, runtime: AccelerateRuntime) -> Plan:
+def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig | None = None) -> Plan:
     """Read the architecture, check what the device can do, choose the attention kernel.
+
+    Args:
+        recipe: what to plan for.
+        runtime: where.
+        hf_config: the architecture, if it is at hand.
+
+    Returns:
+        The plan.
 
     Raises:
         UserError: if the device cannot run the recipe.
         ModelError: if there is no such model.
     """
-    hf_config = load_model_config(recipe.model)
+    hf_config = hf_config or load_model_config(recipe.model)
     dtype = weights_dtype(recipe.model, hf_config)
     check_precision(str(dtype).removeprefix("torch."), recipe.training.mixed_precision, runtime.device)
     check_optimizer(recipe.optimizer, runtime.device)
@@ -80,7 +88,7 @@ def plan_session(recipe: Recipe, runtime: AccelerateRuntime) -> Plan:
 
 def build_session(
     recipe: Recipe,
-    runtime: AccelerateRuntime,
+    runtime: Runtime,
     plan: Plan,
     *,
     num_training_steps: int,
@@ -96,11 +104,10 @@ def build_session(
     Returns:
         A session ready to train; the optimizer's state is fresh (see ``checkpoint.load_checkpoint``).
     """
-    model = load_model(
+    model = runtime.load_model(
         recipe.model,
         plan.hf_config,
         attn_implementation=plan.attention.implementation,
-        device=runtime.device,
         seed=recipe.training.seed,
     )
     model.train()

@@ -27,16 +27,30 @@ from accelerate.utils import (
     is_wandb_available,
 )
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.errors import MissingPackageError, UserError
+from lowmem_ft.models import ModelConfig, load_model
 from lowmem_ft.recipe import Recipe, TrainingConfig
 
 
 class Runtime(Protocol):
-    """Device, precision, gradients and the other processes, as :func:`lowmem_ft.training.step.train_step` sees them."""
+    """Device, model, precision, gradients and the other processes, as the training step sees them."""
 
     device: torch.device
     num_processes: int
+
+    def load_model(
+        self, config: ModelConfig, hf_config: PretrainedConfig, *, attn_implementation: str, seed: int
+    ) -> PreTrainedModel:
+        """The model on the device, its weights read from the checkpoint or, on a virtual device, only sized."""
+        ...
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """What the step calls in place of the two: wrapped for several processes and for loss scaling."""
+        ...
 
     def autocast(self) -> AbstractContextManager[None]:
         """Mixed precision for a forward pass."""
@@ -115,6 +129,14 @@ class AccelerateRuntime:
         if accelerator.num_processes > 1:
             atexit.register(_leave_processes)
         return AccelerateRuntime(accelerator)
+
+    def load_model(
+        self, config: ModelConfig, hf_config: PretrainedConfig, *, attn_implementation: str, seed: int
+    ) -> PreTrainedModel:
+        """Read the weights straight to the device; see :func:`lowmem_ft.models.load_model`."""
+        return load_model(
+            config, hf_config, attn_implementation=attn_implementation, device=self.device, seed=seed
+        )
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

@@ -1,0 +1,26 @@
+"""A row of a batch before it becomes tensors: one example, or with packing several. Axes: T tokens of one example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class TokenizedExample:
+    """One example as the model reads it.
+
+    Args:
+        sample_id: index among the rows of the source.
+        input_ids_T: int64 token ids.
+        labels_T: int64, -100 where nothing is learnt; the first always is.
+    """
+
+    sample_id: int
+    input_ids_T: np.ndarray
+    labels_T: np.ndarray
+
+
+Row: TypeAlias = list[TokenizedExample]
