@@ -1,0 +1,197 @@
+"""What a program is doing at the moment: which phase of training, in which module, and so what its memory is for.
+
+Phases need no help from the program: autograd says when a backward pass runs, hooks on all modules and optimizers say
+the rest. An operator of the backward pass belongs to the module whose forward made its autograd node: nodes carry the
+sequence number they were born with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lowmem_ft.memory.category import Category, Phase
+
+aten = torch.ops.aten
+
+_ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+
+Moment = tuple[Phase, bool]
+"""Phase, and whether a module's forward is running: within a backward pass, that is recomputation."""
+
+
+class Attribution:
+    """Phase and module of each operator. Enter it around the program that is watched.
+
+    Args:
+        device_type: the device that is watched.
+        on_model: called with each model when it is first met.
+        on_optimizer_step: called with the optimizer after each of its steps.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        on_model: Callable[[nn.Module], None],
+        on_optimizer_step: Callable[[Optimizer], None],
+    ) -> None:
+        self.phase: Phase = "load"
+        self.module = ""
+        self.is_accumulating_gradient = False
+        self._device_type = device_type
+        self._on_model = on_model
+        self._on_optimizer_step = on_optimizer_step
+        self._stack: list[str] = []
+        self._fixed: Phase | None = None
+        self._outside_backward: Phase = "load"
+        self._num_steps_running = 0
+        self._module_by_sequence: dict[int, str] = {}
+        self._last_sequence = 0
+        self._roots: list[nn.Module] = []
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, str] = {}
+        self._heads: set[str] = {""}
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self) -> Attribution:
+        for handle in (
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            self._hooks.callback(handle.remove)
+        self._last_sequence = torch.autograd._get_sequence_nr()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.close()
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Call everything in a block by one phase, such as ``load`` or ``evaluation``."""
+        before, self._fixed = self._fixed, phase
+        try:
+            yield
+        finally:
+            self._fixed = before
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Learn the qualified names of a model's modules, and whose each parameter is."""
+        if not any(known is root for known in self._roots):
+            self._roots.append(root)  # kept alive: the names go by id
+        for name, module in root.named_modules():
+            self._names[id(module)] = name
+            for parameter in module.parameters(recurse=False):
+                self._owners[id(parameter)] = name
+        get_head: Any = getattr(root, "get_output_embeddings", lambda: None)
+        head = get_head()
+        if head is not None:
+            self._heads.add(self._names[id(head)])
+        self._on_model(root)
+
+    @property
+    def moment(self) -> Moment:
+        """When a storage is born or dies, as far as its category depends on it."""
+        return self.phase, bool(self._stack)
+
+    @property
+    def inherits_module(self) -> bool:
+        """Whether results belong to the module of what they are made from, as in an optimizer's step."""
+        return self.phase in ("optimizer_step", "load", "save")
+
+    def operator_begins(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Find out where the program is; called before each operator."""
+        self.is_accumulating_gradient = False
+        self.module = self._stack[-1] if self._stack else ""
+        if torch._C._current_graph_task_id() != -1:
+            self.phase = self._fixed or "backward"
+            self._outside_backward = "optimizer_step"  # clipping, the step, until the next batch comes
+            if not self._stack:
+                self._ask_autograd_node()
+                return
+        else:
+            is_between = self._outside_backward == "optimizer_step" and not self._num_steps_running
+            if is_between and self.comes_from_host(func, args):
+                self._outside_backward = "forward"  # the next batch
+            self.phase = self._fixed or (
+                "optimizer_step" if self._num_steps_running else self._outside_backward
+            )
+        self._learn_sequence()
+
+    def comes_from_host(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an operator copies a tensor from the host to the device."""
+        return func is aten._to_copy.default and self._device_type != "cpu" and args[0].device.type == "cpu"
+
+    def category_at_birth(self, func: Any, args: tuple[Any, ...]) -> Category:
+        """What a new storage is for, as far as can be said yet."""
+        if self.is_accumulating_gradient:
+            return "gradient"
+        if self.phase in ("optimizer_step", "save", "load"):
+            return "temporary"
+        if self.comes_from_host(func, args):
+            return "input"
+        if self.module in self._heads:
+            return "logits_and_loss"
+        if self.phase == "backward" and not self._stack:
+            return "temporary"
+        return "activation"
+
+    def category_at_death(self, category: Category, birth: Moment) -> Category:
+        """What a storage was for after all: one that goes before the backward pass comes to it was kept for nobody."""
+        if category != "activation":
+            return category
+        phase, in_forward = birth
+        is_kept = phase != self.phase or (phase == "backward" and in_forward and not self._stack)
+        return "activation" if is_kept else "temporary"
+
+    def owner_of(self, parameter: Tensor) -> str:
+        """Name of the module that holds a parameter; empty if no module does."""
+        if id(parameter) not in self._owners:
+            for root in self._roots:
+                self.name_modules(root)
+        return self._owners.setdefault(id(parameter), "")
+
+    def _learn_sequence(self) -> None:
+        """The autograd nodes made since the last operator are of the module that is running."""
+        now = torch.autograd._get_sequence_nr()
+        for number in range(self._last_sequence, now):
+            self._module_by_sequence[number] = self.module
+        self._last_sequence = now
+
+    def _ask_autograd_node(self) -> None:
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return
+        if node.name() == _ACCUMULATE_GRAD:
+            self.is_accumulating_gradient = True
+            self.module = self.owner_of(node.variable)
+        else:
+            self.module = self._module_by_sequence.get(node._sequence_nr(), "")
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if not self._stack and torch._C._current_graph_task_id() == -1:
+            if id(module) not in self._names:
+                self.name_modules(module)
+            evaluates = not module.training and not torch.is_grad_enabled()
+            self._outside_backward = "evaluation" if evaluates else "forward"
+        self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._learn_sequence()
+        self._stack.pop()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._num_steps_running += 1
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._num_steps_running -= 1
+        self._outside_backward = "optimizer_step"
+        self._on_optimizer_step(optimizer)

@@ -1,0 +1,115 @@
+"""4-bit and 8-bit weights on a virtual GPU: the tensors that bitsandbytes' layers hold on CUDA, as fake ones.
+
+Nothing here imports bitsandbytes: layers of it exist only where the program has.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def place_bitsandbytes(module: nn.Module, device: torch.device) -> list[Tensor]:
+    """Quantise a layer's weight on the virtual device, as moving it to CUDA does.
+
+    Args:
+        module: any; only bitsandbytes' quantised layers change. Their weight may be on meta, or hold values.
+        device: the virtual device, under its ``FakeTensorMode``.
+
+    Returns:
+        The tensors that the layer now holds beside its weight: scales and tables; empty if it is none of bitsandbytes'.
+    """
+    bitsandbytes: Any = sys.modules.get("bitsandbytes")
+    weight: Any = module._parameters.get("weight")
+    if bitsandbytes is None or weight is None or _is_placed(weight, device):
+        return []
+    if isinstance(weight, bitsandbytes.nn.Params4bit):
+        return _place_4bit(bitsandbytes.functional, module, weight, device)
+    if isinstance(weight, bitsandbytes.nn.Int8Params) and not weight.has_fp16_weights:
+        return _place_int8(bitsandbytes.functional, module, weight, device)
+    return []
+
+
+def logical_numel(parameter: Tensor) -> int:
+    """How many weights a parameter stands for: a byte of a 4-bit one holds two."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
+def accepting_fakes(new: Callable[..., Any]) -> Callable[..., Any]:
+    """A constructor of bitsandbytes' parameters that takes fake tensors too: layers may be built while tracing.
+
+    Args:
+        new: ``__new__`` of one of the classes.
+
+    Returns:
+        What to put in its place.
+    """
+
+    @functools.wraps(new)
+    def __new__(cls: type, data: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(data, FakeTensor):
+            return new(cls, data, *args, **kwargs)
+        with _disable_current_modes():
+            like = new(cls, torch.empty(0), *args, **kwargs)
+        return _fake_parameter(data, like=like, requires_grad=like.requires_grad)
+
+    return __new__
+
+
+def _is_placed(tensor: Tensor, device: torch.device) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.device == device
+
+
+@torch.no_grad()
+def _place_4bit(functional: Any, module: Any, weight: Any, device: torch.device) -> list[Tensor]:
+    before = weight.quant_state or weight  # one that was quantised elsewhere keeps its shape and type there
+    dtype = before.dtype if before.dtype.is_floating_point else module.compute_dtype or torch.bfloat16
+    packed, state = functional.quantize_4bit(
+        torch.empty(before.shape, dtype=dtype, device=device),
+        blocksize=weight.blocksize,
+        compress_statistics=weight.compress_statistics,
+        quant_type=weight.quant_type,
+        quant_storage=weight.quant_storage,
+    )
+    parameter = _fake_parameter(packed, like=weight)
+    parameter.quant_state, parameter.bnb_quantized = state, True
+    module._parameters["weight"], module.quant_state = parameter, state
+    scales = [state, state.state2] if state.nested else [state]
+    statistics = [tensor for scale in scales for tensor in (scale.absmax, scale.code, scale.offset)]
+    return [tensor for tensor in statistics if tensor is not None]
+
+
+@torch.no_grad()
+def _place_int8(functional: Any, module: nn.Module, weight: Any, device: torch.device) -> list[Tensor]:
+    values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    rows, scales, _ = functional.int8_vectorwise_quant(values.to(torch.float16))
+    parameter = _fake_parameter(rows, like=weight)
+    parameter.CB, parameter.SCB = rows, scales
+    module._parameters["weight"] = parameter
+    return [scales]
+
+
+def _fake_parameter(tensor: Tensor, *, like: nn.Parameter, requires_grad: bool = False) -> Any:
+    """A fake tensor that passes for bitsandbytes' parameter class, which libraries look for by type and by name."""
+    parameter: Any = nn.Parameter(tensor, requires_grad=requires_grad)
+    own = vars(parameter)
+    own.update({name: value for name, value in vars(like).items() if name not in own})
+    parameter.__class__ = _fake_class(type(like))
+    return parameter
+
+
+@functools.cache
+def _fake_class(parameter_class: type) -> type:
+    if issubclass(parameter_class, FakeTensor):
+        return parameter_class
+    # `to` of bitsandbytes' classes would make a new parameter even where nothing moves.
+    return type(parameter_class.__name__, (FakeTensor, parameter_class), {"to": torch.Tensor.to})

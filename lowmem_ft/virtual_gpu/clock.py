@@ -1,0 +1,294 @@
+"""How long a log of work takes on a GPU: the host issues it in order, streams run it, events hold them back.
+
+A kernel takes the longer of its arithmetic and its memory traffic, a copy the bytes over the host link. The log is
+recorded once and replayed for every GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.virtual_gpu.work import Work
+
+Bound = Literal["compute", "memory bandwidth", "kernel launches", "host copies"]
+
+BOUNDS: tuple[Bound, ...] = get_args(Bound)
+
+MATMUL_EFFICIENCY = 0.7
+"""Of the dense peak, for the shapes of language models: 0.73 on H100 (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark",
+2024), 0.64 to 0.69 on B200 (arXiv 2604.23466). The best shapes reach 0.86 on A100, 0.80 on H100, 0.78 on B200
+(S. Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS)."""
+
+BANDWIDTH_EFFICIENCY = 0.8
+"""Of the memory's bandwidth. Long contiguous copies reach 0.85 to 0.93 (BabelStream), strided reads and reductions
+0.6 to 0.8."""
+
+HOST_LINK_EFFICIENCY = 0.8
+"""Of the link's rate after line coding, from pinned memory: 12 to 13 GB/s of 15.75 on PCIe 3.0 x16, 25 of 31.5 on 4.0
+(NVIDIA's bandwidthTest)."""
+
+HOST_SECONDS_PER_OPERATOR = 8e-6
+"""Python, dispatcher, autograd and launch of one operator in eager mode. Without the launch, a 30-layer Llama of tiny
+tensors on a CPU takes 4.3 microseconds an operator forward and 3.2 backward (torch 2.13, AMD EPYC, one thread,
+2026-11-21); a launch takes 3 to 4 more. Slower hosts take twice as long."""
+
+_PCIE_LANE_BYTES_PER_SECOND = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The time from the end of one piece of work to the end of another.
+
+    Args:
+        seconds: in all.
+        shares: what they went into, by what would make it faster; they sum to 1.
+    """
+
+    seconds: float
+    shares: dict[Bound, float]
+
+    @property
+    def bound_by(self) -> Bound:
+        """What takes the largest share."""
+        return max(BOUNDS, key=self.shares.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """When each entry of a log ran, in seconds from the log's beginning.
+
+    Args:
+        starts: of each entry, on its stream; of ``synchronize`` on the host.
+        ends: of each entry.
+        spent: seconds of each entry that the busiest stream spent computing, on memory traffic and on copies or on
+            waiting for one. What it did besides was waiting for the host.
+    """
+
+    starts: Seconds
+    ends: Seconds
+    spent: dict[Bound, Seconds]
+
+    def between(self, first: int, last: int) -> Span:
+        """The time of the entries from ``first`` up to and without ``last``: of a step, given its bounds in the log.
+
+        Work that ran on from before ``first`` is not part of it.
+
+        Args:
+            first: index of an entry.
+            last: index of a later one, or the number of entries.
+
+        Returns:
+            The time, and what bounds it.
+        """
+        began = float(self.ends[:first].max(initial=0.0))
+        seconds = max(0.0, float(self.ends[:last].max(initial=0.0)) - began)
+        spent = {bound: float(column[first:last].sum()) for bound, column in self.spent.items()}
+        spent["kernel launches"] = max(0.0, seconds - sum(spent.values()))
+        total = sum(spent.values()) or 1.0
+        return Span(seconds=seconds, shares={bound: spent[bound] / total for bound in BOUNDS})
+
+
+def time_of(entries: Sequence[Work], gpu: Gpu) -> Times:
+    """When each entry of a log runs on a GPU.
+
+    Products of float32 matrices use TF32 where torch is set to allow it now.
+
+    Args:
+        entries: the log, in the order of issue.
+        gpu: the GPU.
+
+    Returns:
+        The start and end of each entry.
+    """
+    return Clock(entries).times_on(gpu)
+
+
+class Clock:
+    """A log made ready for replays on many GPUs.
+
+    Args:
+        entries: the log, in the order of issue; it is read once.
+    """
+
+    def __init__(self, entries: Sequence[Work]) -> None:
+        self._entries = entries
+        self._is_kernel = np.array([entry.kind == "kernel" for entry in entries], dtype=bool)
+        self._is_copy = np.array([entry.kind == "copy" for entry in entries], dtype=bool)
+        self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
+        self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
+        self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
+        self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
+
+    def times_on(self, gpu: Gpu) -> Times:
+        """When each entry of the log runs on a GPU.
+
+        Args:
+            gpu: the GPU.
+
+        Returns:
+            The start and end of each entry.
+        """
+        rates = np.array([matmul_rate(gpu, dtype) for dtype in self._dtype_names] or [1.0])
+        compute = np.where(self._is_kernel, self._flops / rates[self._dtypes], 0.0)
+        traffic = np.where(self._is_kernel, self._bytes / (gpu.bandwidth * BANDWIDTH_EFFICIENCY), 0.0)
+        copies = np.where(self._is_copy, self._bytes / host_link_rate(gpu), 0.0)
+        durations = np.maximum(compute, traffic) + copies
+
+        main = self._busiest_stream(durations)
+        replay = _Replay(durations, main, copying=set(self._streams[self._is_copy].tolist()))
+        for first, last in self._runs():
+            if self._is_kernel[first]:
+                replay.run_kernels(first, last, int(self._streams[first]))
+            else:
+                replay.run(first, self._entries[first])
+
+        on_main = self._streams == main
+        is_compute = compute >= traffic
+        spent: dict[Bound, Seconds] = {
+            "compute": np.where(on_main & is_compute, compute, 0.0),
+            "memory bandwidth": np.where(on_main & ~is_compute, traffic, 0.0),
+            "host copies": np.where(on_main, copies, 0.0) + replay.copy_stalls,
+        }
+        return Times(starts=replay.starts, ends=replay.ends, spent=spent)
+
+    def _busiest_stream(self, durations: Seconds) -> int:
+        """The stream that computes; side streams carry copies, and kernels on the way."""
+        streams = self._streams[self._is_kernel]
+        if not len(streams):
+            return 0
+        names, places = np.unique(streams, return_inverse=True)
+        return int(names[np.bincount(places, weights=durations[self._is_kernel]).argmax()])
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """Consecutive kernels of one stream, replayed together; every other entry by itself."""
+        if not len(self._entries):
+            return []
+        together = self._is_kernel[1:] & self._is_kernel[:-1] & (self._streams[1:] == self._streams[:-1])
+        cuts = [0, *(np.flatnonzero(~together) + 1).tolist(), len(self._entries)]
+        return list(itertools.pairwise(cuts))
+
+
+def matmul_rate(gpu: Gpu, dtype: str) -> float:
+    """Operations a second that matrix products of a type achieve.
+
+    A type that the hardware lacks runs on the units for float32, as bfloat16 does before compute capability 8.0.
+    float32 is TF32 where torch is set to allow it. Tensor cores multiply int8 twice as fast as float16.
+
+    Args:
+        gpu: the GPU.
+        dtype: of the operands, such as ``bfloat16``.
+
+    Returns:
+        The rate.
+    """
+    if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = "tf32"
+    rates = {"int8": 2 * gpu.dense_flops.get("float16", 0.0), **gpu.dense_flops}
+    return (rates.get(dtype) or rates["float32"]) * MATMUL_EFFICIENCY
+
+
+def host_link_rate(gpu: Gpu) -> float:
+    """Bytes a second that copies between pinned host memory and a GPU achieve, each way."""
+    return _PCIE_LANE_BYTES_PER_SECOND[gpu.pcie_generation] * gpu.pcie_lanes * HOST_LINK_EFFICIENCY
+
+
+class _Replay:
+    """The state of host, streams, copy engines and events while a log is replayed.
+
+    Args:
+        durations: of each entry.
+        main: the stream whose stalls count.
+        copying: the streams that carry copies.
+    """
+
+    def __init__(self, durations: Seconds, main: int, copying: set[int]) -> None:
+        self.starts = np.zeros_like(durations)
+        self.ends = np.zeros_like(durations)
+        self.copy_stalls = np.zeros_like(durations)
+        self._durations = durations
+        self._main = main
+        self._copying = copying
+        self._host = 0.0
+        self._stream_ready: dict[int, float] = {}
+        self._engine_ready = {False: 0.0, True: 0.0}  # to the device, to the host
+        self._events: dict[int, tuple[float, int]] = {}  # time, and the stream it was recorded on
+
+    def run_kernels(self, first: int, last: int, stream: int) -> None:
+        """Kernels that follow each other on one stream: each starts when it is issued and the one before has ended."""
+        durations = self._durations[first:last]
+        before = np.cumsum(durations) - durations
+        issued = self._host + HOST_SECONDS_PER_OPERATOR * np.arange(1, last - first + 1)
+        delays = issued - before
+        delays[0] = max(delays[0], self._stream_ready.get(stream, 0.0))
+        starts = before + np.maximum.accumulate(delays)
+        self.starts[first:last] = starts
+        self.ends[first:last] = starts + durations
+        self._host = float(issued[-1])
+        self._stream_ready[stream] = float(self.ends[last - 1])
+
+    def run(self, index: int, entry: Work) -> None:
+        """An entry that is no kernel."""
+        ready = self._stream_ready.get(entry.stream, 0.0)
+        if entry.kind == "copy":
+            self._copy(index, entry, ready)
+        elif entry.kind == "record":
+            reached = max(ready, self._host)
+            self._events[entry.event] = (reached, entry.stream)
+            self.starts[index] = self.ends[index] = reached
+        elif entry.kind == "wait":
+            self._wait(index, entry, ready)
+        elif entry.kind == "synchronize":
+            self._synchronize(index, entry)
+        else:
+            self.starts[index] = self.ends[index] = self._host
+
+    def _copy(self, index: int, entry: Work, ready: float) -> None:
+        self._host += HOST_SECONDS_PER_OPERATOR
+        start = max(self._host, ready, self._engine_ready[entry.to_host])
+        end = start + float(self._durations[index])
+        self.starts[index], self.ends[index] = start, end
+        self._stream_ready[entry.stream] = self._engine_ready[entry.to_host] = end
+        if entry.blocking:
+            self._hold_host(index, end, entry.stream)
+
+    def _wait(self, index: int, entry: Work, ready: float) -> None:
+        # CUDA lets a stream pass an event that was never recorded.
+        reached, source = self._events.get(entry.event, (0.0, entry.stream))
+        if entry.stream == self._main and source in self._copying:
+            self.copy_stalls[index] = max(0.0, reached - max(ready, self._host))
+        self.starts[index], self.ends[index] = ready, max(ready, reached)
+        self._stream_ready[entry.stream] = max(ready, reached)
+
+    def _synchronize(self, index: int, entry: Work) -> None:
+        self.starts[index] = self._host
+        if entry.event != -1:
+            reached, source = self._events.get(entry.event, (0.0, entry.stream))
+            self._hold_host(index, reached, source)
+        else:
+            for stream, ready in self._stream_ready.items():
+                self._hold_host(index, ready, stream)
+        self.ends[index] = self._host
+
+    def _hold_host(self, index: int, until: float, source: int) -> None:
+        """The host waits for a stream; the main stream runs dry meanwhile, unless it is what the host waits for."""
+        if source != self._main and source in self._copying:
+            has_work_until = max(self._host, self._stream_ready.get(self._main, 0.0))
+            self.copy_stalls[index] += max(0.0, until - has_work_until)
+        self._host = max(self._host, until)
+
+
+def _encode(words: list[str]) -> tuple[list[str], NDArray[np.int64]]:
+    """Distinct words, and for each word its place among them."""
+    places: dict[str, int] = {}
+    codes = [places.setdefault(word, len(places)) for word in words]
+    return list(places), np.array(codes, dtype=np.int64)

@@ -1,0 +1,141 @@
+"""The package flash-attn on the virtual GPU: ``attn_implementation="flash_attention_2"`` without having it installed.
+
+Its kernels and torch's own flash attention are one code, with the same outputs, saved tensors and buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import modeling_flash_attention_utils as upstream
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.virtual_gpu.device import active_gpu
+
+_NAME = "flash_attention_2"
+_AMPERE = (8, 0)
+_EVERYWHERE = (-1, -1)
+
+
+@contextlib.contextmanager
+def flash_attention_2_as_on_cuda() -> Iterator[None]:
+    """Let transformers build and run models with flash_attention_2 while a block runs."""
+    can_dispatch, lazy_imports = PreTrainedModel._flash_attn_can_dispatch, upstream._lazy_imports
+
+    def flash_attn_can_dispatch(
+        self: PreTrainedModel, flash_attn_version: int, is_init_check: bool = False
+    ) -> bool:
+        return flash_attn_version == 2 or can_dispatch(self, flash_attn_version, is_init_check)
+
+    def virtual_imports(implementation: str | None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if implementation != _NAME:
+            return lazy_imports(implementation, *args, **kwargs)
+        return flash_attn_func, flash_attn_varlen_func, None, upstream._pad_input, upstream._unpad_input
+
+    PreTrainedModel._flash_attn_can_dispatch = flash_attn_can_dispatch
+    upstream._lazy_imports = virtual_imports
+    upstream._loaded_implementation = None  # what it has loaded is not to be used here, nor ours elsewhere
+    try:
+        yield
+    finally:
+        PreTrainedModel._flash_attn_can_dispatch = can_dispatch
+        upstream._lazy_imports = lazy_imports
+        upstream._loaded_implementation = None
+
+
+def flash_attn_func(
+    q_BTHD: Tensor,
+    k_BSHD: Tensor,
+    v_BSHD: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _EVERYWHERE,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """``flash_attn.flash_attn_func`` on fake tensors: B x T x H x D."""
+    return _run(
+        (q_BTHD, k_BSHD, v_BSHD), None, None, None, None, dropout_p, softmax_scale, causal, window_size
+    )
+
+
+def flash_attn_varlen_func(
+    q_THD: Tensor,
+    k_SHD: Tensor,
+    v_SHD: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _EVERYWHERE,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """``flash_attn.flash_attn_varlen_func`` on fake tensors: documents end to end, T x H x D."""
+    longest = int(max_seqlen_q), int(max_seqlen_k)
+    return _run(
+        (q_THD, k_SHD, v_SHD),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        *longest,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+    )
+
+
+def _run(
+    operands: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> Tensor:
+    gpu = active_gpu()
+    _check(operands, gpu.spec.compute_capability)
+    gpu.say("attention: flash-attn 2, which has to be installed where the run is")
+    size = operands[0].size(-1)
+    query, key, value = (F.pad(operand, (0, -size % 8)) if size % 8 else operand for operand in operands)
+    left, right = (None if extent < 0 else extent for extent in window_size)
+    output = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        query.size(1) if max_seqlen_q is None else max_seqlen_q,
+        key.size(1) if max_seqlen_k is None else max_seqlen_k,
+        dropout_p,
+        causal,
+        False,
+        scale=size**-0.5 if softmax_scale is None else softmax_scale,
+        window_size_left=left,
+        window_size_right=right,
+    )[0]
+    return output[..., :size] if size % 8 else output
+
+
+def _check(operands: tuple[Tensor, Tensor, Tensor], capability: tuple[int, int]) -> None:
+    if capability < _AMPERE:
+        got = f"compute capability {capability[0]}.{capability[1]}"
+        needs = "compute capability 8.0 or later (Ampere)"
+    elif operands[0].dtype not in (torch.float16, torch.bfloat16):
+        got, needs = str(operands[0].dtype).removeprefix("torch."), "bfloat16 or float16 computation"
+    else:
+        return
+    raise UserError(f"attn_implementation={_NAME} needs {needs}, got {got}. Set attn_implementation=sdpa.")

@@ -1,0 +1,150 @@
+"""What an operator costs before the hardware is known: its floating-point operations, or that it launches nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+"""Positional arguments, keyword arguments and result of one operator to its floating-point operations."""
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Floating-point operations of the products in one call of an operator; 0 if it computes none.
+
+    A multiply and an add are two. Causal attention counts the half that its kernels compute.
+
+    Args:
+        func: operator overload, as a dispatch mode sees it.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        result: what it returned.
+
+    Returns:
+        The number of operations.
+    """
+    formula = _formula_of(func)
+    return 0 if formula is None else formula(args, kwargs, result)
+
+
+@functools.cache
+def is_free(func: Any) -> bool:
+    """Whether an operator launches no kernel: views, allocations without a value, questions about a tensor."""
+    if func.is_view or func._schema.name in _FREE:
+        return True
+    returns_tensor = any("Tensor" in str(returned.type) for returned in func._schema.returns)
+    return not returns_tensor and not func._schema.is_mutable
+
+
+_FREE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_unsafe_view",
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "lift_fresh",
+        "new_empty",
+        "new_empty_strided",
+        "record_stream",
+        "resize_",
+        "set_",
+    )
+)
+
+
+@functools.cache
+def _formula_of(func: Any) -> Formula | None:
+    """Ours, made for one call per operator of a trace; torch's counter knows the rarer ones (convolutions)."""
+    name = func._schema.name
+    if name in _PRODUCTS:
+        return _PRODUCTS[name]
+    if name in _ATTENTION:
+        return functools.partial(_attention, name, [argument.name for argument in func._schema.arguments])
+    counted = flop_registry.get(func.overloadpacket)
+    if counted is None:
+        return None
+    return lambda args, kwargs, result: counted(*args, **kwargs, out_val=result)
+
+
+def _product(position: int) -> Formula:
+    """Result times the inner dimension, which is the last one of the argument at ``position``."""
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+        return 2 * result.numel() * args[position].shape[-1]
+
+    return formula
+
+
+def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Two matrices with offsets give one product a group, whose inner dimensions sum to the shared one."""
+    left, right = args[:2]
+    if left.dim() == 2 and right.dim() == 2:
+        return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    return 2 * result.numel() * left.shape[-1]
+
+
+_PRODUCTS: dict[str, Formula] = {
+    "aten::mm": _product(0),
+    "aten::bmm": _product(0),
+    "aten::mv": _product(0),
+    "aten::dot": lambda args, kwargs, result: 2 * args[0].numel(),
+    "aten::_int_mm": _product(0),
+    "aten::_scaled_mm": _product(0),
+    "aten::addmm": _product(1),
+    "aten::addmm_": _product(1),
+    "aten::_addmm_activation": _product(1),
+    "aten::addmv": _product(1),
+    "aten::baddbmm": _product(1),
+    "aten::baddbmm_": _product(1),
+    "aten::addbmm": lambda args, kwargs, result: 2 * args[1].numel() * args[2].shape[-1],
+    "aten::_grouped_mm": _grouped_product,
+    "aten::_scaled_grouped_mm": _grouped_product,
+    "bitsandbytes::int8_linear_matmul": _product(0),
+    "bitsandbytes::int8_scaled_mm": _product(0),
+    "bitsandbytes::int8_mixed_scaled_mm": _product(0),
+    "bitsandbytes::gemv_4bit": _product(0),
+}
+
+# Products of queries, keys and values: 2 forward; 5 backward, which computes the scores again. The second number says
+# which dimension of the query counts tokens.
+_ATTENTION: dict[str, tuple[int, int]] = {
+    "aten::_scaled_dot_product_flash_attention": (2, -2),
+    "aten::_scaled_dot_product_efficient_attention": (2, -2),
+    "aten::_scaled_dot_product_cudnn_attention": (2, -2),
+    "aten::_flash_attention_forward": (2, -3),
+    "aten::_efficient_attention_forward": (2, -3),
+    "aten::_scaled_dot_product_flash_attention_backward": (5, -2),
+    "aten::_scaled_dot_product_efficient_attention_backward": (5, -2),
+    "aten::_scaled_dot_product_cudnn_attention_backward": (5, -2),
+    "aten::_flash_attention_backward": (5, -3),
+    "aten::_efficient_attention_backward": (5, -3),
+}
+
+
+def _attention(
+    name: str, parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> int:
+    """Every query meets every key of its sequence; of packed sequences, whose lengths are values, the longest."""
+    products, token_dim = _ATTENTION[name]
+    call = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    query, key = call["query"], call["key"]
+    keys = key.shape[token_dim]
+    is_packed = any(_is_given(call, offsets) for offsets in ("cum_seq_q", "cu_seqlens_q"))
+    if is_packed:
+        keys = next(call[longest] for longest in ("max_k", "max_seqlen_k") if longest in call)
+    flops = 2 * products * query.numel() * keys
+    # custom_mask_type 1 and 2 are causal (CUTLASS' CausalFromTopLeft and CausalFromBottomRight).
+    is_causal = call.get("is_causal", False) or call.get("custom_mask_type", 0) > 0
+    return flops // 2 if is_causal else flops
+
+
+def _is_given(call: dict[str, Any], argument: str) -> bool:
+    """Whether an argument is a tensor with elements: absent offsets are None, or empty in a backward pass."""
+    value = call.get(argument)
+    return isinstance(value, torch.Tensor) and value.numel() > 0

@@ -1,0 +1,96 @@
+"""A GPU of the catalogue that any PyTorch training function can run on, on a machine that has none."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+
+import torch
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
+from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, VirtualStream, register_virtual_device
+from lowmem_ft.virtual_gpu.estimate import Surroundings, estimate_on_gpu
+from lowmem_ft.virtual_gpu.experts import experts_as_on_cuda
+from lowmem_ft.virtual_gpu.flash_attention_2 import flash_attention_2_as_on_cuda
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.outside import process_overhead_bytes
+from lowmem_ft.virtual_gpu.scratch import persistent_workspaces, scratch_bytes
+
+
+class VirtualGPU(VirtualMachine):
+    """A virtual machine with one GPU of the catalogue.
+
+        with VirtualGPU("t4") as gpu:
+            model = gpu.place(model_on_meta)
+            train(model)  # any PyTorch training function
+        print(gpu.report())
+
+    One at a time in a process. Attributes are those of :class:`VirtualMachine`.
+
+    Args:
+        gpu: name in the catalogue, or a :class:`Gpu` of your own.
+
+    Raises:
+        UserError: if the catalogue has no such GPU.
+    """
+
+    def __init__(self, gpu: str | Gpu = "a100-80gb") -> None:
+        self.spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
+        self._cap_bytes = self.spec.memory_bytes
+        register_virtual_device()
+        super().__init__(
+            torch.device(DEVICE_TYPE, 0),
+            scratch=functools.partial(scratch_bytes, gpu=self.spec),
+            workspaces=functools.partial(persistent_workspaces, gpu=self.spec),
+        )
+        self._stream = VirtualStream(stream_id=0)
+
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        backend = register_virtual_device()
+        assert backend.active is None, "one virtual GPU at a time"
+        backend.active = self
+        stack.callback(setattr, backend, "active", None)
+        stack.enter_context(experts_as_on_cuda())
+        stack.enter_context(flash_attention_2_as_on_cuda())
+        super()._enter(stack)
+
+    def cap_memory(self, num_bytes: int) -> None:
+        """Let the caching allocator hold no more than this."""
+        self._cap_bytes = min(num_bytes, self.spec.memory_bytes)
+
+    def report(self, *, tokens_per_step: int = 0) -> MemoryEstimate:
+        """What the programs that ran here need on this GPU.
+
+        Args:
+            tokens_per_step: of one optimizer step, for tokens per second.
+
+        Returns:
+            The estimate. Time is that of the last optimizer step; host memory beside the trace is not in it.
+        """
+        outside = process_overhead_bytes(
+            self.spec, uses_bitsandbytes="bitsandbytes" in sys.modules, num_processes=1
+        )
+        return estimate_on_gpu(
+            self.trace(),
+            self.spec,
+            BudgetVerdict(device_bytes=self._cap_bytes, host_bytes=None),
+            Surroundings(
+                outside_bytes=outside,
+                tokens_per_step=tokens_per_step,
+                not_modelled=("host memory of the process beside its tensors",),
+            ),
+            self.trace_seconds,
+        )
+
+    @property
+    def current_stream(self) -> VirtualStream:
+        """The stream that work and memory go to."""
+        return self._stream
+
+    @current_stream.setter
+    def current_stream(self, stream: VirtualStream) -> None:
+        self._stream = stream
+        self.recorder.stream = stream.id

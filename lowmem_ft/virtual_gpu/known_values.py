@@ -1,0 +1,158 @@
+"""Integers, booleans and single numbers that a trace really computes, beside its fake tensors.
+
+Programs look at their token ids, positions and masks: whether a batch is padded, where packed documents begin, how many
+labels there are. Such tensors are small and come from the host, so their values are computed on the side, and so are
+single floating-point numbers, such as an optimizer's step counter. An operator's result is known if all its tensors
+are. Everything else is unknown; if the program reads it none the less, it is 0.0, 1 or False, so that ``loss.item()``
+prints and a loss scaler finds no overflow.
+
+A result whose *size* depends on unknown values has the largest size it could have: memory is not underestimated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+from lowmem_ft.errors import ModelError
+
+aten = torch.ops.aten
+
+MOST_ELEMENTS = 2**21
+"""Above it values are not computed: masks of tokens x tokens would cost more than the rest of the trace."""
+
+_NAME = "_known_values"
+_NOT_COPIED = ("device", "pin_memory", "layout", "generator")
+
+
+class _UnknownError(Exception):
+    """A tensor's values are not known."""
+
+
+def known_values(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor on the CPU, or None if the trace does not have them."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor if tensor.device.type == "cpu" else None
+    return getattr(tensor, _NAME, None)
+
+
+def set_values(tensor: Tensor, values: Tensor | None) -> None:
+    """Say what a fake tensor holds."""
+    setattr(tensor, _NAME, values)
+
+
+def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Give an operator's integer result its values, if those of all its tensors are known.
+
+    Args:
+        func: the operator; it has run on the fake tensors already.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned; each integer or boolean tensor in it gets its values.
+    """
+    results = [item for item in _flat(result) if isinstance(item, FakeTensor)]
+    if not results or not all(map(_is_kept, results)):
+        return
+    try:
+        values = run_on_values(func, args, kwargs)
+    except _UnknownError:
+        for tensor in results:  # an in-place operator may have made them unknown
+            set_values(tensor, None)
+        return
+    for tensor, value in zip(results, _flat(values), strict=True):
+        set_values(tensor, value)
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.dim() == 0
+    return tensor.numel() <= MOST_ELEMENTS
+
+
+def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator returns for the known values of its arguments; raises if one is unknown."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in _NOT_COPIED}
+    real_args, real_kwargs = tree_map(_known_or_raise, (args, kwargs))
+    with unset_fake_temporarily():
+        return func(*real_args, **real_kwargs)
+
+
+def read_value(func: Any, tensor: Tensor) -> float | int | bool:
+    """What ``tensor.item()`` answers: its value if that is known, else 0.0, 1 or False by type."""
+    values = known_values(tensor)
+    if values is not None:
+        with unset_fake_temporarily():
+            return func(values)
+    if tensor.dtype == torch.bool:
+        return False
+    return 0.0 if tensor.is_floating_point() else 1
+
+
+def result_of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """The result of an operator whose output's size depends on values, and whether that size is known.
+
+    Raises:
+        ModelError: if it is unknown and the operator has no rule here.
+    """
+    try:
+        values = run_on_values(func, args, kwargs)
+    except _UnknownError:
+        return _largest_result(func, args, kwargs), False
+    template = args[0]
+    return tree_map(lambda value: template.new_empty(value.shape, dtype=value.dtype), values), True
+
+
+def _known_or_raise(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    known = known_values(value)
+    if known is None:
+        raise _UnknownError
+    return known
+
+
+def _flat(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rule = _LARGEST.get(func)
+    if rule is None:
+        raise ModelError(
+            f"The size of what {func} returns depends on values that a trace does not have, and there is no bound for "
+            "it here. Write the model's forward without it: masks in place of boolean indexing, scatter in place of "
+            "loops over what was found."
+        )
+    return rule(*args, **kwargs)
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape)).flatten()
+
+
+def _index(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """By a boolean mask: every element that the mask covers, or as many as it is known to pick."""
+    numbers: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            numbers.append(index)
+            continue
+        known = known_values(index)
+        count = index.numel() if known is None else int(known.count_nonzero())
+        numbers += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
+    return aten.index.Tensor(tensor, numbers)
+
+
+_LARGEST: dict[Any, Any] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten.index.Tensor: _index,
+}

@@ -1,0 +1,167 @@
+"""A machine without values: programs run on it, and what they take is written down."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowmem_ft.memory.category import Category, Phase
+from lowmem_ft.memory.estimate import ModelSize
+from lowmem_ft.virtual_gpu.attribution import Attribution
+from lowmem_ft.virtual_gpu.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
+from lowmem_ft.virtual_gpu.bitsandbytes_weights import logical_numel
+from lowmem_ft.virtual_gpu.disguise import FakeMode, fake_tensors_in_disguise
+from lowmem_ft.virtual_gpu.placement import place_module
+from lowmem_ft.virtual_gpu.recorder import Recorder
+from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.work import MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END, WorkLog
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class VirtualMachine:
+    """Runs any PyTorch program on fake tensors, and records its memory and its work.
+
+    As it is, the machine is this one without a GPU: fake tensors on ``cpu`` go through the CPU's own operators.
+    :class:`VirtualGPU` is one with a CUDA device.
+
+    Attributes:
+        device: where to put the model and the batches.
+        recorder: the timeline of memory.
+        work: the log of kernels and copies.
+        choices: what was decided while tracing, in the order of its first mention.
+        trace_seconds: how long programs have run on it.
+    """
+
+    def __init__(self, device: torch.device | None = None, **rules: Any) -> None:
+        self.device = device = device or torch.device("cpu")
+        self.work = WorkLog()
+        self.choices: list[str] = []
+        self.attribution = Attribution(device.type, self._adopt, self._after_optimizer_step)
+        self.recorder = Recorder(device.type, self.attribution, self.work, **rules)
+        self._model_name = ""
+        self._num_parameters = 0
+        self._num_trainable_parameters = 0
+        self._fake_mode = FakeMode(allow_non_fake_inputs=True)
+        self._running = contextlib.ExitStack()
+        self._entered_at = 0.0
+        self.trace_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        self._entered_at = time.perf_counter()
+        with contextlib.ExitStack() as entering:
+            self._enter(entering)
+            self._running = entering.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.recorder.close()
+        self.trace_seconds += time.perf_counter() - self._entered_at
+        self._running.__exit__(*exception)
+
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(_without_garbage_collection())
+        # Autograd's own threads would not see the modes of this one.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(self._fake_mode)
+        stack.enter_context(fake_tensors_in_disguise())
+        stack.enter_context(bitsandbytes_on_virtual_gpu())
+        stack.enter_context(self.attribution)
+        stack.enter_context(self.recorder)
+
+    def place(self, model: ModuleT) -> ModuleT:
+        """Put a model built on the meta device on this one, in place.
+
+        Make the optimizer afterwards: it holds the parameters themselves.
+
+        Returns:
+            The model.
+        """
+        with self.attribution.during("load"):
+            place_module(model, self.device, self._placed)
+        self.attribution.name_modules(model)
+        return model
+
+    def say(self, choice: str) -> None:
+        """Note a decision that users should hear of, once."""
+        if choice not in self.choices:
+            self.choices.append(choice)
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Say that a block is one micro-batch, for the clock."""
+        self.work.mark(MICRO_BATCH_BEGIN)
+        yield
+        self.work.mark(MICRO_BATCH_END)
+
+    def mark(self, tensor: Tensor, category: Category) -> None:
+        """Say what a tensor is for, where the machine cannot know."""
+        self.recorder.mark(tensor, category)
+
+    def trace(self, model_name: str = "") -> Trace:
+        """What has been recorded so far.
+
+        Args:
+            model_name: what to call the model; empty: its class.
+        """
+        return Trace(
+            timeline=self.recorder.timeline,
+            work=self.work.entries,
+            model=ModelSize(
+                name=model_name or self._model_name,
+                parameters=self._num_parameters,
+                trainable_parameters=self._num_trainable_parameters,
+            ),
+            choices=tuple(self.choices),
+            assumed_largest=tuple(sorted(self.recorder.largest_assumed)),
+        )
+
+    def during(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
+        """Call everything in a block by one phase."""
+        return self.attribution.during(phase)
+
+    def _placed(self, module: str, tensor: Tensor) -> None:
+        self.recorder.mark(tensor, "parameter", module)
+
+    def _adopt(self, root: nn.Module) -> None:
+        """A model is here, placed or brought by its own means: all that it holds is a parameter or a buffer."""
+        for name, module in root.named_modules():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self.recorder.mark(tensor, "parameter", name)
+        sizes = {parameter: logical_numel(parameter) for parameter in root.parameters()}
+        if sum(sizes.values()) > self._num_parameters:  # not a part of the model, called by itself
+            self._model_name = type(root).__name__
+            self._num_parameters = sum(sizes.values())
+            self._num_trainable_parameters = sum(
+                n for parameter, n in sizes.items() if parameter.requires_grad
+            )
+
+    def _after_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.work.mark(STEP_END)
+        for parameter, state in optimizer.state.items():
+            owner = self.attribution.owner_of(parameter)
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self.recorder.mark(value, "optimizer_state", owner)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Tensors go with their last reference; a collection at a random moment would only cost time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

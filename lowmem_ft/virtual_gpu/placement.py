@@ -1,0 +1,58 @@
+"""A model built on the meta device, moved to a virtual one: every parameter and buffer gets a storage there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowmem_ft.virtual_gpu.bitsandbytes_weights import place_bitsandbytes
+
+OnPlaced = Callable[[str, Tensor], None]
+"""Called with the name of the module and the new tensor."""
+
+
+def place_module(model: nn.Module, device: torch.device, on_placed: OnPlaced) -> None:
+    """Give each parameter and buffer a fake tensor on a device, in place; ties between parameters are kept.
+
+    ``Module.to`` cannot do it: fake tensors cannot be swapped into parameters that exist.
+
+    Args:
+        model: its parameters may be on meta or hold values, which are not copied.
+        device: of the virtual machine; under its ``FakeTensorMode``.
+        on_placed: is told of each tensor.
+    """
+    placed: dict[int, Tensor] = {}
+
+    def place(name: str, tensor: Tensor) -> Tensor:
+        if id(tensor) not in placed:
+            placed[id(tensor)] = tensor if _is_on(device, tensor) else _on(device, tensor)
+            on_placed(name, placed[id(tensor)])
+        return placed[id(tensor)]
+
+    for name, module in model.named_modules():
+        for tensor in place_bitsandbytes(module, device):
+            on_placed(name, tensor)
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[key] = place(name, tensor)  # type: ignore[assignment]
+
+
+def _is_on(device: torch.device, tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.device == device
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return new
+    parameter = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    own = vars(parameter)
+    own.update(
+        {name: value for name, value in vars(tensor).items() if name not in own}
+    )  # what libraries note on it
+    return parameter

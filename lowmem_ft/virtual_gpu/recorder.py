@@ -1,0 +1,252 @@
+"""Sees every operator of a program and writes down what memory it takes and what work it is.
+
+The recorder lies on top of ``FakeTensorMode``: every operator passes through it after autograd and autocast have had
+their say, as a kernel launch would. A storage is born with the operator that first returns it and dies with its last
+reference, exactly when the caching allocator would get it back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowmem_ft.memory.category import Category, Place
+from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.virtual_gpu.attribution import Attribution, Moment
+from lowmem_ft.virtual_gpu.known_values import compute_values, read_value, result_of_unknown_size
+from lowmem_ft.virtual_gpu.operator_work import work_of
+from lowmem_ft.virtual_gpu.work import WorkLog
+
+aten = torch.ops.aten
+
+Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
+"""Operator, arguments, keyword arguments and result to the sizes of the buffers its kernel takes for itself."""
+Workspaces = Callable[[Any, int], Iterator[tuple[object, int]]]
+"""Operator and stream to the buffers that a library keeps from its first call on: a key and a size each."""
+
+
+class Recorder(TorchDispatchMode):
+    """A timeline of the storages on one device (and on the host beside it), and a log of the work.
+
+    Args:
+        device_type: the device whose storages count as its own; ``cpu`` makes the host the device.
+        attribution: says what the program is doing.
+        work: the log to write to.
+        scratch: buffers of kernels; None for devices without such rules.
+        workspaces: buffers of libraries; None as well.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        attribution: Attribution,
+        work: WorkLog,
+        scratch: Scratch | None = None,
+        workspaces: Workspaces | None = None,
+    ) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.attribution = attribution
+        self.timeline = Timeline()
+        self.work = work
+        self.stream = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.largest_assumed: set[str] = set()
+        """Operators whose result depends on values: it was taken at its largest."""
+        self._scratch = scratch
+        self._workspaces = workspaces
+        self._held_workspaces: set[object] = set()
+        self._index_of: dict[int, int] = {}
+        self._births: dict[int, Moment] = {}
+
+    # --- what others tell the recorder -------------------------------------------------------------------------------
+
+    def mark(self, tensor: Tensor, category: Category, module: str | None = None) -> None:
+        """Say what the storage of a tensor is for, and for which module."""
+        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        if index is None:
+            return
+        allocation = self.timeline.allocations[index]
+        allocation.category = category
+        if module is not None:
+            allocation.module = module
+        self._births.pop(index, None)
+
+    def mark_place(self, tensor: Tensor, place: Place) -> None:
+        """Say that the storage of a tensor lies elsewhere than its device tells, as paged memory does."""
+        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        if index is not None and self.timeline.allocations[index].place != place:
+            allocation = self.timeline.allocations[index]
+            if allocation.place == "device":
+                self.live_bytes -= allocation.size_bytes
+            allocation.place = place
+
+    def module_of(self, tensor: Tensor) -> str | None:
+        """The module that the storage of a tensor belongs to; None if it is unknown."""
+        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        return None if index is None else self.timeline.allocations[index].module
+
+    def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
+        """Record memory that no tensor stands for; the index by which ``timeline.free`` ends it."""
+        module = self.attribution.module if category == "temporary" else ""
+        index = self.timeline.malloc(self._allocation(size_bytes, category, module, place))
+        if place == "device":
+            self._add(size_bytes)
+        return index
+
+    def let_go(self, index: int) -> None:
+        """End what :meth:`hold` began."""
+        self.timeline.free(index)
+        if self.timeline.allocations[index].place == "device":
+            self.live_bytes -= self.timeline.allocations[index].size_bytes
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.peak_bytes = self.live_bytes
+
+    # --- what the recorder sees --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            self.work.synchronize()
+            return read_value(func, args[0])
+        if func is aten.record_stream.default:
+            return None
+        self.attribution.operator_begins(func, args)
+        try:
+            result = func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            result, is_size_known = result_of_unknown_size(func, args, kwargs)
+            if not is_size_known:
+                self.largest_assumed.add(str(func))
+        scratch = self._take_scratch(func, args, kwargs, result)
+        self._record_births(func, args, result)
+        compute_values(func, args, kwargs, result)
+        work = work_of(
+            func,
+            args,
+            kwargs,
+            result,
+            device_type=self.device_type,
+            stream=self.stream,
+            position=len(self.timeline.events),
+        )
+        if work is not None:
+            self.work.entries.append(work)
+        for index in scratch:
+            self.let_go(index)
+        return result
+
+    def _take_scratch(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> list[int]:
+        if self._workspaces is not None:
+            for key, size in self._workspaces(func, self.stream):
+                if key not in self._held_workspaces:
+                    self._held_workspaces.add(key)
+                    self.hold(size, "workspace")
+        if self._scratch is None:
+            return []
+        return [self.hold(size, "temporary") for size in self._scratch(func, args, kwargs, result)]
+
+    def _record_births(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if isinstance(result, Tensor):
+            self._see(func, args, result, 0)
+        elif isinstance(result, (tuple, list)):
+            for position, item in enumerate(result):
+                if isinstance(item, Tensor):
+                    self._see(func, args, item, position)
+
+    def _see(self, func: Any, args: tuple[Any, ...], tensor: Tensor, position: int) -> None:
+        device_type = tensor.device.type
+        if device_type == "meta" or (device_type != self.device_type and device_type != "cpu"):
+            return
+        storage = tensor.untyped_storage()
+        index = self._index_of.get(storage._cdata)
+        if index is not None:
+            if self.attribution.is_accumulating_gradient and device_type == self.device_type:
+                self.mark(tensor, "gradient", self.attribution.module)
+            if self.timeline.allocations[index].size_bytes == storage.nbytes():
+                return
+            self._die(storage._cdata, index)  # resized: what it held before is free
+        self._bear(func, args, tensor, storage, position)
+
+    def _bear(
+        self, func: Any, args: tuple[Any, ...], tensor: Tensor, storage: torch.UntypedStorage, position: int
+    ) -> None:
+        attribution = self.attribution
+        module = attribution.module
+        if not module and attribution.inherits_module:
+            module = self._module_of_source(args, position)
+        category = attribution.category_at_birth(func, args)
+        index = self._count(tensor, storage, category, module)
+        if category in ("temporary", "activation"):
+            self._births[index] = attribution.moment
+
+    def _count(self, tensor: Tensor, storage: torch.UntypedStorage, category: Category, module: str) -> int:
+        place: Place = "device" if tensor.device.type == self.device_type else "host"
+        size, key = storage.nbytes(), storage._cdata
+        index = self.timeline.malloc(self._allocation(size, category, module, place))
+        if key not in self._index_of:
+            weakref.finalize(storage, self._release, key).atexit = False
+        self._index_of[key] = index
+        if place == "device":
+            self._add(size)
+        return index
+
+    def _module_of_source(self, args: tuple[Any, ...], position: int) -> str:
+        """The module of the tensor that a result was made from: in an optimizer's step, the parameter's."""
+        for argument in args:
+            source: Any = argument
+            if isinstance(argument, (list, tuple)) and argument:
+                source = argument[position] if position < len(argument) else argument[0]
+            if isinstance(source, Tensor):
+                return self.module_of(source) or ""
+        return ""
+
+    def _release(self, key: int) -> None:
+        index = self._index_of.get(key)
+        if index is not None:
+            self._die(key, index)
+
+    def close(self) -> None:
+        """Write nothing more: what is freed from now on lived to the end of the trace."""
+        self._index_of.clear()
+
+    def _die(self, key: int, index: int) -> None:
+        del self._index_of[key]
+        birth = self._births.pop(index, None)
+        allocation = self.timeline.allocations[index]
+        if birth is not None:
+            allocation.category = self.attribution.category_at_death(allocation.category, birth)
+        self.timeline.free(index)
+        self.work.position = len(self.timeline.events)
+        if allocation.place == "device":
+            self.live_bytes -= allocation.size_bytes
+
+    def _allocation(self, size: int, category: Category, module: str, place: Place) -> Allocation:
+        return Allocation(
+            size_bytes=size,
+            category=category,
+            phase=self.attribution.phase,
+            module=module,
+            stream=self.stream,
+            place=place,
+        )
+
+    def _add(self, size: int) -> None:
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.work.position = len(self.timeline.events)

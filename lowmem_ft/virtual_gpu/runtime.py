@@ -1,0 +1,123 @@
+"""The training step's surroundings on a virtual machine: what ``AccelerateRuntime`` is to a real one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lowmem_ft.errors import ModelError
+from lowmem_ft.models import ModelConfig, weights_dtype
+from lowmem_ft.recipe import TrainingConfig
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_on_meta(
+    config: ModelConfig, hf_config: PretrainedConfig, attn_implementation: str = "eager"
+) -> PreTrainedModel:
+    """The model's modules and shapes, without weights.
+
+    Raises:
+        ModelError: if the config lacks what its architecture needs.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                hf_config,
+                dtype=weights_dtype(config, hf_config),
+                attn_implementation=attn_implementation,
+                trust_remote_code=config.trust_remote_code,
+            )
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"The config of {config.name_or_path} does not make a {hf_config.model_type} model: {error}. "
+            "Compare its config.json with that of a published model of the family."
+        ) from error
+    return cast(PreTrainedModel, model)
+
+
+class VirtualRuntime:
+    """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, no values.
+
+    It takes each decision as ``AccelerateRuntime`` does: autocast without its weight cache, fp16 with a loss scaler.
+
+    Args:
+        machine: where the model goes.
+        config: for its precision.
+    """
+
+    def __init__(self, machine: VirtualMachine, config: TrainingConfig) -> None:
+        self.machine = machine
+        self.device = machine.device
+        self.num_processes = 1
+        self._autocast_dtype = _AUTOCAST_DTYPES.get(config.mixed_precision)
+        self._scaler = (
+            torch.amp.GradScaler(self.device.type) if config.mixed_precision == "fp16" else None  # type: ignore[attr-defined]
+        )
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def load_model(
+        self, config: ModelConfig, hf_config: PretrainedConfig, *, attn_implementation: str, seed: int
+    ) -> PreTrainedModel:
+        """Build the model from its config alone and give every tensor a storage on the machine."""
+        with _disable_current_modes():
+            model = model_on_meta(config, hf_config, attn_implementation)
+        return self.machine.place(model)
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """One process wraps nothing."""
+        self._optimizer = optimizer
+        return model, optimizer
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Torch's autocast, without its weight cache."""
+        if self._autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False)  # type: ignore[return-value]
+
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+        """Notes where each micro-batch begins and ends."""
+        return self.machine.micro_batch()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``loss.backward()``, times the loss scale under fp16."""
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Torch's ``clip_grad_norm_``; fp16 gradients are unscaled first."""
+        if self._scaler is not None:
+            assert self._optimizer is not None
+            self._scaler.unscale_(self._optimizer)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
+        """The value: there is one process."""
+        return value
+
+    def is_finite(self, value: torch.Tensor) -> bool:
+        """A trace has no values; it follows the step that succeeds."""
+        torch.isfinite(value)
+        self.machine.work.synchronize()
+        return True
+
+    def loss_scale_may_overflow(self) -> bool:
+        """Not in a step that succeeds."""
+        return False
+
+    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
+        """Step; under fp16 through the loss scaler."""
+        if self._scaler is None:
+            optimizer.step()
+        else:
+            self._scaler.step(optimizer)
+            self._scaler.update()

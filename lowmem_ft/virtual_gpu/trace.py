@@ -1,0 +1,41 @@
+"""What a program took from a machine: enough to replay it on any GPU of the same kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowmem_ft.memory.estimate import ModelSize
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.virtual_gpu.work import MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Memory and work of a program, in order.
+
+    Args:
+        timeline: every allocation.
+        work: every kernel and copy; marks say where steps and micro-batches lie.
+        model: the model that was placed.
+        choices: what was decided while tracing.
+        assumed_largest: operators whose result was taken at its largest, as its size depends on values.
+    """
+
+    timeline: Timeline
+    work: list[Work]
+    model: ModelSize
+    choices: tuple[str, ...] = ()
+    assumed_largest: tuple[str, ...] = ()
+
+    @property
+    def step_ends(self) -> list[int]:
+        """For each optimizer step, the index of the entry of ``work`` at its end."""
+        return self._moments(STEP_END)
+
+    @property
+    def micro_batches(self) -> list[tuple[int, int]]:
+        """For each micro-batch, the indices of the entries at its begin and end; empty if nobody said."""
+        return list(zip(self._moments(MICRO_BATCH_BEGIN), self._moments(MICRO_BATCH_END), strict=True))
+
+    def _moments(self, name: str) -> list[int]:
+        return [index for index, entry in enumerate(self.work) if entry.kind == "mark" and entry.name == name]

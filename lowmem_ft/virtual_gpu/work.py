@@ -1,0 +1,69 @@
+"""What a program asked a GPU to do, in order: kernels, copies, events; ``clock.py`` says how long it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(slots=True)
+class Work:
+    """One entry of the log.
+
+    Args:
+        kind: ``kernel`` runs on a stream; ``copy`` moves bytes over the host link on a stream; ``record`` and ``wait``
+            put an event on a stream or a stream behind an event; ``synchronize`` lets the host wait for an event, or
+            for all streams if ``event`` is -1; ``mark`` takes no time: it names a moment.
+        position: number of events that the timeline of memory had when it was issued.
+        stream: where it runs.
+        name: of the operator, or of the moment.
+        flops: floating-point operations.
+        dtype: of the operands of the products, such as ``bfloat16``; empty where there are none.
+        num_bytes: read and written in device memory; for a copy, moved over the host link.
+        event: of ``record``, ``wait``, ``synchronize``.
+        blocking: of a copy: whether the host waits for its end.
+        to_host: of a copy: its direction; each has a copy engine of its own.
+    """
+
+    kind: Literal["kernel", "copy", "record", "wait", "synchronize", "mark"]
+    position: int
+    stream: int = 0
+    name: str = ""
+    flops: int = 0
+    dtype: str = ""
+    num_bytes: int = 0
+    event: int = -1
+    blocking: bool = False
+    to_host: bool = False
+
+
+STEP_END = "step end"
+MICRO_BATCH_BEGIN, MICRO_BATCH_END = "micro-batch begin", "micro-batch end"
+
+
+@dataclass
+class WorkLog:
+    """All work in the order in which the host issued it."""
+
+    entries: list[Work] = field(default_factory=list)
+    position: int = 0
+
+    def mark(self, moment: str) -> None:
+        """Name this moment."""
+        self.entries.append(Work("mark", self.position, name=moment))
+
+    def record_event(self, event: int, stream: int) -> None:
+        """An event behind the stream's work so far."""
+        self.entries.append(Work("record", self.position, stream, event=event))
+
+    def wait_event(self, event: int, stream: int) -> None:
+        """The stream's further work waits for the event."""
+        self.entries.append(Work("wait", self.position, stream, event=event))
+
+    def synchronize_event(self, event: int) -> None:
+        """The host waits for the event."""
+        self.entries.append(Work("synchronize", self.position, event=event))
+
+    def synchronize(self) -> None:
+        """The host waits for every stream."""
+        self.entries.append(Work("synchronize", self.position))
