@@ -28,13 +28,13 @@ from lowmem_ft.recipe.recipe_files import RecipeFile, read_recipe_files
 from lowmem_ft.recipe.tree import Recipe
 
 
-def load_recipe(name_or_path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(name_or_path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe of that name, with the settings applied.
 
     A file may extend another (``base: NAME|PATH``); a key counts where it is set last: base, file, overrides.
 
     Args:
-        name_or_path: the name of a shipped recipe, or the path of a ``.yaml`` file.
+        name_or_path: the name of a shipped recipe, or the path of a ``.yaml`` file; None: the defaults alone.
         overrides: settings such as ``training.learning_rate=1e-5``; ``key=null`` unsets.
 
     Returns:
@@ -46,7 +46,7 @@ def load_recipe(name_or_path: str | os.PathLike[str], overrides: Iterable[str] =
     draft = _Draft()
     files: list[RecipeFile] = []
     try:
-        files = read_recipe_files(name_or_path)
+        files = [] if name_or_path is None else read_recipe_files(name_or_path)
     except RecipeError as error:
         draft.problems += error.problems
         draft.wrong.update(recipe_groups())

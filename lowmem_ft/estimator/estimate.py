@@ -1,0 +1,127 @@
+"""What a recipe needs, before a GPU is rented: its own step on a virtual GPU, replayed on real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.errors import UserError
+from lowmem_ft.estimator.host import host_base_bytes
+from lowmem_ft.estimator.target import choose_gpu, limits, processor_name
+from lowmem_ft.estimator.tracing import TracedRecipe, trace_recipe
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.virtual_gpu.estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.outside import process_overhead_bytes
+
+
+def estimate_memory(
+    recipe: Recipe, gpu: str | Gpu | None = None, *, budget: Budget | None = None
+) -> MemoryEstimate:
+    """What a recipe needs on one device, from its configs alone: no GPU, no weights, no data.
+
+    The step that would train runs on a virtual GPU at the recipe's worst batch: load, two optimizer steps, and an
+    evaluation if the recipe has held-out data.
+
+    Args:
+        recipe: what would be trained.
+        gpu: a GPU or its name in the catalogue (``rtx-4090``), or ``cpu``; None: this machine's GPU, else one of the
+            size of the budget, else this machine's processor.
+        budget: what may be used; None: the recipe's own.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        UserError: if the catalogue has no such GPU, or the GPU cannot run the recipe.
+        ModelError: if the model cannot be found, or its forward cannot be traced.
+    """
+    budget = budget or recipe.budget
+    spec, reason = choose_gpu(gpu, budget, use_cpu=recipe.training.use_cpu)
+    start = time.perf_counter()
+    traced = trace_recipe(recipe, VirtualMachine if spec is None else functools.partial(VirtualGPU, spec))
+    return _estimate(recipe, traced, spec, budget, time.perf_counter() - start, reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CannotRun:
+    """A GPU that a recipe cannot run on, and why."""
+
+    gpu: Gpu
+    problems: tuple[str, ...]
+
+
+def estimate_on_gpus(
+    recipe: Recipe, gpus: Sequence[Gpu], *, budget: Budget | None = None
+) -> list[MemoryEstimate | CannotRun]:
+    """What a recipe needs on each of many GPUs; GPUs that run the same kernels share a trace.
+
+    Args:
+        recipe: what would be trained.
+        gpus: the GPUs.
+        budget: what may be used; None: the recipe's own.
+
+    Returns:
+        For each GPU, in their order, the estimate or why it cannot run the recipe.
+
+    Raises:
+        UserError: if no GPU at all can run it: the problems of the first.
+    """
+    budget = budget or recipe.budget
+    traces: dict[object, TracedRecipe | UserError] = {}
+    results: list[MemoryEstimate | CannotRun] = []
+    for gpu in gpus:
+        start = time.perf_counter()
+        kind = (gpu.compute_capability, gpu.num_multiprocessors)
+        if kind not in traces:
+            traces[kind] = _trace_or_error(recipe, gpu)
+        traced = traces[kind]
+        if isinstance(traced, UserError):
+            results.append(CannotRun(gpu=gpu, problems=traced.problems))
+        else:
+            results.append(_estimate(recipe, traced, gpu, budget, time.perf_counter() - start, ""))
+    errors = [trace for trace in traces.values() if isinstance(trace, UserError)]
+    if errors and len(errors) == len(traces):
+        raise errors[0]
+    return results
+
+
+def _trace_or_error(recipe: Recipe, gpu: Gpu) -> TracedRecipe | UserError:
+    try:
+        return trace_recipe(recipe, functools.partial(VirtualGPU, gpu))
+    except UserError as error:
+        return error
+
+
+def _estimate(
+    recipe: Recipe,
+    traced: TracedRecipe,
+    gpu: Gpu | None,
+    budget: Budget,
+    trace_seconds: float,
+    reason: str,
+) -> MemoryEstimate:
+    surroundings = Surroundings(
+        host_base_bytes=host_base_bytes(traced.trace, on_gpu=gpu is not None),
+        tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
+        micro_batches_per_step=recipe.training.gradient_accumulation_steps,
+    )
+    if gpu is None:
+        estimate = estimate_on_cpu(
+            traced.trace, processor_name(), limits(None, budget), surroundings, trace_seconds
+        )
+    else:
+        outside = process_overhead_bytes(
+            gpu, uses_bitsandbytes="bnb" in recipe.optimizer.name, num_processes=1
+        )
+        surroundings = dataclasses.replace(surroundings, outside_bytes=outside)
+        estimate = estimate_on_gpu(traced.trace, gpu, limits(gpu, budget), surroundings, trace_seconds)
+    choices = [f"batch: {traced.batch}", *estimate.choices]
+    return dataclasses.replace(estimate, choices=tuple([reason, *choices] if reason else choices))

@@ -1,0 +1,115 @@
+"""Which device an estimate is for: one of the catalogue, this machine's own, or what a budget would buy."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpus import find_gpu, load_gpus
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.estimate import BudgetVerdict
+from lowmem_ft.units import parse_bytes
+
+CPU = "cpu"
+"""What to ask for in place of a GPU's name to get an estimate for training on this machine's processor."""
+
+
+def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple[Gpu | None, str]:
+    """The GPU to estimate for, and why that one.
+
+    Args:
+        gpu: a GPU, its name in the catalogue, ``cpu``, or None to choose.
+        budget: its device part stands for a GPU of that size where there is none in this machine.
+        use_cpu: whether the recipe trains on the CPU anyway.
+
+    Returns:
+        The GPU, or None for this machine's processor; and the reason, empty if it was asked for.
+
+    Raises:
+        UserError: if the catalogue has no such GPU.
+    """
+    if isinstance(gpu, Gpu):
+        return gpu, ""
+    if gpu == CPU:
+        return None, ""
+    if gpu is not None:
+        return find_gpu(gpu), ""
+    if use_cpu:
+        return None, "device: this machine's processor (training.use_cpu=true)"
+    if torch.cuda.is_available():
+        own = this_machines_gpu()
+        return own, f"device: this machine's {own.full_name}"
+    if budget.device is not None:
+        bought = _cheapest_with(parse_bytes(budget.device), budget.device)
+        return (
+            bought,
+            f"device: {bought.name}, the cheapest in the catalogue with budget.device={budget.device}",
+        )
+    return None, "device: this machine's processor, as it has no GPU"
+
+
+def limits(gpu: Gpu | None, budget: Budget) -> BudgetVerdict:
+    """What a run may take: the budget, and never more than the device has.
+
+    Raises:
+        UserError: if a budget is no size.
+    """
+    device = None if budget.device is None else parse_bytes(budget.device)
+    if gpu is not None:
+        device = gpu.memory_bytes if device is None else min(device, gpu.memory_bytes)
+    return BudgetVerdict(
+        device_bytes=device, host_bytes=None if budget.host is None else parse_bytes(budget.host)
+    )
+
+
+def this_machines_gpu() -> Gpu:
+    """The current CUDA device as a row of the catalogue, with the memory that its driver reports.
+
+    A GPU that the catalogue does not know stands in for its nearest relative by compute capability and memory.
+    """
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    capability = (properties.major, properties.minor)
+
+    def distance(gpu: Gpu) -> tuple[bool, bool, int]:
+        is_namesake = gpu.full_name.lower() in properties.name.lower()
+        return (
+            not is_namesake,
+            gpu.compute_capability != capability,
+            abs(gpu.memory_bytes - properties.total_memory),
+        )
+
+    nearest = min(load_gpus().values(), key=distance)
+    import dataclasses
+
+    return dataclasses.replace(
+        nearest,
+        full_name=properties.name,
+        memory_bytes=properties.total_memory,
+        compute_capability=capability,
+        num_multiprocessors=properties.multi_processor_count,
+    )
+
+
+def processor_name() -> str:
+    """What to call this machine's processor."""
+    return f"cpu ({platform.machine()})"
+
+
+def _cheapest_with(num_bytes: int, text: str) -> Gpu:
+    large_enough = [gpu for gpu in load_gpus().values() if gpu.memory_bytes >= num_bytes]
+    if not large_enough:
+        largest = max(load_gpus().values(), key=lambda gpu: gpu.memory_bytes)
+        raise UserError(
+            f"budget.device={text} is more than any GPU of the catalogue has; the largest, {largest.name}, has "
+            f"{largest.memory_bytes / 2**30:.0f} GiB. Lower the budget, or name a GPU."
+        )
+
+    def cost(gpu: Gpu) -> tuple[bool, float, int]:
+        price = gpu.cheapest_price
+        modern = gpu.compute_capability >= (8, 0)
+        return not modern, float("inf") if price is None else price.usd_per_hour, gpu.memory_bytes
+
+    return min(large_enough, key=cost)

@@ -1,0 +1,158 @@
+"""The recipe's own step, run on a virtual machine: build, optimizer steps, evaluation.
+
+Nothing here knows a technique. What ``training/build.py`` builds is what is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from transformers import PretrainedConfig
+
+from lowmem_ft.data import Batch
+from lowmem_ft.errors import ModelError
+from lowmem_ft.estimator.layers import shallow_model, with_num_layers
+from lowmem_ft.estimator.worst_batch import row_length, worst_batch
+from lowmem_ft.models import load_model_config
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.build import Plan, build_session, plan_session
+from lowmem_ft.training.session import Session
+from lowmem_ft.training.step import evaluation_loss, train_step
+from lowmem_ft.virtual_gpu.extension import NotRegularError
+from lowmem_ft.virtual_gpu.extension import extend as extend_trace
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.runtime import VirtualRuntime, model_on_meta
+from lowmem_ft.virtual_gpu.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+NUM_STEPS = 2
+"""State is made in the first step, so the second is the first to hold all of it."""
+
+NUM_MICRO_BATCHES = 2
+"""At most: from the second on, each meets the gradients of the ones before, and nothing else changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRecipe:
+    """A trace, and the batch it was made with.
+
+    Args:
+        trace: of load, steps and evaluation.
+        tokens_per_micro_batch: without padding.
+        batch: its shape, for people.
+    """
+
+    trace: Trace
+    tokens_per_micro_batch: int
+    batch: str
+
+
+def trace_recipe(
+    recipe: Recipe, new_machine: Callable[[], VirtualMachine], *, extend: bool = True
+) -> TracedRecipe:
+    """Everything that the recipe takes on a machine, at its worst batch.
+
+    A deep model is traced with a few of its layers, twice, and the trace extended, where the two traces show that this
+    is exact; else all of it is traced.
+
+    Args:
+        recipe: what would be trained; its data is not read.
+        new_machine: makes a machine of the kind in question.
+        extend: whether a trace may be extended.
+
+    Returns:
+        The trace of load, two optimizer steps and, if the recipe has held-out data, an evaluation.
+
+    Raises:
+        UserError: if the machine cannot run the recipe.
+        ModelError: if the model cannot be found, or its forward cannot be traced.
+    """
+    hf_config = load_model_config(recipe.model, architecture_only=True)
+    shallow = shallow_model(recipe, model_on_meta(recipe.model, hf_config)) if extend else None
+    if shallow is not None:
+        short, longer = (
+            trace_layers(recipe, with_num_layers(hf_config, shallow.num_layers + more), new_machine())
+            for more in (0, shallow.layers.period)
+        )
+        try:
+            trace = extend_trace(short.trace, longer.trace, shallow.layers, shallow.full_num_layers)
+            return dataclasses.replace(short, trace=trace)
+        except NotRegularError as error:
+            logger.info("All %d layers are traced: %s.", shallow.full_num_layers, error)
+    return trace_layers(recipe, hf_config, new_machine())
+
+
+def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine) -> TracedRecipe:
+    """The same for all layers of an architecture, without any extension.
+
+    Args:
+        recipe: what would be trained.
+        hf_config: the architecture.
+        machine: a fresh one.
+
+    Returns:
+        The trace.
+
+    Raises:
+        UserError: as above.
+        ModelError: as above.
+    """
+    runtime = VirtualRuntime(machine, recipe.training)
+    with machine:
+        plan = plan_session(recipe, runtime, hf_config)
+        rows, length = recipe.training.per_device_train_batch_size, row_length(recipe, plan.hf_config)
+        machine.say(f"attention: {plan.attention.implementation} ({plan.attention.reason})")
+        try:
+            session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
+            _take_steps(recipe, plan, session, machine)
+            _evaluate(recipe, plan, session, machine)
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        ) as error:
+            raise ModelError(
+                f"{recipe.model.name_or_path} cannot be traced: the forward of its {hf_config.model_type} architecture "
+                f"calls {error.args[0]}, whose result depends on values that a trace does not have. Rewrite that part "
+                "with operators of fixed shape, or measure a small model of that architecture."
+            ) from error
+    return TracedRecipe(
+        trace=machine.trace(recipe.model.name_or_path or ""),
+        tokens_per_micro_batch=rows * length,
+        batch=f"{rows} x {length} tokens",
+    )
+
+
+def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
+    num_rows = recipe.training.per_device_train_batch_size
+    num_micro_batches = min(recipe.training.gradient_accumulation_steps, NUM_MICRO_BATCHES)
+    for _ in range(NUM_STEPS):
+        train_step(session, [_batch(recipe, plan, num_rows, machine) for _ in range(num_micro_batches)])
+
+
+def _evaluate(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
+    data, training = recipe.data, recipe.training
+    if data.eval_path is None and data.eval_split is None and data.eval_size is None:
+        return
+    num_rows = training.per_device_eval_batch_size or training.per_device_train_batch_size
+    session.model.eval()
+    with machine.during("evaluation"):
+        evaluation_loss(session, [_batch(recipe, plan, num_rows, machine)])
+    session.model.train()
+
+
+def _batch(recipe: Recipe, plan: Plan, num_rows: int, machine: VirtualMachine) -> Batch:
+    batch = worst_batch(recipe, plan.hf_config, num_rows, attn_implementation=plan.attention.implementation)
+    for tensor in (batch.input_ids_BT, batch.labels_BT, batch.position_ids_BT):
+        if tensor is not None:
+            machine.mark(tensor, "input")
+    return batch

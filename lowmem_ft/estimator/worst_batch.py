@@ -1,0 +1,76 @@
+"""The largest micro-batch that a recipe can meet: its memory is the run's.
+
+Axes: T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PretrainedConfig
+
+from lowmem_ft.data.batch import IGNORED_LABEL, Batch
+from lowmem_ft.data.collating import Collator
+from lowmem_ft.data.row import TokenizedExample
+from lowmem_ft.errors import DataError
+from lowmem_ft.models import max_positions
+from lowmem_ft.recipe import Recipe
+
+DOCUMENTS_PER_PACKED_ROW = 4
+"""How many documents share a packed row does not change its memory, as long as there are several."""
+
+
+def worst_batch(
+    recipe: Recipe, hf_config: PretrainedConfig, num_rows: int, *, attn_implementation: str
+) -> Batch:
+    """A micro-batch of full rows in which every token is learnt, collated as in training.
+
+    Args:
+        recipe: for the length of rows, and whether they are packed.
+        hf_config: for the model's longest sequence, which counts where ``data.max_length`` is null.
+        num_rows: rows of the micro-batch.
+        attn_implementation: decides the layout of packed rows.
+
+    Returns:
+        The batch, on the host.
+
+    Raises:
+        DataError: if the model takes no rows that long, or nobody says how long they are.
+    """
+    length, packed = row_length(recipe, hf_config), recipe.data.packing
+    collate = Collator(
+        pad_token_id=0, max_length=length, packed=packed, in_one_row="flash" in attn_implementation
+    )
+    num_documents = min(DOCUMENTS_PER_PACKED_ROW, length) if packed else 1
+    rows = [
+        [_example(index, len(part)) for part in np.array_split(np.arange(length), num_documents)]
+        for index in range(num_rows)
+    ]
+    return collate(rows)
+
+
+def row_length(recipe: Recipe, hf_config: PretrainedConfig) -> int:
+    """Tokens of the longest row: ``data.max_length``, or else the model's limit.
+
+    Raises:
+        DataError: if it is beyond the model's limit, or neither of the two is there.
+    """
+    limit, length = max_positions(hf_config), recipe.data.max_length
+    if length is None and limit is None:
+        raise DataError(
+            "An estimate needs the length of rows, but data.max_length is null and the model has no limit. "
+            "Set data.max_length."
+        )
+    if length is not None and limit is not None and length > limit:
+        raise DataError(
+            f"data.max_length is at most what the model takes, {limit} tokens, got {length}. "
+            f"Set data.max_length={limit} or less, or null for the model's limit."
+        )
+    return limit if length is None else length  # type: ignore[return-value]
+
+
+def _example(sample_id: int, length: int) -> TokenizedExample:
+    labels_T = np.ones(length, dtype=np.int64)
+    labels_T[0] = IGNORED_LABEL
+    return TokenizedExample(
+        sample_id=sample_id, input_ids_T=np.ones(length, dtype=np.int64), labels_T=labels_T
+    )

@@ -1,0 +1,1 @@
+"""Estimates as text, figures and files: values in, something to read out."""

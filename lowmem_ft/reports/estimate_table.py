@@ -1,0 +1,187 @@
+"""One estimate at a glance: the verdict, what memory holds at the peak and where that is, time and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from lowmem_ft.catalog.gpu import Price
+from lowmem_ft.memory.category import PHASES
+from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
+from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, verdict
+from lowmem_ft.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowmem_ft.estimator.changes import Change
+
+
+def estimate_table(estimate: MemoryEstimate, price: Price | None = None) -> RenderableType:
+    """One estimate, for a rich console of any width, with colour or without.
+
+    Args:
+        estimate: what to show.
+        price: what an hour of the GPU costs; None leaves the cost out.
+
+    Returns:
+        Something that ``rich.print`` prints.
+    """
+    return Group(_headline(estimate), "", _memory_bars(estimate), "", _facts(estimate, price))
+
+
+def changes_table(changes: Sequence[Change], gpu_name: str) -> RenderableType:
+    """What would make the run fit, one change a line, with its new peak and its price in time or fidelity.
+
+    Args:
+        changes: the cheapest first.
+        gpu_name: where it would fit with them.
+
+    Returns:
+        Something that ``rich.print`` prints.
+    """
+    if not changes:
+        return Text(f"No small change makes it fit on {gpu_name}. See other GPUs with --gpu all.")
+    table = _grid()
+    for change in changes:
+        setting = Text(" ".join(change.overrides), "bold")
+        peak = f"peak {format_bytes(change.estimate.process_peak_bytes)}"
+        table.add_row(Text(peak, no_wrap=True), Group(setting, Text(change.why)))
+    return Group(Text(f"Cheapest changes that make it fit on {gpu_name}:", "bold"), _indented(table))
+
+
+def price_per_million_tokens(step: StepTime | None, price: Price | None) -> float | None:
+    """US dollars for a million tokens; None where the time or the price is unknown."""
+    if step is None or price is None or not step.tokens_per_second:
+        return None
+    return price.usd_per_hour * 1e6 / (3600 * step.tokens_per_second)
+
+
+def format_dollars(dollars: float) -> str:
+    """A price with two digits that count, such as ``$0.0071`` or ``$12.40``."""
+    return f"${dollars:.2f}" if dollars >= 0.1 else f"${dollars:.2g}"
+
+
+def _headline(estimate: MemoryEstimate) -> Text:
+    model = estimate.model
+    trained = "all trained"
+    if model.trainable_parameters != model.parameters:
+        share = model.trainable_parameters / model.parameters
+        trained = f"{model.trainable_parameters:,} trained ({share:.2%})"
+    return Text.assemble(
+        (model.name, "bold"),
+        " ",
+        (verdict(estimate), "bold green" if estimate.fits else "bold red"),
+        f"\n{model.parameters:,} parameters, {trained}",
+    )
+
+
+def _memory_bars(estimate: MemoryEstimate) -> RenderableType:
+    """A bar for each use of the device's memory; the whole width is all of it, or all that is needed."""
+    memory, process = estimate.gpu.memory_bytes, estimate.process_peak_bytes
+    whole, width = memory or process, max(memory, process, 1)
+    table = Table(box=None, padding=(0, 1, 0, 0), show_header=False, expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    for _ in ("bytes", "share"):
+        table.add_column(justify="right", no_wrap=True)
+    for words, size, colour in _uses(estimate):
+        table.add_row(words, _Bar(size / width, colour), format_bytes(size), f"{size / whole:.1%}")
+    peaks = (
+        f"allocated {format_bytes(estimate.allocated_peak_bytes)}, "
+        f"reserved {format_bytes(estimate.reserved_peak_bytes)}, "
+        f"process {format_bytes(estimate.process_peak_bytes)}"
+    )
+    title = f"Memory of {estimate.gpu.name} at the peak" + (f", of {format_bytes(memory)}" if memory else "")
+    return Group(Text(title, "bold"), _indented(Group(table, Text(peaks))))
+
+
+def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
+    """What takes memory, in the order it is stacked, with a colour: tensors, then what surrounds them."""
+    for category, words in CATEGORY_WORDS.items():
+        if size := estimate.by_category_at_peak.get(category, 0):
+            yield words, size, "cyan"
+    if cached := estimate.reserved_peak_bytes - estimate.allocated_peak_bytes:
+        yield "cached, not in use", cached, "blue"
+    if outside := estimate.process_peak_bytes - estimate.reserved_peak_bytes:
+        yield "context, libraries", outside, "blue"
+    if estimate.gpu.memory_bytes:
+        free = estimate.gpu.memory_bytes - estimate.process_peak_bytes
+        yield ("free", free, "dim") if free >= 0 else ("missing", -free, "red")
+
+
+def _facts(estimate: MemoryEstimate, price: Price | None) -> Table:
+    """Label and text, a line each, wrapped beside the label."""
+    table = _grid()
+    for label, text in _fact_lines(estimate, price):
+        table.add_row(Text(label, "bold"), Text(text))
+    return table
+
+
+def _fact_lines(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str, str]]:
+    module = module_words(estimate.peak_module)
+    yield "peak", f"in {PHASE_WORDS[estimate.peak_phase]}, {module}"
+    by_phase = estimate.by_phase
+    peaks = [f"{PHASE_WORDS[phase]} {format_bytes(by_phase[phase])}" for phase in PHASES if phase in by_phase]
+    yield "by phase", ", ".join(peaks)
+    yield "host", _host_words(estimate)
+    step = estimate.step
+    if step is not None:
+        yield (
+            "step",
+            f"{step.seconds:.3g} s for {step.tokens:,} tokens: {step.tokens_per_second:,.0f} tokens/s, "
+            f"bound by {step.bound_by}",
+        )
+    cost = price_per_million_tokens(step, price)
+    if price is not None and cost is not None:
+        yield (
+            "cost",
+            f"{format_dollars(cost)} per 1M tokens at {format_dollars(price.usd_per_hour)} an hour "
+            f"({price.provider}, {price.date})",
+        )
+    yield from (("" if index else "chosen", text) for index, text in enumerate(estimate.choices))
+    yield from (("" if index else "not modelled", text) for index, text in enumerate(estimate.not_modelled))
+    if estimate.versions:
+        versions = ", ".join(f"{library} {version}" for library, version in estimate.versions.items())
+        yield "traced", f"in {estimate.trace_seconds:.1f} s, {versions}"
+
+
+def _host_words(estimate: MemoryEstimate) -> str:
+    pinned, limit = estimate.host_pinned_bytes, estimate.budget.host_bytes
+    words = f"{format_bytes(estimate.host_peak_bytes)} resident at the peak"
+    words += f", {format_bytes(pinned)} pinned" if pinned else ""
+    return words + (f", of {format_bytes(limit)} allowed" if limit is not None else "")
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _indented(renderable: RenderableType) -> Padding:
+    return Padding(renderable, (0, 0, 0, 2))
+
+
+class _Bar:
+    """A share of the width it is given, in eighths of a character; in whole ``#`` where blocks cannot be written."""
+
+    def __init__(self, share: float, colour: str) -> None:
+        self._share = min(1.0, share)
+        self._style = Style.parse(colour)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        if options.ascii_only:
+            text = "#" * round(self._share * width)
+        else:
+            full, eighths = divmod(round(self._share * width * 8), 8)
+            text = "█" * full + " ▏▎▍▌▋▊▉"[eighths].strip()
+        yield Segment(text.ljust(width), self._style)
+        yield Segment.line()

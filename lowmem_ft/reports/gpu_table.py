@@ -1,0 +1,93 @@
+"""One recipe on many GPUs: which hold it, how fast, and at what price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
+from lowmem_ft.reports.wording import shortfall
+from lowmem_ft.units import format_bytes
+
+
+def gpu_table(
+    estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu], cannot_run: Mapping[str, str]
+) -> RenderableType:
+    """A line for each GPU, the cheapest hour first; those that nobody rents out after them, by memory.
+
+    Args:
+        estimates: at least one, all of the same recipe.
+        gpus: the catalogue, by name.
+        cannot_run: why, by the name of each GPU whose hardware cannot run the recipe.
+
+    Returns:
+        Something that ``rich.print`` prints.
+    """
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("GPU", no_wrap=True)
+    table.add_column("verdict", min_width=len("12.3 GiB over"))
+    for heading in ("needs", "of", "tokens/s", "$/hour", "$/1M tok"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for estimate in by_price(estimates, gpus):
+        table.add_row(*_row(estimate, gpus[estimate.gpu.name]))
+    model = estimates[0].model
+    num_fitting = sum(estimate.fits for estimate in estimates)
+    title = f" fits on {num_fitting} of {len(estimates) + len(cannot_run)} GPUs"
+    return Group(
+        Text.assemble((model.name, "bold"), title, f"\n{model.parameters:,} parameters\n"),
+        table,
+        *_refusals(cannot_run),
+        Text("\n$/hour: the lowest on-demand price known; `lowmem-ft gpus` says whose, and of what date."),
+    )
+
+
+def by_price(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> list[MemoryEstimate]:
+    """Estimates by the price of their GPU's hour; those without a price last, by memory.
+
+    Args:
+        estimates: in any order.
+        gpus: the catalogue, by name.
+
+    Returns:
+        The estimates in order.
+    """
+
+    def key(estimate: MemoryEstimate) -> tuple[float, int]:
+        price = gpus[estimate.gpu.name].cheapest_price
+        return (price.usd_per_hour if price else float("inf"), estimate.gpu.memory_bytes)
+
+    return sorted(estimates, key=key)
+
+
+def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[RenderableType]:
+    price, step = gpu.cheapest_price, estimate.step
+    cost = price_per_million_tokens(step, price) if estimate.fits else None
+    return [
+        estimate.gpu.name,
+        _verdict(estimate),
+        format_bytes(estimate.process_peak_bytes),
+        format_bytes(estimate.gpu.memory_bytes),
+        f"{step.tokens_per_second:,.0f}" if step is not None and estimate.fits else "-",
+        f"{price.usd_per_hour:.2f}" if price else "-",
+        format_dollars(cost).removeprefix("$") if cost is not None else "-",
+    ]
+
+
+def _verdict(estimate: MemoryEstimate) -> Text:
+    if not estimate.fits:
+        return Text(shortfall(estimate), "red")
+    headroom = estimate.headroom_bytes
+    return Text("fits" if headroom is None else f"{format_bytes(headroom)} free", "green")
+
+
+def _refusals(cannot_run: Mapping[str, str]) -> list[Text]:
+    """A paragraph for each reason, with the GPUs it keeps out."""
+    gpus_by_reason: dict[str, list[str]] = {}
+    for gpu, reason in cannot_run.items():
+        gpus_by_reason.setdefault(reason, []).append(gpu)
+    return [Text(f"\n{', '.join(gpus)} cannot run it: {reason}") for reason, gpus in gpus_by_reason.items()]

@@ -1,0 +1,114 @@
+"""What a device's memory holds over a run, in few enough moments to draw, none of the peaks lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, TypeVar
+
+from lowmem_ft.memory.category import Category, Phase
+from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.reports.wording import CATEGORY_WORDS
+
+KeyT = TypeVar("KeyT")
+
+STACKED: tuple[Category, ...] = tuple(CATEGORY_WORDS)
+"""The categories from the bottom of the stack to its top."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """The device's memory right after one event of the timeline.
+
+    Args:
+        position: of the event.
+        phase: of the latest allocation.
+        module: of the latest allocation.
+        stacked_bytes: alive, by category in the order of ``STACKED``.
+        total_bytes: alive in all: their sum.
+    """
+
+    position: int
+    phase: Phase
+    module: str
+    stacked_bytes: tuple[int, ...]
+    total_bytes: int
+
+
+def sample_memory(
+    timeline: Timeline, max_moments: int = 1000, sizes_bytes: Sequence[int] | None = None
+) -> list[Moment]:
+    """The timeline's device memory by category, at the highest moment of each stretch of events and of each phase.
+
+    Args:
+        timeline: of a run.
+        max_moments: into how many stretches to divide the events.
+        sizes_bytes: what each allocation takes, as an allocator rounds it; None: what was asked for.
+
+    Returns:
+        Moments in order, every one as it was; none if nothing was allocated on the device.
+    """
+    num_events = len(timeline.events)
+    by_stretch: dict[int, Moment] = {}
+    by_phase: dict[Phase, Moment] = {}
+    for totals in _running_totals(timeline, sizes_bytes):
+        _keep_highest(by_stretch, totals.position * max_moments // num_events, totals)
+        _keep_highest(by_phase, totals.latest.phase, totals)
+    moments = {moment.position: moment for moment in (*by_stretch.values(), *by_phase.values())}
+    return [moments[position] for position in sorted(moments)]
+
+
+def phase_bands(moments: Sequence[Moment], end: int) -> list[tuple[Phase, int, int]]:
+    """The stretches of one phase, end to end.
+
+    Args:
+        moments: in order.
+        end: where the last stretch ends.
+
+    Returns:
+        Phase, first position and the position after the last, for each stretch.
+    """
+    firsts = [next(run) for _, run in groupby(moments, key=lambda moment: moment.phase)]
+    ends = [*(moment.position for moment in firsts[1:]), end]
+    return [(first.phase, first.position, stop) for first, stop in zip(firsts, ends, strict=True)]
+
+
+class _RunningTotals(NamedTuple):
+    """What is alive after an event; the list is the same one every time and goes on changing."""
+
+    position: int
+    total_bytes: int
+    latest: Allocation
+    stacked_bytes: list[int]
+
+
+def _running_totals(timeline: Timeline, sizes_bytes: Sequence[int] | None) -> Iterator[_RunningTotals]:
+    index_in_stack = {category: index for index, category in enumerate(STACKED)}
+    stacked_bytes = [0] * len(STACKED)
+    total_bytes = 0
+    latest = Allocation(size_bytes=0)
+    for position, (kind, index) in enumerate(timeline.events):
+        if kind == "empty_cache" or timeline.allocations[index].place != "device":
+            continue
+        allocation = timeline.allocations[index]
+        size_bytes = allocation.size_bytes if sizes_bytes is None else sizes_bytes[index]
+        if kind == "malloc":
+            latest = allocation
+        else:
+            size_bytes = -size_bytes
+        stacked_bytes[index_in_stack[allocation.category]] += size_bytes
+        total_bytes += size_bytes
+        yield _RunningTotals(position, total_bytes, latest, stacked_bytes)
+
+
+def _keep_highest(highest: dict[KeyT, Moment], key: KeyT, totals: _RunningTotals) -> None:
+    so_far = highest.get(key)
+    if so_far is None or totals.total_bytes > so_far.total_bytes:
+        highest[key] = Moment(
+            position=totals.position,
+            phase=totals.latest.phase,
+            module=totals.latest.module,
+            stacked_bytes=tuple(totals.stacked_bytes),
+            total_bytes=totals.total_bytes,
+        )

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft.catalog.gpu import Gpu, Price
+from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.cli import main
+from lowmem_ft.errors import ModelError, RecipeError, UserError, did_you_mean
+from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
+from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.units import GIB
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "estimate.py"
+
+
+def make_gpu(name: str, gib: int, usd_per_hour: float | None) -> Gpu:
+    prices = (
+        () if usd_per_hour is None else (Price(provider="x", usd_per_hour=usd_per_hour, date="", source=""),)
+    )
+    return dataclasses.replace(load_gpus()["rtx-4090"], name=name, memory_bytes=gib * GIB, prices=prices)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        make_gpu("big", 80, 2.0),
+        make_gpu("old", 16, 0.2),
+        make_gpu("small", 8, 0.1),
+    )
+}
+
+
+class FakeEstimator:
+    """Estimates of a run that needs 20 GiB; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.needs_bytes = 20 * GIB
+        self.recipes: list = []
+        self.refusals: dict[str, UserError] = {}
+
+    def estimate_memory(self, recipe, gpu=None, *, budget=None) -> MemoryEstimate:
+        self.recipes.append(recipe)
+        gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+        memory_bytes = gpu.memory_bytes if gpu else 0
+        return MemoryEstimate(
+            model=ModelSize(name="a-model", parameters=1000, trainable_parameters=1000),
+            gpu=DeviceLimit(name=gpu.name if gpu else "cpu (x86_64)", memory_bytes=memory_bytes),
+            allocated_peak_bytes=self.needs_bytes,
+            reserved_peak_bytes=self.needs_bytes,
+            process_peak_bytes=self.needs_bytes,
+            host_peak_bytes=GIB,
+            host_pinned_bytes=0,
+            by_category_at_peak={"parameter": self.needs_bytes},
+            by_phase={"load": self.needs_bytes},
+            peak_phase="load",
+            peak_module="",
+            step=StepTime(seconds=1.0, tokens=100, bound_by="compute") if gpu else None,
+            budget=BudgetVerdict(device_bytes=memory_bytes or None, host_bytes=None),
+            fits=gpu is None or self.needs_bytes <= memory_bytes,
+            timeline=Timeline(),
+        )
+
+    def estimate_on_gpus(self, recipe, gpus, *, budget=None) -> list:
+        if len(self.refusals) == len(gpus):
+            raise self.refusals[gpus[0].name]
+        return [
+            types.SimpleNamespace(gpu=gpu, problems=self.refusals[gpu.name].problems)
+            if gpu.name in self.refusals
+            else self.estimate_memory(recipe, gpu)
+            for gpu in gpus
+        ]
+
+    def cheapest_changes(self, recipe, estimate: MemoryEstimate) -> list:
+        smaller = dataclasses.replace(estimate, process_peak_bytes=7 * GIB, fits=True)
+        return [
+            types.SimpleNamespace(overrides=(f"checkpointing.mode={mode}",), why="", estimate=smaller)
+            for mode in ("one", "two", "three")
+        ]
+
+
+def find_gpu(name: str) -> Gpu:
+    if name not in GPUS:
+        raise UserError(f"There is no GPU {name!r}.{did_you_mean(name, GPUS)}")
+    return GPUS[name]
+
+
+@pytest.fixture
+def estimator(monkeypatch: pytest.MonkeyPatch):
+    fake = FakeEstimator()
+    modules = {
+        "lowmem_ft.estimator": {
+            "estimate_memory": fake.estimate_memory,
+            "estimate_on_gpus": fake.estimate_on_gpus,
+        },
+        "lowmem_ft.estimator.changes": {"cheapest_changes": fake.cheapest_changes},
+    }
+    for name, members in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("lowmem_ft.catalog.gpus.load_gpus", lambda: GPUS)
+    monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
+    logger = logging.getLogger("lowmem_ft")
+    level = logger.level
+    yield fake
+    logger.setLevel(level)
+
+
+def estimate(*arguments: str) -> int:
+    return main(["estimate", *arguments])
+
+
+def test_a_run_that_fits_is_reported_and_exits_with_0(estimator, capsys):
+    assert estimate("recipe=tiny", "--gpu", "big", "training.seed=3") == 0
+    seen = capsys.readouterr()
+    assert seen.out.startswith("a-model fits on big with 60.0 GiB to spare\n")
+    assert "at $2.00 an hour (x, )" in seen.out
+    assert seen.err == ""
+    assert estimator.recipes == [load_recipe("tiny", ["training.seed=3"])]
+
+
+def test_a_model_alone_is_enough(estimator):
+    assert estimate("model=some/model", "--gpu", "big") == 0
+    assert estimator.recipes[0].model.name_or_path == "some/model"
+    assert estimator.recipes[0].data.path is None
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--gpu", "big"], ["training.seed=1"], ["recipe="], ["recipe=tiny", "recipe=demo"]]
+)
+def test_an_estimate_needs_one_recipe_or_a_model(estimator, capsys, arguments):
+    assert estimate(*arguments) == 2
+    assert "An estimate needs one recipe=NAME|PATH, or model=NAME, got" in capsys.readouterr().err
+    assert estimator.recipes == []
+
+
+def test_mistyped_settings_are_explained_all_at_once(estimator, capsys):
+    assert estimate("recipe=tiny", "--learning-rate", "1", "training.sed=1") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: A setting is written key=value, got `--learning-rate 1`. Write training.learning_rate=1.",
+        "error: training.sed is not a recipe key. Did you mean `training.seed`?",
+    ]
+
+
+def test_an_unknown_gpu_names_the_nearest(estimator, capsys):
+    assert estimate("recipe=tiny", "--gpu", "smal") == 2
+    assert "There is no GPU 'smal'. Did you mean `small`?" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_fit_exits_with_3_and_three_changes(estimator, capsys):
+    assert estimate("recipe=tiny", "--gpu", "small") == 3
+    out = capsys.readouterr().out
+    assert out.startswith("a-model does not fit on small: 12.0 GiB over\n")
+    changes = out[out.index("Cheapest changes that make it fit on small:") :]
+    assert changes.count("peak 7.00 GiB  checkpointing.mode=") == 3
+
+
+def test_without_a_gpu_the_cpu_is_estimated_and_the_way_to_gpus_is_shown(estimator, capsys):
+    assert estimate("recipe=tiny") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("a-model fits on cpu (x86_64)\n")
+    assert "See GPUs with --gpu NAME or --gpu all." in out
+
+
+def test_json_on_stdout_stands_there_alone(estimator, capsys):
+    assert estimate("recipe=tiny", "--gpu", "small", "--json", "-") == 3
+    seen = capsys.readouterr()
+    assert json.loads(seen.out) == estimator.estimate_memory(None, GPUS["small"]).to_json()
+    assert "does not fit on small" in seen.err
+    assert "Cheapest changes" in seen.err
+
+
+def test_json_in_a_file_leaves_the_report_on_stdout(estimator, capsys, tmp_path):
+    path = tmp_path / "estimate.json"
+    assert estimate("recipe=tiny", "--gpu=big", f"--json={path}") == 0
+    assert json.loads(path.read_text(encoding="utf-8"))["gpu"]["name"] == "big"
+    assert "fits on big" in capsys.readouterr().out
+
+
+def test_all_gpus_are_listed_by_price(estimator, capsys):
+    assert estimate("recipe=tiny", "--gpu", "all") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a-model fits on 1 of 3 GPUs"
+    names = [line.split()[0] for line in lines if line and line.split()[0] in GPUS]
+    assert names == ["small", "old", "big"]
+
+
+def test_gpus_that_cannot_run_the_recipe_do_not_stop_the_others(estimator, capsys):
+    estimator.refusals["old"] = RecipeError("bfloat16 needs compute capability 8.0, got 7.5.")
+    assert estimate("recipe=tiny", "--gpu", "all", "--json", "-") == 0
+    seen = capsys.readouterr()
+    report = json.loads(seen.out)
+    assert report["schema"] == 1
+    assert [one["gpu"]["name"] for one in report["estimates"]] == ["small", "big"]
+    assert report["cannot_run"] == [
+        {"gpu": "old", "reason": "bfloat16 needs compute capability 8.0, got 7.5."}
+    ]
+    assert "old cannot run it: bfloat16 needs" in seen.err
+
+
+def test_what_no_gpu_can_run_is_an_error(estimator, capsys):
+    estimator.refusals.update(dict.fromkeys(GPUS, ModelError("There is no model x.")))
+    assert estimate("model=x", "--gpu", "all") == 2
+    assert capsys.readouterr().err == "error: There is no model x.\n"
+
+
+def test_all_exits_with_3_where_none_fits_and_helps_the_nearest(estimator, capsys):
+    estimator.needs_bytes = 100 * GIB
+    assert estimate("recipe=tiny", "--gpu", "all") == 3
+    assert "Cheapest changes that make it fit on big:" in capsys.readouterr().out
+
+
+def test_plot_and_snapshot_are_written(estimator, tmp_path, monkeypatch):
+    timeline = Timeline()
+    timeline.malloc(Allocation(size_bytes=GIB, category="parameter", phase="load"))
+    plain = estimator.estimate_memory
+    monkeypatch.setattr(
+        sys.modules["lowmem_ft.estimator"],
+        "estimate_memory",
+        lambda *arguments: dataclasses.replace(plain(*arguments), timeline=timeline),
+    )
+    plot, snapshot = tmp_path / "memory.html", tmp_path / "run.pickle"
+    assert estimate("recipe=tiny", "--gpu", "big", "--plot", str(plot), "--snapshot", str(snapshot)) == 0
+    assert "parameters" in plot.read_text(encoding="utf-8")
+    assert b"segment_alloc" in snapshot.read_bytes()
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_estimate(estimator, capsys, tmp_path):
+    missing = tmp_path / "missing" / "x.json"
+    assert estimate("recipe=tiny", "--gpu", "all", "--json", str(missing), "--plot", "x.html") == 2
+    problems = capsys.readouterr().err
+    assert (
+        f"--json writes into a folder that exists, got {missing}. Create {missing.parent} first." in problems
+    )
+    assert "--plot shows one GPU, got --gpu all." in problems
+    assert estimate("recipe=tiny", "--plot", str(tmp_path / "x.pdf")) == 2
+    assert estimator.recipes == []
+
+
+def test_a_file_that_turns_out_not_to_be_writable_is_no_traceback(estimator, capsys, tmp_path):
+    assert estimate("recipe=tiny", "--gpu", "big", "--json", str(tmp_path)) == 2
+    assert (
+        f"error: --json cannot write {tmp_path}: Is a directory. Name another file."
+        in capsys.readouterr().err
+    )
+
+
+def test_a_snapshot_needs_a_gpu(estimator, capsys, tmp_path):
+    assert estimate("recipe=tiny", "--snapshot", str(tmp_path / "run.pickle")) == 2
+    assert "--snapshot shows CUDA's caching allocator, got a CPU." in capsys.readouterr().err
+
+
+def test_the_script_is_the_estimate_command():
+    done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: lowmem-ft estimate recipe=NAME|PATH")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("lowmem_ft.estimator.changes") is None, reason="needs the estimator"
+)
+def test_the_tiny_recipe_end_to_end(tmp_path):
+    plot, snapshot = tmp_path / "memory.html", tmp_path / "run.pickle"
+    files = ["--json", "-", "--plot", plot, "--snapshot", snapshot]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "recipe=tiny", "--gpu", "rtx-4090", *files],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["fits"] is True
+    assert report["gpu"]["name"] == "rtx-4090"
+    assert sum(report["by_category_at_peak"].values()) == report["device"]["allocated_peak_bytes"]
+    assert "fits on rtx-4090" in done.stderr
+    assert plot.stat().st_size > 10_000
+    assert snapshot.stat().st_size > 10_000

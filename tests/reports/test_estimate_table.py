@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from lowmem_ft.catalog.gpu import Price
+from lowmem_ft.reports.estimate_table import (
+    changes_table,
+    estimate_table,
+    format_dollars,
+    price_per_million_tokens,
+)
+
+PRICE = Price(provider="somebody", usd_per_hour=0.72, date="2026-10-01", source="https://example.org")
+
+
+def bar_lengths(text: str) -> dict[str, int]:
+    """Full characters of each bar, by the words before it."""
+    rows = (re.match(r"  (\S.*?) +(█*)\S* +[\d.]+ \w+ +[\d.]+%", line) for line in text.splitlines())
+    return {row[1].strip(): len(row[2]) for row in rows if row}
+
+
+def test_the_verdict_comes_first(estimate, too_big, as_text):
+    assert as_text(estimate_table(estimate)).startswith("two-layers fits on small-gpu with ")
+    assert as_text(estimate_table(too_big)).startswith("two-layers does not fit on tiny-gpu: ")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_bars_share_the_gpus_memory(estimate, as_text, width):
+    lengths = bar_lengths(as_text(estimate_table(estimate), width))
+    assert list(lengths) == [
+        "parameters",
+        "optimizer state",
+        "gradients",
+        "temporaries",
+        "cached, not in use",
+        "context, libraries",
+        "free",
+    ]
+    assert lengths["optimizer state"] == pytest.approx(2 * lengths["parameters"], abs=1)
+    whole_bar = sum(lengths.values())
+    share = lengths["optimizer state"] / whole_bar
+    assert share == pytest.approx(400 / 2048, abs=0.1)  # each bar is cut to whole characters
+
+
+def test_shares_and_bytes_add_up_to_the_gpu(estimate, as_text):
+    shares = [float(share) for share in re.findall(r"([\d.]+)% *$", as_text(estimate_table(estimate)), re.M)]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+
+
+def test_what_is_missing_is_shown_where_it_does_not_fit(too_big, as_text):
+    text = as_text(estimate_table(too_big))
+    lengths = bar_lengths(text)
+    assert "free" not in lengths
+    assert lengths["missing"] > 0
+    longest = max(len(line.rstrip()) for line in text.splitlines())
+    assert longest <= 80
+
+
+def test_without_a_known_limit_the_bars_share_what_is_needed(estimate, as_text):
+    on_cpu = dataclasses.replace(estimate, gpu=dataclasses.replace(estimate.gpu, name="cpu", memory_bytes=0))
+    text = as_text(estimate_table(on_cpu))
+    lengths = bar_lengths(text)
+    assert "free" not in lengths
+    assert "missing" not in lengths
+    shares = [float(share) for share in re.findall(r"([\d.]+)% *$", text, re.M)]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+
+
+def test_the_report_says_where_how_fast_and_at_what_price(estimate, as_text):
+    text = " ".join(as_text(estimate_table(estimate, PRICE)).split())
+    assert "peak in backward, mlp of layer 1" in text
+    assert "by phase load 200 MiB, forward 700 MiB, backward" in text
+    assert "host 3.00 GiB resident at the peak" in text
+    assert "0.5 s for 1,000 tokens: 2,000 tokens/s, bound by memory bandwidth" in text
+    assert "$0.10 per 1M tokens at $0.72 an hour (somebody, 2026-10-01)" in text
+    assert "attention: math kernel (the mask is not causal)" in text
+    assert "not modelled memory that other processes hold" in text
+    assert "traced in 3.1 s, torch 2.13.0" in text
+
+
+def test_without_a_clock_or_a_price_there_is_no_cost(estimate, as_text):
+    assert "per 1M tokens" not in as_text(estimate_table(estimate))
+    without_clock = dataclasses.replace(estimate, step=None)
+    assert "tokens" not in as_text(estimate_table(without_clock, PRICE))
+    assert price_per_million_tokens(None, PRICE) is None
+
+
+def test_trained_share_is_said_where_some_parameters_are_frozen(estimate, as_text):
+    model = dataclasses.replace(estimate.model, trainable_parameters=524_288)
+    text = as_text(estimate_table(dataclasses.replace(estimate, model=model)))
+    assert "52,428,800 parameters, 524,288 trained (1.00%)" in text
+
+
+def test_it_can_be_written_where_only_ascii_can(estimate):
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(file=file, width=80).print(estimate_table(estimate))
+    file.flush()
+    written = file.buffer.getvalue().decode("ascii")  # pyright: ignore[reportAttributeAccessIssue]
+    assert "#####" in written
+
+
+def test_each_change_comes_with_its_new_peak_and_its_price(estimate, as_text):
+    change = SimpleNamespace(
+        overrides=("checkpointing.mode=full", "loss.chunk_tokens=512"),
+        why="a second forward",
+        estimate=estimate,
+    )
+    lines = as_text(changes_table([change], "tiny-gpu")).splitlines()  # type: ignore[list-item]
+    assert lines[0] == "Cheapest changes that make it fit on tiny-gpu:"
+    assert re.match(r"  peak \S+ \w+ +checkpointing.mode=full loss.chunk_tokens=512", lines[1])
+    assert lines[2].strip() == "a second forward"
+
+
+def test_no_change_found_is_said(as_text):
+    assert "No small change makes it fit on tiny-gpu." in as_text(changes_table([], "tiny-gpu"))
+
+
+@pytest.mark.parametrize(
+    "dollars,text", [(12.4, "$12.40"), (0.1, "$0.10"), (0.0389, "$0.039"), (0.0071, "$0.0071")]
+)
+def test_prices_keep_two_digits_that_count(dollars, text):
+    assert format_dollars(dollars) == text

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowmem_ft.catalog.gpu import Gpu, Price
+from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit
+from lowmem_ft.reports.gpu_table import by_price, gpu_table
+from lowmem_ft.units import GIB
+
+
+def make_gpu(name: str, gib: int, usd_per_hour: float | None) -> Gpu:
+    prices = (
+        () if usd_per_hour is None else (Price(provider="x", usd_per_hour=usd_per_hour, date="", source=""),)
+    )
+    return dataclasses.replace(
+        load_gpus()["rtx-4090"],
+        name=name,
+        memory_bytes=gib * GIB,
+        prices=prices,
+    )
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        make_gpu("dear-2gb", 2, 3.6),
+        make_gpu("unpriced-8gb", 8, None),
+        make_gpu("rtx-pro-6000-blackwell", 4, 0.36),
+        make_gpu("unpriced-1gb", 1, None),
+        make_gpu("old", 4, 0.1),
+    )
+}
+
+
+@pytest.fixture
+def estimates(estimate):
+    """One for each GPU but the old one; 1 GiB is too little."""
+    return [
+        dataclasses.replace(
+            estimate,
+            gpu=DeviceLimit(name=gpu.name, memory_bytes=gpu.memory_bytes),
+            budget=BudgetVerdict(device_bytes=gpu.memory_bytes, host_bytes=None),
+            fits=gpu.memory_bytes > estimate.process_peak_bytes,
+        )
+        for gpu in GPUS.values()
+        if gpu.name != "old"
+    ]
+
+
+def test_the_cheapest_hour_comes_first_and_unpriced_gpus_last_by_memory(estimates):
+    names = [estimate.gpu.name for estimate in by_price(estimates, GPUS)]
+    assert names == ["rtx-pro-6000-blackwell", "dear-2gb", "unpriced-1gb", "unpriced-8gb"]
+
+
+def test_each_gpu_has_a_line_with_verdict_speed_and_price(estimates, as_text):
+    lines = as_text(gpu_table(estimates, GPUS, {})).splitlines()
+    assert max(map(len, lines)) <= 80
+    row = {line.split()[0]: line.split() for line in lines if line}
+    assert row["dear-2gb"][3] == "free"
+    assert row["dear-2gb"][-5:] == ["2.00", "GiB", "2,000", "3.60", "0.50"]
+    assert row["unpriced-8gb"][-3:] == ["2,000", "-", "-"]
+    assert row["unpriced-1gb"][3] == "over"
+    assert row["unpriced-1gb"][-3:] == ["-", "-", "-"]
+    assert lines[0] == "two-layers fits on 3 of 4 GPUs"
+
+
+def test_gpus_that_cannot_run_it_are_listed_with_the_reason_once(estimates, as_text):
+    text = as_text(
+        gpu_table(estimates, GPUS, {"old": "bfloat16 is missing.", "older": "bfloat16 is missing."})
+    )
+    assert "two-layers fits on 3 of 6 GPUs" in text
+    assert "old, older cannot run it: bfloat16 is missing." in text
