@@ -135,8 +135,10 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
 def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
     num_rows = recipe.training.per_device_train_batch_size
     num_micro_batches = min(recipe.training.gradient_accumulation_steps, NUM_MICRO_BATCHES)
+    machine.step_is_over()
     for _ in range(NUM_STEPS):
         train_step(session, [_batch(recipe, plan, num_rows, machine) for _ in range(num_micro_batches)])
+        machine.step_is_over()
 
 
 def _evaluate(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:

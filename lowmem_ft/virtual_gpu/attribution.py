@@ -78,6 +78,7 @@ class Attribution:
     def during(self, phase: Phase) -> Iterator[None]:
         """Call everything in a block by one phase, such as ``load`` or ``evaluation``."""
         before, self._fixed = self._fixed, phase
+        self.phase = phase
         try:
             yield
         finally:

@@ -18,6 +18,7 @@ from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate
 from lowmem_ft.memory.replay import replay
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.clock import Clock
+from lowmem_ft.virtual_gpu.steady_state import with_repeated_step
 from lowmem_ft.virtual_gpu.trace import Trace
 
 NOT_MODELLED = (
@@ -82,12 +83,11 @@ def estimate_on_gpu(
     limit = budget.device_bytes or gpu.memory_bytes
     replayed = replay(trace.timeline, CachingAllocator(surroundings.allocator))
     choices = list(trace.choices)
-    fits = replayed.peak_reserved_bytes + outside <= limit
-    reserved_peak = replayed.peak_reserved_bytes
+    settled = with_repeated_step(trace)
+    reserved_peak = replay(settled, CachingAllocator(surroundings.allocator)).peak_reserved_bytes
+    fits = reserved_peak + outside <= limit
     if not fits and outside < limit:
-        capped = replay(
-            trace.timeline, CachingAllocator(surroundings.allocator, capacity_bytes=limit - outside)
-        )
+        capped = replay(settled, CachingAllocator(surroundings.allocator, capacity_bytes=limit - outside))
         if capped.out_of_memory is None:
             fits, reserved_peak = True, capped.peak_reserved_bytes
             choices.append(

@@ -241,17 +241,18 @@ class _Cut:
                         "an allocation dies where the extended trace has nothing"
                     ) from error
         timeline = Timeline()
-        work = list(self.first_work)
-        for index, birth in enumerate(births):
+        work: list[Work] = []
+        pending = self.first_work  # what a birth is followed by comes after the deaths that follow it, too
+        for index in range(len(births) + 1):
             for dead in deaths.get(index, ()):
                 if dead >= index:
                     raise NotRegularError("an allocation dies before it is born")
                 timeline.free(dead)
-            timeline.malloc(birth.allocation)
             position = len(timeline.events)
-            work += [dataclasses.replace(entry, position=position) for entry in birth.work]
-        for dead in deaths.get(len(births), ()):
-            timeline.free(dead)
+            work += [dataclasses.replace(entry, position=position) for entry in pending]
+            if index < len(births):
+                timeline.malloc(births[index].allocation)
+                pending = births[index].work
         grown = longer.model.parameters - short.model.parameters
         grown_trainable = longer.model.trainable_parameters - short.model.trainable_parameters
         model = dataclasses.replace(

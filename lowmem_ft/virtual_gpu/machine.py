@@ -21,7 +21,7 @@ from lowmem_ft.virtual_gpu.disguise import FakeMode, fake_tensors_in_disguise
 from lowmem_ft.virtual_gpu.placement import place_module
 from lowmem_ft.virtual_gpu.recorder import Recorder
 from lowmem_ft.virtual_gpu.trace import Trace
-from lowmem_ft.virtual_gpu.work import MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END, WorkLog
+from lowmem_ft.virtual_gpu.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,10 +45,10 @@ class VirtualMachine:
 
     def __init__(self, device: torch.device | None = None, **rules: Any) -> None:
         self.device = device = device or torch.device("cpu")
-        self.work = WorkLog()
         self.choices: list[str] = []
         self.attribution = Attribution(device.type, self._adopt, self._after_optimizer_step)
-        self.recorder = Recorder(device.type, self.attribution, self.work, **rules)
+        self.recorder = Recorder(device.type, self.attribution, **rules)
+        self.work = self.recorder.work
         self._model_name = ""
         self._num_parameters = 0
         self._num_trainable_parameters = 0
@@ -92,6 +92,16 @@ class VirtualMachine:
         self.attribution.name_modules(model)
         return model
 
+    def warm_up_allocator(self, num_bytes: int) -> None:
+        """Take memory for all weights at once and give it back, as ``from_pretrained`` does on a GPU.
+
+        The weights are then carved out of that one segment, which decides what is reserved.
+        Source: transformers, ``modeling_utils.caching_allocator_warmup``.
+        """
+        if self.device.type != "cpu":
+            with self.attribution.during("load"):
+                self.recorder.let_go(self.recorder.hold(num_bytes, "temporary"))
+
     def say(self, choice: str) -> None:
         """Note a decision that users should hear of, once."""
         if choice not in self.choices:
@@ -103,6 +113,10 @@ class VirtualMachine:
         self.work.mark(MICRO_BATCH_BEGIN)
         yield
         self.work.mark(MICRO_BATCH_END)
+
+    def step_is_over(self) -> None:
+        """Say that nothing of the last optimizer step is left, so that it could begin anew."""
+        self.work.mark(BETWEEN_STEPS)
 
     def mark(self, tensor: Tensor, category: Category) -> None:
         """Say what a tensor is for, where the machine cannot know."""

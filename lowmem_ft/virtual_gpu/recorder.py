@@ -37,7 +37,6 @@ class Recorder(TorchDispatchMode):
     Args:
         device_type: the device whose storages count as its own; ``cpu`` makes the host the device.
         attribution: says what the program is doing.
-        work: the log to write to.
         scratch: buffers of kernels; None for devices without such rules.
         workspaces: buffers of libraries; None as well.
     """
@@ -46,7 +45,6 @@ class Recorder(TorchDispatchMode):
         self,
         device_type: str,
         attribution: Attribution,
-        work: WorkLog,
         scratch: Scratch | None = None,
         workspaces: Workspaces | None = None,
     ) -> None:
@@ -54,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self.device_type = device_type
         self.attribution = attribution
         self.timeline = Timeline()
-        self.work = work
+        self.work = WorkLog(self.timeline)
         self.stream = 0
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -141,7 +139,7 @@ class Recorder(TorchDispatchMode):
             result,
             device_type=self.device_type,
             stream=self.stream,
-            position=len(self.timeline.events),
+            position=self.work.position,
         )
         if work is not None:
             self.work.entries.append(work)
@@ -232,7 +230,6 @@ class Recorder(TorchDispatchMode):
         if birth is not None:
             allocation.category = self.attribution.category_at_death(allocation.category, birth)
         self.timeline.free(index)
-        self.work.position = len(self.timeline.events)
         if allocation.place == "device":
             self.live_bytes -= allocation.size_bytes
 
@@ -249,4 +246,3 @@ class Recorder(TorchDispatchMode):
     def _add(self, size: int) -> None:
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self.work.position = len(self.timeline.events)

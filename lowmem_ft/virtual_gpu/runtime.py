@@ -70,6 +70,8 @@ class VirtualRuntime:
         """Build the model from its config alone and give every tensor a storage on the machine."""
         with _disable_current_modes():
             model = model_on_meta(config, hf_config, attn_implementation)
+        if config.weights == "pretrained":
+            self.machine.warm_up_allocator(sum(parameter.nbytes for parameter in model.parameters()))
         return self.machine.place(model)
 
     def prepare(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lowmem_ft.memory.estimate import ModelSize
 from lowmem_ft.memory.timeline import Timeline
-from lowmem_ft.virtual_gpu.work import MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END, Work
+from lowmem_ft.virtual_gpu.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,11 @@ class Trace:
     def micro_batches(self) -> list[tuple[int, int]]:
         """For each micro-batch, the indices of the entries at its begin and end; empty if nobody said."""
         return list(zip(self._moments(MICRO_BATCH_BEGIN), self._moments(MICRO_BATCH_END), strict=True))
+
+    @property
+    def between_steps(self) -> list[int]:
+        """Numbers of events that the timeline has where one step is over and the next has not begun."""
+        return [self.work[index].position for index in self._moments(BETWEEN_STEPS)]
 
     def _moments(self, name: str) -> list[int]:
         return [index for index, entry in enumerate(self.work) if entry.kind == "mark" and entry.name == name]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lowmem_ft.memory.timeline import Timeline
+
 
 @dataclass(slots=True)
 class Work:
@@ -38,15 +40,22 @@ class Work:
 
 
 STEP_END = "step end"
+BETWEEN_STEPS = "between steps"
+"""Nothing of the step before is left: no gradients, no batch."""
 MICRO_BATCH_BEGIN, MICRO_BATCH_END = "micro-batch begin", "micro-batch end"
 
 
 @dataclass
 class WorkLog:
-    """All work in the order in which the host issued it."""
+    """All work in the order in which the host issued it, beside the timeline of memory."""
 
+    timeline: Timeline
     entries: list[Work] = field(default_factory=list)
-    position: int = 0
+
+    @property
+    def position(self) -> int:
+        """Number of events that the timeline has."""
+        return len(self.timeline.events)
 
     def mark(self, moment: str) -> None:
         """Name this moment."""
