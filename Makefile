@@ -41,13 +41,15 @@ format: setup ## Format, and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-gpu-check: setup ## Tests that need a CUDA device, then the benchmarks on it
+gpu-check: setup ## Tests that need a CUDA device, then the benchmarks and the memory of real runs on it
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python scripts/bench_step.py --device cuda
+	$(BIN)/python scripts/measure_memory.py --device cuda --out tests/data/measured/measured-cuda.json
 
-bench: setup ## Step time and kept bytes beside the stock Trainer; host memory at load
+bench: setup ## Step time and kept bytes beside the stock Trainer; host memory at load; seconds of an estimate
 	$(BIN)/python scripts/bench_step.py
 	$(BIN)/python scripts/measure_load.py
+	$(BIN)/python scripts/bench_estimator.py
 
 clean: ## Remove the virtual environment, caches and runs
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs build dist

@@ -1,0 +1,232 @@
+"""A recipe's own steps, for real: the most memory that each phase of a run holds.
+
+The pieces are those of a training run, with the batch that the estimator takes: its worst one. Only the beginning of
+each phase is told to a meter, which reads the peak of the phase before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from lowmem_ft.data import Batch
+from lowmem_ft.estimator.worst_batch import worst_batch
+from lowmem_ft.memory.category import Phase
+from lowmem_ft.memory.meter import read_host_memory
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.models import load_model_config
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.build import Plan, build_session, plan_session
+from lowmem_ft.training.runtime import AccelerateRuntime
+from lowmem_ft.training.session import Session
+from lowmem_ft.training.step import evaluation_loss, train_step
+
+PeakByPhase = dict[Phase, int]
+
+
+@dataclass(kw_only=True)
+class RealPeaks:
+    """Peaks of a run, in bytes.
+
+    Args:
+        allocated: of tensors, by phase.
+        reserved: of the caching allocator's segments, by phase; empty without one.
+        process: of the whole process: on CUDA its device memory, on a CPU what is resident.
+        process_read_by: where that number comes from.
+    """
+
+    allocated: PeakByPhase = field(default_factory=dict)
+    reserved: PeakByPhase = field(default_factory=dict)
+    process: int = 0
+    process_read_by: str = ""
+
+
+class PhaseMeter(Protocol):
+    """Reads the peaks of one phase after the other."""
+
+    peaks: RealPeaks
+
+    def begin(self, phase: Phase) -> None:
+        """End the phase that runs, and start the next from what is alive now."""
+        ...
+
+    def end(self) -> None:
+        """End the phase that runs."""
+        ...
+
+
+class CpuMeter:
+    """Every storage on the CPU, exactly; the process by its resident memory."""
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        self.peaks = RealPeaks(process_read_by="resident set size")
+        self._tracker = tracker
+        self._phase: Phase | None = None
+
+    def begin(self, phase: Phase) -> None:
+        """See :class:`PhaseMeter`."""
+        self.end()
+        self._tracker.reset_peak()
+        self._phase = phase
+
+    def end(self) -> None:
+        """See :class:`PhaseMeter`."""
+        if self._phase is not None:
+            _raise_to(self.peaks.allocated, self._phase, self._tracker.peak_bytes)
+        self.peaks.process = read_host_memory().peak_bytes
+        self._phase = None
+
+
+class CudaMeter:
+    """Torch's own counters, which move when the host asks for memory: no need to wait for kernels.
+
+    What the process holds outside torch's allocator does not shrink while it lives, and cached segments go only when
+    memory runs out: reading at the end of each phase finds the peak, as long as no allocation had to be retried.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peaks = RealPeaks()
+        self._phase: Phase | None = None
+
+    def begin(self, phase: Phase) -> None:
+        """See :class:`PhaseMeter`."""
+        self.end()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._phase = phase
+
+    def end(self) -> None:
+        """See :class:`PhaseMeter`."""
+        if self._phase is not None:
+            _raise_to(self.peaks.allocated, self._phase, torch.cuda.max_memory_allocated(self.device))
+            _raise_to(self.peaks.reserved, self._phase, torch.cuda.max_memory_reserved(self.device))
+            used, self.peaks.process_read_by = process_bytes_on(self.device)
+            self.peaks.process = max(self.peaks.process, used)
+        self._phase = None
+
+
+def process_bytes_on(device: torch.device) -> tuple[int, str]:
+    """Device memory of this process, and who says so.
+
+    NVML tells it for each process, but by the host's process numbers: in a container ours is not among them. Then all
+    that is used on the device counts, which is right where nobody else uses it.
+    """
+    own = _own_bytes_by_nvml(device)
+    if own is not None:
+        return own, "NVML, this process"
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, "cudaMemGetInfo, the whole device"
+
+
+def _own_bytes_by_nvml(device: torch.device) -> int | None:
+    """None if the package nvidia-ml-py is not installed, or NVML does not know this process."""
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    pynvml.nvmlInit()
+    try:
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its index may differ from torch's
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    finally:
+        pynvml.nvmlShutdown()
+    return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
+
+
+class MeasuredRuntime(AccelerateRuntime):
+    """Accelerate's runtime, which tells a meter where the phases of a step begin."""
+
+    def __init__(self, accelerator: Accelerator, meter: PhaseMeter) -> None:
+        super().__init__(accelerator)
+        self._meter = meter
+
+    @contextlib.contextmanager
+    def _forward(self, block: AbstractContextManager[None]) -> Iterator[None]:
+        self._meter.begin("forward")
+        with block:
+            yield
+
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+        """A forward begins; backward says itself when it does."""
+        return self._forward(super().micro_batch(model, is_last=is_last))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward, and then the optimizer step until there is another micro-batch."""
+        self._meter.begin("backward")
+        super().backward(loss)
+        self._meter.begin("optimizer_step")
+
+
+def run_for_real(recipe: Recipe, *, num_steps: int = 2) -> RealPeaks:
+    """Load, optimizer steps and, if the recipe has held-out data, an evaluation.
+
+    Args:
+        recipe: what to run; its data is not read.
+        num_steps: optimizer steps; from the second on all optimizer state is there.
+
+    Returns:
+        The peaks of each phase over all steps.
+
+    Raises:
+        UserError: if this machine cannot run the recipe.
+    """
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        accelerator = AccelerateRuntime.create(recipe.training, Path(scratch)).accelerator
+        device = accelerator.device
+        if device.type == "cuda":
+            meter: PhaseMeter = CudaMeter(device)
+        else:
+            meter = CpuMeter(stack.enter_context(StorageTracker()))
+        _run(recipe, MeasuredRuntime(accelerator, meter), meter, num_steps)
+        return meter.peaks
+
+
+def _run(recipe: Recipe, runtime: MeasuredRuntime, meter: PhaseMeter, num_steps: int) -> None:
+    training = recipe.training
+    plan = plan_session(recipe, runtime, load_model_config(recipe.model, architecture_only=True))
+    meter.begin("load")
+    session = build_session(recipe, runtime, plan, num_training_steps=num_steps)
+    for _ in range(num_steps):
+        window = [
+            _batch(recipe, plan, training.per_device_train_batch_size)
+            for _ in range(training.gradient_accumulation_steps)
+        ]
+        train_step(session, window)
+        del window
+    if has_held_out_data(recipe):
+        _evaluate(recipe, plan, session, meter)
+    meter.end()
+
+
+def _evaluate(recipe: Recipe, plan: Plan, session: Session, meter: PhaseMeter) -> None:
+    training = recipe.training
+    num_rows = training.per_device_eval_batch_size or training.per_device_train_batch_size
+    session.model.eval()
+    meter.begin("evaluation")
+    evaluation_loss(session, [_batch(recipe, plan, num_rows)])
+
+
+def has_held_out_data(recipe: Recipe) -> bool:
+    """Whether a run of the recipe would evaluate."""
+    data = recipe.data
+    return not (data.eval_path is None and data.eval_split is None and data.eval_size is None)
+
+
+def _batch(recipe: Recipe, plan: Plan, num_rows: int) -> Batch:
+    return worst_batch(recipe, plan.hf_config, num_rows, attn_implementation=plan.attention.implementation)
+
+
+def _raise_to(peaks: PeakByPhase, phase: Phase, num_bytes: int) -> None:
+    peaks[phase] = max(peaks.get(phase, 0), num_bytes)

@@ -1,0 +1,176 @@
+"""Run recipes for real and write down what each phase takes, beside what the estimator said.
+
+    python scripts/measure_memory.py [--device cpu|cuda] [--rows TEXT] [--count 60] [--out rows.json] [--table]
+
+On CUDA: random weights from 0.1B to 8B (``ground_truth/cuda_matrix.py``), torch's own counters, and NVML for the
+process. On a CPU: tiny models of every family, a sample of all the ways to train them (``ground_truth/cpu_matrix.py``),
+and every tensor counted exactly. Each row runs in a process of its own, so that no cache of another is in its peaks.
+Rows that the file already holds are not run again. ``runs/measured.json`` is the file if none is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from ground_truth.comparison import compare, estimated_peaks, table
+from ground_truth.cpu_matrix import name_of, overrides_of, sample
+from ground_truth.cuda_matrix import cuda_rows
+from ground_truth.families import FAMILIES, write_families
+from ground_truth.real_run import RealPeaks, run_for_real
+from measured_on import measured_on
+
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.target import CPU, this_machines_gpu
+from lowmem_ft.recipe import Recipe, load_recipe
+
+NUM_STEPS = {"cpu": 2, "cuda": 4}
+"""A CPU has no cache that some steps have to fill."""
+
+Row = dict[str, Any]
+
+
+def main() -> int:
+    """Run what is not yet in the file; exit code 1 if a row fails."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rows", default="", help="run only rows with this text in their name")
+    parser.add_argument("--count", type=int, default=60, help="rows to draw on a CPU")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--out", type=Path, default=Path("runs/measured.json"))
+    parser.add_argument("--table", action="store_true", help="run nothing, print the file's errors")
+    parser.add_argument("--in-this-process", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.in_this_process:
+        measure_here(arguments.device, arguments.in_this_process)
+        return 0
+    rows: list[Row] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    wanted = {} if arguments.table else wanted_rows(arguments.device, arguments.count, arguments.seed)
+    wanted = {name: overrides for name, overrides in wanted.items() if arguments.rows in name}
+    failed = run_missing(wanted, rows, arguments.device, arguments.out)
+    print_errors(rows)
+    return 1 if failed else 0
+
+
+def wanted_rows(device: str, count: int, seed: int) -> dict[str, tuple[str, ...]]:
+    """The settings of each row by its name."""
+    if device == "cuda":
+        return cuda_rows()
+    return {name_of(levels): overrides_of(levels) for levels in sample(count, seed)}
+
+
+def run_missing(wanted: dict[str, tuple[str, ...]], rows: list[Row], device: str, out: Path) -> list[str]:
+    """Run the rows that are not there and write the file after each; the names of those that failed."""
+    there = {row["name"] for row in rows}
+    failed: list[str] = []
+    missing = {name: overrides for name, overrides in wanted.items() if name not in there}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for number, (name, overrides) in enumerate(missing.items(), start=1):
+        start = time.perf_counter()
+        row = in_new_process(device, name, overrides)
+        seconds = time.perf_counter() - start
+        if row is None:
+            failed.append(name)
+            print(f"[{number}/{len(missing)}] {name}: FAILED after {seconds:.0f} s", flush=True)
+            continue
+        rows.append(row)
+        replace_file(out, rows)
+        print(f"[{number}/{len(missing)}] {name}: {_in_short(row)}, {seconds:.0f} s", flush=True)
+    return failed
+
+
+def in_new_process(device: str, name: str, overrides: Sequence[str]) -> Row | None:
+    """:func:`measure_here` where nothing else has touched the peaks; None if nothing could be measured."""
+    command = [sys.executable, __file__, "--device", device, "--in-this-process", *overrides]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    row: Row = {"name": name, "overrides": list(overrides)}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            row |= json.loads(line)
+    row["command"] = " ".join(["python", *sys.argv])
+    return row if "measured" in row else None
+
+
+def measure_here(device: str, overrides: Sequence[str]) -> None:
+    """Print what was measured as one line of JSON, then the estimate as another: the first outlives an error there."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of(overrides, Path(folder))
+        peaks = run_for_real(recipe, num_steps=NUM_STEPS[device])
+        print(json.dumps(described(device, peaks)), flush=True)
+        estimate = estimate_memory(recipe, CPU if device == "cpu" else None)
+        print(json.dumps({"estimated": estimated_peaks(estimate)}), flush=True)
+
+
+def recipe_of(overrides: Sequence[str], folder: Path) -> Recipe:
+    """The recipe of a row; its model is a name of the catalogue, or one of the tiny families, written to ``folder``."""
+    write_families(folder)
+    tiny = {f"model={name}": f"model={folder / name}" for name in FAMILIES}
+    return load_recipe(None, [tiny.get(override, override) for override in overrides])
+
+
+def described(device: str, peaks: RealPeaks) -> Row:
+    """What was measured, and on what."""
+    row = measured_on(torch.device(device))
+    row["versions"]["bitsandbytes"] = version("bitsandbytes")
+    if device == "cpu":
+        return {**row, "gpu": None, "measured": dataclasses.asdict(peaks)}
+    gpu = this_machines_gpu()
+    row["versions"] |= {"cuda": str(torch.version.cuda), "driver": driver_version()}
+    return {
+        **row,
+        "gpu": {
+            "name": gpu.name,
+            "memory_bytes": gpu.memory_bytes,
+            "compute_capability": list(gpu.compute_capability),
+            "num_multiprocessors": gpu.num_multiprocessors,
+        },
+        "measured": dataclasses.asdict(peaks),
+    }
+
+
+def driver_version() -> str:
+    """The display driver's, as ``nvidia-smi`` has it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
+
+
+def replace_file(out: Path, rows: list[Row]) -> None:
+    """Write the rows so that a file that is there is never half of one."""
+    draft = out.with_suffix(".draft")
+    draft.write_text(json.dumps(rows, indent=1) + "\n")
+    draft.replace(out)
+
+
+def print_errors(rows: list[Row]) -> None:
+    """Median, worst and under-prediction over all rows with an estimate."""
+    comparisons = [
+        comparison
+        for row in rows
+        if "estimated" in row
+        for comparison in compare(row["name"], row["measured"], row["estimated"])
+    ]
+    for line in table(comparisons):
+        print(line)
+
+
+def _in_short(row: Row) -> str:
+    if "estimated" not in row:
+        return "measured, but the estimate FAILED"
+    errors = compare(row["name"], row["measured"], row["estimated"])
+    return ", ".join(f"{error.metric} {error.error:+.2%}" for error in errors if error.phase == "run")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

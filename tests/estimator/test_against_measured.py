@@ -1,0 +1,62 @@
+"""The estimator beside every measured row of ``tests/data/measured``, estimated anew."""
+
+import dataclasses
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from ground_truth.comparison import METRICS, compare, estimated_peaks, summarize, table
+from measure_memory import recipe_of
+
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.estimator import estimate_memory
+
+FOLDER = Path(__file__).parents[1] / "data" / "measured"
+MAY_BE_UNDER = 0.02
+MEDIAN = {"allocated": 0.005, "reserved": 0.02, "process": 0.025}
+WORST = {"allocated": 0.02, "reserved": 0.05, "process": 0.06}
+FILES = sorted(FOLDER.glob("measured-*.json"))
+
+
+def is_near(row):
+    """Memory changes with the minor versions of torch and transformers: only rows of the same say anything here."""
+    return all(
+        row["versions"][name].split(".")[:2] == version(name).split(".")[:2]
+        for name in ("torch", "transformers")
+    )
+
+
+def gpu_of(row):
+    gpu = row["gpu"]
+    if gpu is None:
+        return "cpu"
+    numbers = {name: gpu[name] for name in ("memory_bytes", "num_multiprocessors")}
+    return dataclasses.replace(
+        find_gpu(gpu["name"]), compute_capability=tuple(gpu["compute_capability"]), **numbers
+    )
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_measured_rows_are_met(file, tmp_path):
+    rows = json.loads(file.read_text())
+    assert rows
+    near = [row for row in rows if is_near(row)]
+    if not near:
+        pytest.skip(f"the rows of {file.name} are of other versions of torch or transformers")
+    comparisons = []
+    for row in near:
+        estimate = estimate_memory(recipe_of(row["overrides"], tmp_path), gpu_of(row))
+        comparisons += compare(row["name"], row["measured"], estimated_peaks(estimate))
+    print(f"{len(near)} of {len(rows)} rows", *table(comparisons), sep="\n")  # noqa: T201
+    for metric in METRICS:
+        of_metric = [comparison for comparison in comparisons if comparison.metric == metric]
+        if of_metric:
+            errors = summarize(of_metric)
+            assert errors.median <= MEDIAN[metric], errors
+            assert errors.worst <= WORST[metric], errors
+            assert errors.under <= MAY_BE_UNDER, errors
+
+
+def test_there_are_measured_rows():
+    assert FILES

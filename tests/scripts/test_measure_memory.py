@@ -1,0 +1,114 @@
+import json
+import sys
+from types import SimpleNamespace
+
+import measure_memory
+import pytest
+import torch
+from ground_truth import real_run
+from ground_truth.comparison import compare, summarize
+from ground_truth.cuda_matrix import cuda_rows
+
+from lowmem_ft.catalog import find_architecture
+from lowmem_ft.recipe import load_recipe
+
+DEVICE = torch.device("cuda", 0)
+ROW = {
+    "measured": {"allocated": {"load": 100, "backward": 200}, "reserved": {"load": 128, "backward": 256}},
+    "estimated": {"allocated": {"load": 100, "backward": 202}, "reserved_peak": 256, "process_peak": 300},
+}
+ROW["measured"]["process"] = 310
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Torch's counters as a device would move them."""
+    counters = SimpleNamespace(allocated=0, reserved=0, peak_allocated=0, peak_reserved=0, others=0)
+
+    def hold(allocated, reserved):
+        counters.allocated, counters.reserved = allocated, reserved
+        counters.peak_allocated = max(counters.peak_allocated, allocated)
+        counters.peak_reserved = max(counters.peak_reserved, reserved)
+
+    def reset(device):
+        counters.peak_allocated, counters.peak_reserved = counters.allocated, counters.reserved
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters.peak_allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: counters.peak_reserved)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - counters.reserved - 50, 1000))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    return hold
+
+
+def test_cuda_peaks_belong_to_the_phase_that_made_them(cuda):
+    meter = real_run.CudaMeter(DEVICE)
+    meter.begin("forward")
+    cuda(60, 80)
+    cuda(20, 80)
+    meter.begin("backward")
+    cuda(40, 80)
+    meter.begin("forward")
+    cuda(30, 80)
+    meter.end()
+    assert meter.peaks.allocated == {"forward": 60, "backward": 40}
+    assert meter.peaks.reserved == {"forward": 80, "backward": 80}
+
+
+def test_without_nvml_the_whole_device_counts(cuda):
+    cuda(20, 80)
+    assert real_run.process_bytes_on(DEVICE) == (130, "cudaMemGetInfo, the whole device")
+
+
+@pytest.mark.parametrize("knows_us", [True, False])
+def test_nvml_counts_this_process_if_it_knows_it(cuda, monkeypatch, knows_us):
+    monkeypatch.setattr(real_run.os, "getpid", lambda: 7)
+    processes = [
+        SimpleNamespace(pid=6, usedGpuMemory=1),
+        SimpleNamespace(pid=7 if knows_us else 8, usedGpuMemory=2),
+    ]
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: processes if handle == "GPU-abc" else [],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    assert real_run.process_bytes_on(DEVICE)[0] == (2 if knows_us else 50)
+
+
+def test_rows_that_are_there_are_not_run_again(tmp_path, monkeypatch):
+    ran = []
+
+    def in_new_process(device, name, overrides):
+        ran.append(name)
+        return None if name == "broken" else {"name": name, **ROW}
+
+    monkeypatch.setattr(measure_memory, "in_new_process", in_new_process)
+    rows, out = [{"name": "old", **ROW}], tmp_path / "new" / "rows.json"
+    failed = measure_memory.run_missing({"old": (), "broken": (), "new": ()}, rows, "cuda", out)
+    assert (ran, failed) == (["broken", "new"], ["broken"])
+    assert [row["name"] for row in json.loads(out.read_text())] == ["old", "new"]
+
+
+def test_a_comparison_knows_its_side():
+    errors = list(compare("row", ROW["measured"], ROW["estimated"]))
+    of = {(error.metric, error.phase): round(error.error, 3) for error in errors}
+    assert of == {
+        ("allocated", "load"): 0.0,
+        ("allocated", "backward"): 0.01,
+        ("allocated", "run"): 0.01,
+        ("reserved", "run"): 0.0,
+        ("process", "run"): -0.032,
+    }
+    summary = summarize(errors)
+    assert (summary.median, summary.worst) == (pytest.approx(0.01), pytest.approx(10 / 310))
+    assert summary.under == pytest.approx(10 / 310)
+
+
+def test_every_cuda_row_is_a_recipe_of_a_model_that_needs_no_network():
+    rows = cuda_rows()
+    assert len(rows) >= 30
+    for overrides in rows.values():
+        assert find_architecture(load_recipe(None, overrides).model.name_or_path)
