@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from lowmem_ft.knob import knob
 
+DRIVER_SHARE = 0.05
+"""Of a card's nominal memory: a card sold with 24 GB hands out 23.6 GiB, one with 8 GB 7.65 GiB (4.4 % less)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -16,3 +19,16 @@ class Budget:
     enforce: bool = knob(
         True, "On CUDA, cap the caching allocator at budget.device, so that exceeding it is an OOM."
     )
+
+
+def is_of_size(device_bytes: int, budget_bytes: int) -> bool:
+    """Whether a budget can be had on a device: ``24GiB`` on a card sold with 24 GB, whose driver keeps some of it.
+
+    Args:
+        device_bytes: what the device hands out.
+        budget_bytes: what was asked for.
+
+    Returns:
+        Whether the device has it, but for a driver's share.
+    """
+    return device_bytes >= budget_bytes * (1 - DRIVER_SHARE)

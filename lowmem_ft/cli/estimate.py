@@ -77,7 +77,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
         console.print("\nThis is for the machine's processor. See GPUs with --gpu NAME or --gpu all.")
     _write_json(estimate.to_json(), options)
     _write_files(estimate, options)
-    return _verdict([estimate], recipe, console)
+    return _verdict([estimate], options.gpu, recipe, console)
 
 
 def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
@@ -100,22 +100,28 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
         "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],
     }
     _write_json(values, options)
-    return _verdict(estimates, recipe, console)
+    return _verdict(estimates, _nearest(estimates).gpu.name, recipe, console)
 
 
-def _verdict(estimates: Sequence[MemoryEstimate], recipe: Recipe, console: Console) -> int:
-    """The exit code; if nothing fits, first the changes that would make it fit where the least is missing."""
+def _verdict(estimates: Sequence[MemoryEstimate], gpu: str | None, recipe: Recipe, console: Console) -> int:
+    """The exit code; if nothing fits, first the changes that would make it fit on a GPU."""
     from lowmem_ft.estimator.changes import cheapest_changes
     from lowmem_ft.reports.estimate_table import changes_table
 
     if any(estimate.fits for estimate in estimates):
         return 0
-    nearest = max(estimates, key=lambda estimate: estimate.headroom_bytes or 0)
     with _spinner(recipe, "searching for changes that make it fit"):
-        changes = cheapest_changes(recipe, nearest)
+        changes = cheapest_changes(recipe, gpu)
     console.print()
-    console.print(changes_table(changes, nearest.gpu.name))
+    console.print(changes_table(changes, _nearest(estimates).gpu.name))
+    if len(estimates) == 1 and not changes.fitting:
+        console.print("See other GPUs with --gpu all.")
     return EXIT_DOES_NOT_FIT
+
+
+def _nearest(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:
+    """Where the most is left, or the least is missing."""
+    return max(estimates, key=lambda estimate: estimate.headroom_bytes or 0)
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -38,3 +38,5 @@ def take_over_library_logs() -> None:
     for library in ("huggingface_hub", "datasets"):
         logging.getLogger(library).handlers.clear()
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    # On each import it advertises a kernel for 4-bit inference on CPUs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -8,18 +8,27 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.host import host_base_bytes
-from lowmem_ft.estimator.target import choose_gpu, limits, processor_name
+from lowmem_ft.estimator.target import allocator_cap, budget_beyond, choose_gpu, limits, processor_name
 from lowmem_ft.estimator.tracing import TracedRecipe, trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.optimizers.table import OPTIMIZERS
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.virtual_gpu.estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
+from lowmem_ft.virtual_gpu.estimate import (
+    Surroundings,
+    allocator_config_of_environment,
+    estimate_on_cpu,
+    estimate_on_gpu,
+)
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.outside import process_overhead_bytes
+from lowmem_ft.virtual_gpu.replays import Replays
 
 
 def estimate_memory(
@@ -76,21 +85,31 @@ def estimate_on_gpus(
     """
     budget = budget or recipe.budget
     traces: dict[object, TracedRecipe | UserError] = {}
+    replays: dict[object, Replays] = {}
     results: list[MemoryEstimate | CannotRun] = []
     for gpu in gpus:
         start = time.perf_counter()
-        kind = (gpu.compute_capability, gpu.num_multiprocessors)
+        kind = _kind(gpu)
         if kind not in traces:
             traces[kind] = _trace_or_error(recipe, gpu)
         traced = traces[kind]
         if isinstance(traced, UserError):
             results.append(CannotRun(gpu=gpu, problems=traced.problems))
         else:
-            results.append(_estimate(recipe, traced, gpu, budget, time.perf_counter() - start, ""))
+            if kind not in replays:
+                replays[kind] = Replays(traced.trace, allocator_config_of_environment())
+            seconds = time.perf_counter() - start
+            results.append(_estimate(recipe, traced, gpu, budget, seconds, "", replays[kind]))
     errors = [trace for trace in traces.values() if isinstance(trace, UserError)]
     if errors and len(errors) == len(traces):
         raise errors[0]
     return results
+
+
+def _kind(gpu: Gpu) -> tuple[object, ...]:
+    """What decides which kernels a recipe runs, and what they allocate; deterministic ones split by multiprocessors."""
+    num_splits = gpu.num_multiprocessors if torch.are_deterministic_algorithms_enabled() else None
+    return gpu.compute_capability, num_splits
 
 
 def _trace_or_error(recipe: Recipe, gpu: Gpu) -> TracedRecipe | UserError:
@@ -107,6 +126,7 @@ def _estimate(
     budget: Budget,
     trace_seconds: float,
     reason: str,
+    replays: Replays | None = None,
 ) -> MemoryEstimate:
     surroundings = Surroundings(
         host_base_bytes=host_base_bytes(traced.trace, on_gpu=gpu is not None),
@@ -119,9 +139,38 @@ def _estimate(
         )
     else:
         outside = process_overhead_bytes(
-            gpu, uses_bitsandbytes="bnb" in recipe.optimizer.name, num_processes=1
+            gpu, uses_bitsandbytes=OPTIMIZERS[recipe.optimizer.name].needs_bitsandbytes, num_processes=1
         )
-        surroundings = dataclasses.replace(surroundings, outside_bytes=outside)
-        estimate = estimate_on_gpu(traced.trace, gpu, limits(gpu, budget), surroundings, trace_seconds)
-    choices = [f"batch: {traced.batch}", *estimate.choices]
-    return dataclasses.replace(estimate, choices=tuple([reason, *choices] if reason else choices))
+        surroundings = dataclasses.replace(
+            surroundings, outside_bytes=outside, allowed_bytes=allocator_cap(budget)
+        )
+        estimate = estimate_on_gpu(
+            traced.trace, gpu, limits(gpu, budget), surroundings, trace_seconds, replays
+        )
+    choices = [
+        reason,
+        budget_beyond(gpu, budget),
+        f"batch: {traced.batch}, {_window(recipe)}",
+        f"recipe: {_settings(recipe)}",
+        *estimate.choices,
+    ]
+    return dataclasses.replace(estimate, choices=tuple(choice for choice in choices if choice))
+
+
+def _window(recipe: Recipe) -> str:
+    num_micro_batches = recipe.training.gradient_accumulation_steps
+    return "one a step" if num_micro_batches == 1 else f"{num_micro_batches} a step"
+
+
+def _settings(recipe: Recipe) -> str:
+    """What decides most of the memory: the defaults, where only a model is named, are in no file of the user's."""
+    training, chunk_tokens = recipe.training, recipe.loss.chunk_tokens
+    return ", ".join(
+        (
+            f"{recipe.model.dtype} weights",
+            f"mixed precision {training.mixed_precision}",
+            f"optimizer {recipe.optimizer.name}",
+            f"checkpointing {recipe.checkpointing.mode}",
+            "whole logits" if chunk_tokens is None else f"loss in chunks of {chunk_tokens} tokens",
+        )
+    )

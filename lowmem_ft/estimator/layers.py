@@ -19,6 +19,9 @@ from lowmem_ft.virtual_gpu.extension import Layers
 LONGEST_PERIOD = 8
 """Layers: 6 in Gemma 3 (five with a sliding window, one without), 4 in Llama 4."""
 
+LAST_LAYERS = 2
+"""What a layer hands on lives until the layer after next, so that so many layers at the end are unlike the rest."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShallowModel:
@@ -34,11 +37,21 @@ class ShallowModel:
     num_layers: int
     full_num_layers: int
 
+    def deeper(self) -> ShallowModel:
+        """With a period more before the one that is repeated: the stand-in that makes the proof of this one.
+
+        Where attention and MLP work side by side (Phi, Falcon), a gradient is handed down past the next layer, so that
+        the first two layers are unlike the rest.
+        """
+        period = self.layers.period
+        layers = dataclasses.replace(self.layers, lead=self.layers.lead + period)
+        return dataclasses.replace(self, layers=layers, num_layers=self.num_layers + period)
+
 
 def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     """The smallest stand-in whose trace can be extended to the model's; None if that would not be less work.
 
-    What a recipe says about numbers of layers (keys with ``layers`` in their name, such as
+    What a recipe says in numbers of layers (keys with ``layers`` in their name, such as
     ``checkpointing.skip_last_layers``) must not reach beyond the stand-in: it counts as a margin and as a period.
 
     Args:
@@ -53,10 +66,10 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     except ModelError:
         return None
     name = next(name for name, module in model.named_modules() if module is stack)
-    counts = [count for count in _layer_counts(recipe) if count > 0]
+    counts = _layer_counts(recipe)
     lead, period = _repetition([_signature(layer) for layer in stack])
     period = math.lcm(period, *counts)
-    shallow = lead + 3 * period + sum(counts)
+    shallow = lead + 2 * period + max(period, LAST_LAYERS) + sum(counts)
     shallow += (len(stack) - shallow) % period
     if 2 * shallow + period >= len(stack):
         return None
@@ -114,11 +127,13 @@ def _is_setting(key: str, value: Any) -> bool:
 
 
 def _layer_counts(recipe: Recipe) -> list[int]:
-    """What the recipe says in numbers of layers."""
-    return [
-        getattr(group, key.name)
-        for group in (getattr(recipe, field.name) for field in dataclasses.fields(recipe))
+    """What the recipe says in numbers of layers, where that is not what every recipe says."""
+    groups = [getattr(recipe, field.name) for field in dataclasses.fields(recipe)]
+    settings = [
+        (getattr(group, key.name), key.default)
+        for group in groups
         if dataclasses.is_dataclass(group)
         for key in dataclasses.fields(group)
-        if "layers" in key.name and isinstance(getattr(group, key.name), int)
+        if "layers" in key.name
     ]
+    return [value for value, default in settings if isinstance(value, int) and value > 0 and value != default]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 
 import torch
 
-from lowmem_ft.budget import Budget
+from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict
-from lowmem_ft.units import parse_bytes
+from lowmem_ft.units import format_bytes, parse_bytes
 
 CPU = "cpu"
 """What to ask for in place of a GPU's name to get an estimate for training on this machine's processor."""
@@ -46,7 +47,7 @@ def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple
         bought = _cheapest_with(parse_bytes(budget.device), budget.device)
         return (
             bought,
-            f"device: {bought.name}, the cheapest in the catalogue with budget.device={budget.device}",
+            f"device: {bought.name}, the cheapest of the catalogue that has budget.device={budget.device}",
         )
     return None, "device: this machine's processor, as it has no GPU"
 
@@ -62,6 +63,21 @@ def limits(gpu: Gpu | None, budget: Budget) -> BudgetVerdict:
         device = gpu.memory_bytes if device is None else min(device, gpu.memory_bytes)
     return BudgetVerdict(
         device_bytes=device, host_bytes=None if budget.host is None else parse_bytes(budget.host)
+    )
+
+
+def allocator_cap(budget: Budget) -> int | None:
+    """What the run will let the caching allocator hold (see ``training/budget_cap.py``); None: all there is."""
+    return parse_bytes(budget.device) if budget.enforce and budget.device is not None else None
+
+
+def budget_beyond(gpu: Gpu | None, budget: Budget) -> str:
+    """What to say of a budget that the GPU cannot offer; empty if it can."""
+    if gpu is None or budget.device is None or is_of_size(gpu.memory_bytes, parse_bytes(budget.device)):
+        return ""
+    return (
+        f"limit: the {format_bytes(gpu.memory_bytes)} that {gpu.name} has, as budget.device={budget.device} is more; "
+        "training would refuse it"
     )
 
 
@@ -82,8 +98,6 @@ def this_machines_gpu() -> Gpu:
         )
 
     nearest = min(load_gpus().values(), key=distance)
-    import dataclasses
-
     return dataclasses.replace(
         nearest,
         full_name=properties.name,
@@ -99,7 +113,7 @@ def processor_name() -> str:
 
 
 def _cheapest_with(num_bytes: int, text: str) -> Gpu:
-    large_enough = [gpu for gpu in load_gpus().values() if gpu.memory_bytes >= num_bytes]
+    large_enough = [gpu for gpu in load_gpus().values() if is_of_size(gpu.memory_bytes, num_bytes)]
     if not large_enough:
         largest = max(load_gpus().values(), key=lambda gpu: gpu.memory_bytes)
         raise UserError(

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from lowmem_ft.data import Batch
 from lowmem_ft.errors import ModelError
-from lowmem_ft.estimator.layers import shallow_model, with_num_layers
+from lowmem_ft.estimator.layers import ShallowModel, shallow_model, with_num_layers
 from lowmem_ft.estimator.worst_batch import row_length, worst_batch
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
@@ -33,6 +33,9 @@ from lowmem_ft.virtual_gpu.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.virtual_gpu.trace import Trace
 
 logger = logging.getLogger(__name__)
+
+_NO_NUMPY = ".numpy() is not supported for tensor subclasses"
+"""How torch refuses to make an array of a fake tensor: a plain RuntimeError."""
 
 NUM_STEPS = 2
 """State is made in the first step, so the second is the first to hold all of it."""
@@ -78,17 +81,33 @@ def trace_recipe(
     """
     hf_config = load_model_config(recipe.model, architecture_only=True)
     shallow = shallow_model(recipe, model_on_meta(recipe.model, hf_config)) if extend else None
-    if shallow is not None:
-        short, longer = (
-            trace_layers(recipe, with_num_layers(hf_config, shallow.num_layers + more), new_machine())
-            for more in (0, shallow.layers.period)
-        )
+    extended = None if shallow is None else _trace_and_extend(recipe, hf_config, new_machine, shallow)
+    return extended or trace_layers(recipe, hf_config, new_machine())
+
+
+def _trace_and_extend(
+    recipe: Recipe,
+    hf_config: PretrainedConfig,
+    new_machine: Callable[[], VirtualMachine],
+    shallow: ShallowModel,
+) -> TracedRecipe | None:
+    """The trace of all layers from those of a few; None if the layers do not repeat."""
+
+    def trace(num_layers: int) -> TracedRecipe:
+        return trace_layers(recipe, with_num_layers(hf_config, num_layers), new_machine())
+
+    short = trace(shallow.num_layers)
+    for stand_in in (shallow, shallow.deeper()):
+        longer = trace(stand_in.num_layers + stand_in.layers.period)
         try:
-            trace = extend_trace(short.trace, longer.trace, shallow.layers, shallow.full_num_layers)
-            return dataclasses.replace(short, trace=trace)
+            whole = extend_trace(short.trace, longer.trace, stand_in.layers, stand_in.full_num_layers)
+            return dataclasses.replace(short, trace=whole)
         except NotRegularError as error:
-            logger.info("All %d layers are traced: %s.", shallow.full_num_layers, error)
-    return trace_layers(recipe, hf_config, new_machine())
+            logger.info(
+                "%d layers do not stand for all %d: %s.", stand_in.num_layers, stand_in.full_num_layers, error
+            )
+        short = longer
+    return None
 
 
 def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine) -> TracedRecipe:
@@ -112,7 +131,8 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
         rows, length = recipe.training.per_device_train_batch_size, row_length(recipe, plan.hf_config)
         machine.say(f"attention: {plan.attention.implementation} ({plan.attention.reason})")
         try:
-            session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
+            with machine.during("load"):
+                session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
             _take_steps(recipe, plan, session, machine)
             _evaluate(recipe, plan, session, machine)
         except (
@@ -120,11 +140,11 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
             DynamicOutputShapeException,
             UnsupportedOperatorException,
         ) as error:
-            raise ModelError(
-                f"{recipe.model.name_or_path} cannot be traced: the forward of its {hf_config.model_type} architecture "
-                f"calls {error.args[0]}, whose result depends on values that a trace does not have. Rewrite that part "
-                "with operators of fixed shape, or measure a small model of that architecture."
-            ) from error
+            raise _cannot_trace(recipe, hf_config, str(error.args[0])) from error
+        except RuntimeError as error:
+            if _NO_NUMPY not in str(error):
+                raise
+            raise _cannot_trace(recipe, hf_config, "Tensor.numpy()") from error
     return TracedRecipe(
         trace=machine.trace(recipe.model.name_or_path or ""),
         tokens_per_micro_batch=rows * length,
@@ -132,12 +152,24 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
     )
 
 
+def _cannot_trace(recipe: Recipe, hf_config: PretrainedConfig, operator: str) -> ModelError:
+    return ModelError(
+        f"{recipe.model.name_or_path} cannot be traced: the forward of its {hf_config.model_type} architecture calls "
+        f"{operator}, whose result depends on values that a trace does not have. Rewrite that part with operators of "
+        "fixed shape, or measure a small model of that architecture."
+    )
+
+
 def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
     num_rows = recipe.training.per_device_train_batch_size
-    num_micro_batches = min(recipe.training.gradient_accumulation_steps, NUM_MICRO_BATCHES)
     machine.step_is_over()
     for _ in range(NUM_STEPS):
-        train_step(session, [_batch(recipe, plan, num_rows, machine) for _ in range(num_micro_batches)])
+        window = [
+            _batch(recipe, plan, num_rows, machine)
+            for _ in range(recipe.training.gradient_accumulation_steps)
+        ]
+        train_step(session, window[:NUM_MICRO_BATCHES])  # the others only wait, in the host's memory
+        del window
         machine.step_is_over()
 
 

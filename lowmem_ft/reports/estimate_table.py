@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -15,11 +15,11 @@ from rich.text import Text
 from lowmem_ft.catalog.gpu import Price
 from lowmem_ft.memory.category import PHASES
 from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
-from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, verdict
+from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, shortfall, verdict
 from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowmem_ft.estimator.changes import Change
+    from lowmem_ft.estimator.changes import Change, Changes
 
 
 def estimate_table(estimate: MemoryEstimate, price: Price | None = None) -> RenderableType:
@@ -35,20 +35,20 @@ def estimate_table(estimate: MemoryEstimate, price: Price | None = None) -> Rend
     return Group(_headline(estimate), "", _memory_bars(estimate), "", _facts(estimate, price))
 
 
-def changes_table(changes: Sequence[Change], gpu_name: str) -> RenderableType:
+def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
     """What would make the run fit, one change a line, with its new peak and its price in time or fidelity.
 
     Args:
-        changes: the cheapest first.
+        changes: what was found; if nothing fits, what is missing is said.
         gpu_name: where it would fit with them.
 
     Returns:
         Something that ``rich.print`` prints.
     """
-    if not changes:
-        return Text(f"No small change makes it fit on {gpu_name}. See other GPUs with --gpu all.")
+    if not changes.fitting:
+        return _what_is_missing(changes.all_together, gpu_name)
     table = _grid()
-    for change in changes:
+    for change in changes.fitting:
         setting = Text(" ".join(change.overrides), "bold")
         peak = f"peak {format_bytes(change.estimate.process_peak_bytes)}"
         table.add_row(Text(peak, no_wrap=True), Group(setting, Text(change.why)))
@@ -65,6 +65,17 @@ def price_per_million_tokens(step: StepTime | None, price: Price | None) -> floa
 def format_dollars(dollars: float) -> str:
     """A price with two digits that count, such as ``$0.0071`` or ``$12.40``."""
     return f"${dollars:.2f}" if dollars >= 0.1 else f"${dollars:.2g}"
+
+
+def _what_is_missing(all_together: Change | None, gpu_name: str) -> Text:
+    if all_together is None:
+        return Text(f"It does not fit on {gpu_name}, and no setting is left that would need less.")
+    estimate = all_together.estimate
+    return Text.assemble(
+        f"No change makes it fit on {gpu_name}. All of them together still need "
+        f"{format_bytes(estimate.process_peak_bytes)}, {shortfall(estimate)}: ",
+        (" ".join(all_together.overrides), "bold"),
+    )
 
 
 def _headline(estimate: MemoryEstimate) -> Text:

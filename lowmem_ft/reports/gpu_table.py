@@ -23,7 +23,7 @@ def gpu_table(
     Args:
         estimates: at least one, all of the same recipe.
         gpus: the catalogue, by name.
-        cannot_run: why, by the name of each GPU whose hardware cannot run the recipe.
+        cannot_run: the error, by the name of each GPU whose hardware cannot run the recipe; its rule is shown.
 
     Returns:
         Something that ``rich.print`` prints.
@@ -39,7 +39,9 @@ def gpu_table(
     num_fitting = sum(estimate.fits for estimate in estimates)
     title = f" fits on {num_fitting} of {len(estimates) + len(cannot_run)} GPUs"
     return Group(
-        Text.assemble((model.name, "bold"), title, f"\n{model.parameters:,} parameters\n"),
+        Text.assemble((model.name, "bold"), title, f"\n{model.parameters:,} parameters"),
+        *_in_common(estimates),
+        "",
         table,
         *_refusals(cannot_run),
         Text("\n$/hour: the lowest on-demand price known; `lowmem-ft gpus` says whose, and of what date."),
@@ -86,8 +88,17 @@ def _verdict(estimate: MemoryEstimate) -> Text:
 
 
 def _refusals(cannot_run: Mapping[str, str]) -> list[Text]:
-    """A paragraph for each reason, with the GPUs it keeps out."""
-    gpus_by_reason: dict[str, list[str]] = {}
+    """A line for each rule that keeps GPUs out; an error says the rule before what it got."""
+    gpus_by_rule: dict[str, list[str]] = {}
     for gpu, reason in cannot_run.items():
-        gpus_by_reason.setdefault(reason, []).append(gpu)
-    return [Text(f"\n{', '.join(gpus)} cannot run it: {reason}") for reason, gpus in gpus_by_reason.items()]
+        gpus_by_rule.setdefault(reason.split(", got ")[0].rstrip("."), []).append(gpu)
+    return [Text(f"\nCannot run it: {', '.join(gpus)}. {rule}.") for rule, gpus in gpus_by_rule.items()]
+
+
+def _in_common(estimates: Sequence[MemoryEstimate]) -> list[Text]:
+    """What was chosen for all GPUs alike."""
+    return [
+        Text(choice)
+        for choice in estimates[0].choices
+        if all(choice in estimate.choices for estimate in estimates)
+    ]

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from lowmem_ft.budget import Budget
+from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.units import format_bytes, parse_bytes
@@ -26,13 +26,13 @@ def apply_budget(budget: Budget, device: torch.device) -> None:
     if budget.device is None or device.type != "cuda":
         return
     num_bytes, total = parse_bytes(budget.device), torch.cuda.get_device_properties(device).total_memory
-    if num_bytes > total:
+    if not is_of_size(total, num_bytes):
         raise UserError(
             f"budget.device={budget.device} is more than this device has ({format_bytes(total)}). "
             "Lower it, or leave it out."
         )
     if budget.enforce:
-        torch.cuda.set_per_process_memory_fraction(num_bytes / total, device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
         logger.info("The allocator is capped at budget.device=%s.", budget.device)
 
 

@@ -47,6 +47,8 @@ class FakeEstimator:
         self.needs_bytes = 20 * GIB
         self.recipes: list = []
         self.refusals: dict[str, UserError] = {}
+        self.changes = ["one", "two", "three"]
+        self.helped: str | None = None
 
     def estimate_memory(self, recipe, gpu=None, *, budget=None) -> MemoryEstimate:
         self.recipes.append(recipe)
@@ -80,12 +82,16 @@ class FakeEstimator:
             for gpu in gpus
         ]
 
-    def cheapest_changes(self, recipe, estimate: MemoryEstimate) -> list:
-        smaller = dataclasses.replace(estimate, process_peak_bytes=7 * GIB, fits=True)
-        return [
+    def cheapest_changes(self, recipe, gpu=None) -> types.SimpleNamespace:
+        self.helped = gpu
+        smaller = dataclasses.replace(
+            self.estimate_memory(recipe, gpu), process_peak_bytes=7 * GIB, fits=True
+        )
+        changes = [
             types.SimpleNamespace(overrides=(f"checkpointing.mode={mode}",), why="", estimate=smaller)
-            for mode in ("one", "two", "three")
+            for mode in self.changes
         ]
+        return types.SimpleNamespace(fitting=changes, all_together=None)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -163,6 +169,16 @@ def test_a_run_that_does_not_fit_exits_with_3_and_three_changes(estimator, capsy
     assert out.startswith("a-model does not fit on small: 12.0 GiB over\n")
     changes = out[out.index("Cheapest changes that make it fit on small:") :]
     assert changes.count("peak 7.00 GiB  checkpointing.mode=") == 3
+    assert "--gpu all" not in out
+
+
+def test_where_no_change_helps_other_gpus_are_pointed_at(estimator, capsys):
+    estimator.changes = []
+    assert estimate("recipe=tiny", "--gpu", "small") == 3
+    assert capsys.readouterr().out.endswith("\nSee other GPUs with --gpu all.\n")
+    estimator.needs_bytes = 100 * GIB
+    assert estimate("recipe=tiny", "--gpu", "all") == 3
+    assert "See other GPUs" not in capsys.readouterr().out
 
 
 def test_without_a_gpu_the_cpu_is_estimated_and_the_way_to_gpus_is_shown(estimator, capsys):
@@ -205,7 +221,7 @@ def test_gpus_that_cannot_run_the_recipe_do_not_stop_the_others(estimator, capsy
     assert report["cannot_run"] == [
         {"gpu": "old", "reason": "bfloat16 needs compute capability 8.0, got 7.5."}
     ]
-    assert "old cannot run it: bfloat16 needs" in seen.err
+    assert "Cannot run it: old. bfloat16 needs compute capability 8.0.\n" in seen.err
 
 
 def test_what_no_gpu_can_run_is_an_error(estimator, capsys):
@@ -218,6 +234,7 @@ def test_all_exits_with_3_where_none_fits_and_helps_the_nearest(estimator, capsy
     estimator.needs_bytes = 100 * GIB
     assert estimate("recipe=tiny", "--gpu", "all") == 3
     assert "Cheapest changes that make it fit on big:" in capsys.readouterr().out
+    assert estimator.helped == "big"
 
 
 def test_plot_and_snapshot_are_written(estimator, tmp_path, monkeypatch):

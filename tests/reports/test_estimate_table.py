@@ -3,18 +3,20 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from lowmem_ft.catalog.gpu import Price
+from lowmem_ft.estimator.changes import Change, Changes
+from lowmem_ft.memory.estimate import BudgetVerdict
 from lowmem_ft.reports.estimate_table import (
     changes_table,
     estimate_table,
     format_dollars,
     price_per_million_tokens,
 )
+from lowmem_ft.units import GIB
 
 PRICE = Price(provider="somebody", usd_per_hour=0.72, date="2026-10-01", source="https://example.org")
 
@@ -105,20 +107,35 @@ def test_it_can_be_written_where_only_ascii_can(estimate):
     assert "#####" in written
 
 
-def test_each_change_comes_with_its_new_peak_and_its_price(estimate, as_text):
-    change = SimpleNamespace(
+def make_change(estimate) -> Change:
+    return Change(
         overrides=("checkpointing.mode=full", "loss.chunk_tokens=512"),
         why="a second forward",
         estimate=estimate,
     )
-    lines = as_text(changes_table([change], "tiny-gpu")).splitlines()  # type: ignore[list-item]
+
+
+def test_each_change_comes_with_its_new_peak_and_its_price(estimate, as_text):
+    changes = Changes(fitting=(make_change(estimate),), all_together=None)
+    lines = as_text(changes_table(changes, "tiny-gpu")).splitlines()
     assert lines[0] == "Cheapest changes that make it fit on tiny-gpu:"
     assert re.match(r"  peak \S+ \w+ +checkpointing.mode=full loss.chunk_tokens=512", lines[1])
     assert lines[2].strip() == "a second forward"
 
 
-def test_no_change_found_is_said(as_text):
-    assert "No small change makes it fit on tiny-gpu." in as_text(changes_table([], "tiny-gpu"))
+def test_where_no_change_is_enough_what_is_missing_is_said(estimate, as_text):
+    limit = estimate.process_peak_bytes - 3 * GIB
+    over = dataclasses.replace(
+        estimate, budget=BudgetVerdict(device_bytes=limit, host_bytes=None), fits=False
+    )
+    text = as_text(changes_table(Changes(fitting=(), all_together=make_change(over)), "tiny-gpu"), 300)
+    assert text.startswith("No change makes it fit on tiny-gpu. All of them together still need ")
+    assert text.endswith("3.00 GiB over: checkpointing.mode=full loss.chunk_tokens=512\n")
+
+
+def test_where_nothing_is_left_to_change_that_is_said(as_text):
+    text = as_text(changes_table(Changes(fitting=(), all_together=None), "tiny-gpu"))
+    assert text == "It does not fit on tiny-gpu, and no setting is left that would need less.\n"
 
 
 @pytest.mark.parametrize(

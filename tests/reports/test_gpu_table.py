@@ -67,9 +67,17 @@ def test_each_gpu_has_a_line_with_verdict_speed_and_price(estimates, as_text):
     assert lines[0] == "two-layers fits on 3 of 4 GPUs"
 
 
-def test_gpus_that_cannot_run_it_are_listed_with_the_reason_once(estimates, as_text):
-    text = as_text(
-        gpu_table(estimates, GPUS, {"old": "bfloat16 is missing.", "older": "bfloat16 is missing."})
-    )
-    assert "two-layers fits on 3 of 6 GPUs" in text
-    assert "old, older cannot run it: bfloat16 is missing." in text
+def test_gpus_that_cannot_run_it_are_listed_with_the_rule_once(estimates, as_text):
+    errors = {name: f"Reading is hard, got {name}. Write." for name in ("old", "older")}
+    text = as_text(gpu_table(estimates, GPUS, {**errors, "odd": "It is odd."}))
+    assert "two-layers fits on 3 of 7 GPUs" in text
+    assert "Cannot run it: old, older. Reading is hard.\n" in text
+    assert "Cannot run it: odd. It is odd.\n" in text
+
+
+def test_what_was_chosen_for_all_gpus_stands_above_the_table(estimates, as_text):
+    for index, estimate in enumerate(estimates):
+        estimates[index] = dataclasses.replace(estimate, choices=("batch: 1", f"attention: {index}"))
+    lines = as_text(gpu_table(estimates, GPUS, {})).splitlines()
+    assert lines[2:4] == ["batch: 1", ""]
+    assert not any("attention" in line for line in lines)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.errors import UserError
 from lowmem_ft.training.budget_cap import apply_budget, report_budget
 
 CPU = torch.device("cpu")
@@ -29,14 +30,27 @@ def test_peaks_stand_beside_the_budget(budget, said, caplog):
     assert all(text in message for text, message in zip(said, caplog.messages, strict=True))
 
 
-def test_the_cap_is_the_budgets_share_of_the_device(monkeypatch):
+@pytest.fixture
+def caps(monkeypatch):
+    """The caps set on a device of 80 GiB."""
     caps = []
     properties = type("Properties", (), {"total_memory": 80 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share)
     )
+    return caps
+
+
+def test_the_cap_is_the_budgets_share_of_the_device(caps):
     apply_budget(Budget(device="20GiB"), torch.device("cuda"))
     apply_budget(Budget(device="20GiB", enforce=False), torch.device("cuda"))
     apply_budget(Budget(device="20GiB"), CPU)
     assert caps == [0.25]
+
+
+def test_a_budget_of_the_size_a_card_is_sold_with_is_all_that_its_driver_leaves(caps):
+    apply_budget(Budget(device="84GiB"), torch.device("cuda"))
+    assert caps == [1.0]
+    with pytest.raises(UserError, match=r"budget.device=85GiB is more than this device has \(80.0 GiB\)"):
+        apply_budget(Budget(device="85GiB"), torch.device("cuda"))

@@ -1,0 +1,190 @@
+"""The estimate of a recipe: what it counts, and what follows from the recipe's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import lowmem_ft
+from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
+from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.units import MIB
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=1024,
+        max_position_embeddings=512,
+    ).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def make_recipe(folder):
+    def make(*settings: str) -> Recipe:
+        return load_recipe(None, [f"model={folder}", "data.max_length=128", *settings])
+
+    return make
+
+
+def chosen(estimate: MemoryEstimate, what: str) -> str:
+    return next(choice for choice in estimate.choices if choice.startswith(f"{what}: "))
+
+
+def test_it_is_public():
+    assert lowmem_ft.estimate_memory is estimate_memory
+    assert "estimate_memory" in dir(lowmem_ft)
+
+
+def test_weights_gradients_and_state_are_counted_to_the_byte(make_recipe):
+    estimate = estimate_memory(make_recipe(), "cpu")
+    weights = 4 * estimate.model.parameters
+    assert estimate.model.trainable_parameters == estimate.model.parameters
+    assert estimate.by_category_at_peak["optimizer_state"] == pytest.approx(2 * weights, rel=1e-4)
+    assert sum(estimate.by_category_at_peak.values()) == estimate.allocated_peak_bytes
+    assert estimate.allocated_peak_bytes == max(estimate.by_phase.values())
+    assert estimate.by_phase["load"] >= weights
+    assert estimate.by_phase[estimate.peak_phase] == estimate.allocated_peak_bytes
+
+
+def test_the_json_holds_the_published_fields(make_recipe):
+    values = estimate_memory(make_recipe(), "l4").to_json()
+    assert values["schema"] == 1
+    assert set(values) == {
+        *("schema", "model", "gpu", "device", "host", "by_category_at_peak", "by_phase", "peak_at"),
+        *("step", "budget", "fits", "choices", "not_modelled", "versions", "trace_seconds"),
+    }
+    assert values["gpu"] == {"name": "l4", "memory_bytes": find_gpu("l4").memory_bytes}
+    device = values["device"]
+    assert device["allocated_peak_bytes"] <= device["reserved_peak_bytes"] < device["process_peak_bytes"]
+
+
+def test_the_batch_and_the_settings_are_said(make_recipe):
+    estimate = estimate_memory(
+        make_recipe(
+            "training.per_device_train_batch_size=2",
+            "training.gradient_accumulation_steps=3",
+            "checkpointing.mode=full",
+        ),
+        "l4",
+    )
+    assert chosen(estimate, "batch") == "batch: 2 x 128 tokens, 3 a step"
+    assert "float32 weights" in chosen(estimate, "recipe")
+    assert "checkpointing full" in chosen(estimate, "recipe")
+    assert estimate.step is not None
+    assert estimate.step.tokens == 2 * 3 * 128
+
+
+def test_accumulation_takes_time_for_each_micro_batch_and_memory_for_one(make_recipe):
+    def step(num: int) -> MemoryEstimate:
+        return estimate_memory(make_recipe(f"training.gradient_accumulation_steps={num}"), "l4")
+
+    two, three, ten = step(2), step(3), step(10)
+    assert two.step
+    assert three.step
+    assert ten.step
+    one_more = three.step.seconds - two.step.seconds
+    assert one_more > 0
+    assert ten.step.seconds - two.step.seconds == pytest.approx(8 * one_more, rel=1e-6)
+    assert ten.allocated_peak_bytes == two.allocated_peak_bytes
+
+
+def test_evaluation_is_estimated_where_there_is_held_out_data_at_its_own_batch_size(make_recipe):
+    assert "evaluation" not in estimate_memory(make_recipe(), "cpu").by_phase
+
+    def evaluation(num_rows: int) -> int:
+        estimate = estimate_memory(
+            make_recipe("data.eval_size=8", f"training.per_device_eval_batch_size={num_rows}"), "cpu"
+        )
+        return estimate.by_phase["evaluation"]
+
+    assert evaluation(8) > evaluation(1)
+
+
+def test_without_an_evaluation_batch_size_it_is_that_of_training(make_recipe):
+    rows = ["data.eval_size=8", "training.per_device_train_batch_size=4"]
+    unset = estimate_memory(make_recipe(*rows), "cpu")
+    same = estimate_memory(make_recipe(*rows, "training.per_device_eval_batch_size=4"), "cpu")
+    assert unset.by_phase == same.by_phase
+
+
+def test_host_memory_is_the_process_and_what_is_loaded_or_saved(make_recipe):
+    on_gpu = estimate_memory(make_recipe(), "l4")
+    weights = 4 * on_gpu.model.parameters
+    base = PROCESS_BYTES + CUDA_PROCESS_BYTES
+    assert base + weights <= on_gpu.host_peak_bytes <= base + weights + MIB
+    on_cpu = estimate_memory(make_recipe(), "cpu")
+    assert on_cpu.host_peak_bytes == on_cpu.process_peak_bytes == PROCESS_BYTES + on_cpu.allocated_peak_bytes
+
+
+def test_a_gpu_of_ones_own_is_as_good_as_one_of_the_catalogue(make_recipe):
+    small = dataclasses.replace(find_gpu("l4"), name="small", memory_bytes=200 * MIB)
+    estimate = estimate_memory(make_recipe(), small)
+    assert (estimate.gpu.name, estimate.gpu.memory_bytes) == ("small", 200 * MIB)
+    assert estimate.budget.device_bytes == 200 * MIB
+    assert not estimate.fits
+
+
+def test_the_budget_is_the_limit_whether_of_the_recipe_or_given(make_recipe):
+    of_recipe = estimate_memory(make_recipe("budget=2GiB"), "l4")
+    given = estimate_memory(make_recipe(), "l4", budget=Budget(device="2GiB"))
+    assert of_recipe.budget == given.budget
+    assert of_recipe.budget.device_bytes == 2 * 1024 * MIB
+    assert not estimate_memory(make_recipe(), "l4", budget=Budget(device="200MiB")).fits
+    assert not estimate_memory(make_recipe(), "l4", budget=Budget(host="1GiB")).fits
+
+
+def test_a_budget_that_the_gpu_does_not_have_is_said(make_recipe):
+    estimate = estimate_memory(make_recipe("budget=24GiB"), "t4")
+    assert estimate.budget.device_bytes == find_gpu("t4").memory_bytes
+    assert "budget.device=24GiB is more" in chosen(estimate, "limit")
+
+
+def test_without_a_gpus_name_the_choice_is_said(make_recipe, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert estimate_memory(make_recipe()).gpu.name.startswith("cpu")
+    bought = estimate_memory(make_recipe("budget=24GiB"))
+    assert chosen(bought, "device").startswith(f"device: {bought.gpu.name}, the cheapest")
+
+
+def test_many_gpus_get_what_each_alone_gets(make_recipe):
+    recipe = make_recipe("training.mixed_precision=fp16")
+    names = ["l4", "t4", "rtx-4090", "h100-80gb"]
+    for name, together in zip(
+        names, estimate_on_gpus(recipe, [find_gpu(name) for name in names]), strict=True
+    ):
+        assert isinstance(together, MemoryEstimate)
+        alone = estimate_memory(recipe, name)
+        assert dataclasses.replace(together, trace_seconds=0.0) == dataclasses.replace(
+            alone, trace_seconds=0.0
+        )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "allenai/OLMo-2-0425-1B",
+        "HuggingFaceTB/SmolLM3-3B-Base",
+        "Qwen/Qwen2.5-7B",
+        "Qwen/Qwen3-8B-Base",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ],
+)
+def test_the_models_of_the_shipped_recipes_need_no_hub(model):
+    from lowmem_ft.models import ModelConfig, load_model_config
+
+    config = load_model_config(ModelConfig(name_or_path=model), architecture_only=True)
+    assert config.get_text_config().num_hidden_layers > 1

@@ -1,0 +1,254 @@
+"""A trace of a few layers, extended, against the trace of all of them: every family, technique and precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.estimator import tracing
+from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.techniques.decoder_layers import decoder_layers
+from lowmem_ft.training.session import Session
+from lowmem_ft.virtual_gpu.estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.trace import Trace
+
+GPU = find_gpu("a100-80gb")
+BUDGET = BudgetVerdict(device_bytes=GPU.memory_bytes, host_bytes=None)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GATED: dict[str, Any] = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+WINDOWED: dict[str, Any] = {**GATED, "head_dim": 8, "sliding_window": 8}
+
+
+def alternating(num_layers: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[index % 2] for index in range(num_layers)]
+
+
+FAMILIES: dict[str, Callable[[int], PretrainedConfig]] = {
+    "llama": lambda n: transformers.LlamaConfig(**GATED, num_hidden_layers=n),
+    "qwen2": lambda n: transformers.Qwen2Config(**GATED, num_hidden_layers=n, tie_word_embeddings=True),
+    "qwen3": lambda n: transformers.Qwen3Config(**GATED, head_dim=8, num_hidden_layers=n),
+    "gemma2": lambda n: transformers.Gemma2Config(**WINDOWED, num_hidden_layers=n),
+    "gemma3": lambda n: transformers.Gemma3TextConfig(
+        **WINDOWED, num_hidden_layers=n, layer_types=alternating(n)
+    ),
+    "mistral": lambda n: transformers.MistralConfig(**WINDOWED, num_hidden_layers=n),
+    "phi": lambda n: transformers.PhiConfig(**SIZES, intermediate_size=48, num_hidden_layers=n),
+    "phi3": lambda n: transformers.Phi3Config(**GATED, num_hidden_layers=n),
+    "gpt2": lambda n: transformers.GPT2Config(n_layer=n, n_embd=32, n_head=4, vocab_size=64, n_positions=64),
+    "gpt-neox": lambda n: transformers.GPTNeoXConfig(**SIZES, intermediate_size=48, num_hidden_layers=n),
+    "mixtral": lambda n: transformers.MixtralConfig(**GATED, num_local_experts=4, num_hidden_layers=n),
+    "qwen3-moe": lambda n: transformers.Qwen3MoeConfig(
+        **{**GATED, "head_dim": 8},
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=n,
+    ),
+}
+NUM_LAYERS = {"gemma2": 16, "gemma3": 16}
+"""Where layers alternate, the stand-in is deeper; the others take 10."""
+
+PLAIN = ["loss.chunk_tokens=null", "checkpointing.mode=none"]
+TECHNIQUES: dict[str, list[str]] = {
+    "checkpointed": ["loss.chunk_tokens=8"],
+    "plain": PLAIN,
+    "every-2-layers": ["checkpointing.every_n_layers=2"],
+    "all-but-2-layers": ["checkpointing.skip_last_layers=2"],
+    "autocast": ["training.mixed_precision=bf16", "loss.chunk_tokens=8"],
+    "autocast-plain": ["training.mixed_precision=bf16", *PLAIN],
+    "bf16": ["model.dtype=bfloat16"],
+    "packing": ["data.packing=true"],
+    "accumulation": ["training.gradient_accumulation_steps=3"],
+    "no-clipping": ["training.max_grad_norm=null"],
+    "eager-attention": ["model.attn_implementation=eager"],
+    "adamw-8-bit": ["optimizer.name=adamw_bnb_8bit"],
+    "adafactor": ["optimizer.name=adafactor"],
+    "lion": ["optimizer.name=lion"],
+    "sgd": ["optimizer.name=sgd"],
+}
+DEEPER_TECHNIQUES = {"every-2-layers": 20, "all-but-2-layers": 20}
+
+
+def recipe_for(folder: Path, config: PretrainedConfig, settings: list[str]) -> Recipe:
+    config.save_pretrained(folder)
+    return load_recipe(
+        "tiny",
+        [
+            f"model={folder}",
+            "data.max_length=16",
+            "data.eval_size=2",
+            "training.per_device_train_batch_size=2",
+            "training.gradient_accumulation_steps=1",
+            *settings,
+        ],
+    )
+
+
+def new_machine(kind: str) -> VirtualMachine:
+    return VirtualMachine() if kind == "cpu" else VirtualGPU(GPU)
+
+
+def estimate_of(trace: Trace, kind: str) -> MemoryEstimate:
+    if kind == "cpu":
+        return estimate_on_cpu(trace, "cpu", BUDGET, Surroundings())
+    return estimate_on_gpu(trace, GPU, BUDGET, Surroundings())
+
+
+def numbers(estimate: MemoryEstimate) -> dict[str, Any]:
+    """All that an estimate says, but for its timeline, whose frees may be in another order, and the time it took."""
+    fields = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
+    return {name: value for name, value in fields.items() if name not in ("timeline", "trace_seconds")}
+
+
+def totals(trace: Trace) -> dict[str, int]:
+    return {
+        "allocations": len(trace.timeline.allocations),
+        "events": len(trace.timeline.events),
+        "work": len(trace.work),
+        "flops": sum(entry.flops for entry in trace.work),
+        "bytes": sum(entry.num_bytes for entry in trace.work),
+    }
+
+
+@pytest.fixture
+def traced_depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of layers that were traced, in order."""
+    depths: list[int] = []
+    original = tracing.trace_layers
+
+    def spy(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine) -> Any:
+        depths.append(hf_config.get_text_config().num_hidden_layers)
+        return original(recipe, hf_config, machine)
+
+    monkeypatch.setattr(tracing, "trace_layers", spy)
+    return depths
+
+
+def assert_equal_to_full_trace(recipe: Recipe, kind: str) -> None:
+    mine = tracing.trace_recipe(recipe, lambda: new_machine(kind)).trace
+    full = tracing.trace_recipe(recipe, lambda: new_machine(kind), extend=False).trace
+    assert totals(mine) == totals(full)
+    assert numbers(estimate_of(mine, kind)) == numbers(estimate_of(full, kind))
+
+
+def check(folder: Path, family: str, technique: str, kind: str, traced_depths: list[int]) -> None:
+    num_layers = max(NUM_LAYERS.get(family, 10), DEEPER_TECHNIQUES.get(technique, 0))
+    recipe = recipe_for(folder, FAMILIES[family](num_layers), TECHNIQUES[technique])
+    assert_equal_to_full_trace(recipe, kind)
+    *for_extension, full = traced_depths
+    assert full == num_layers
+    assert for_extension  # else nothing was extended
+    assert max(for_extension) < num_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_extended_equals_full_for_every_family(family: str, tmp_path: Path, traced_depths: list[int]) -> None:
+    check(tmp_path, family, "autocast-plain", "gpu", traced_depths)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_extended_equals_full_for_every_technique(
+    technique: str, tmp_path: Path, traced_depths: list[int]
+) -> None:
+    check(tmp_path, "llama", technique, "gpu", traced_depths)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_extended_equals_full_on_a_cpu(family: str, tmp_path: Path, traced_depths: list[int]) -> None:
+    check(tmp_path, family, "checkpointed", "cpu", traced_depths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_extended_equals_full_everywhere(
+    family: str, technique: str, kind: str, tmp_path: Path, traced_depths: list[int]
+) -> None:
+    check(tmp_path, family, technique, kind, traced_depths)
+
+
+# --- what does not repeat ---------------------------------------------------------------------------------------------
+
+
+def test_an_odd_layer_deep_in_the_stack_is_traced(tmp_path: Path, traced_depths: list[int]) -> None:
+    types = ["sliding_attention"] * 12
+    types[8] = "full_attention"
+    config = transformers.Gemma3TextConfig(**WINDOWED, num_hidden_layers=12, layer_types=types)
+    assert_equal_to_full_trace(recipe_for(tmp_path, config, PLAIN), "gpu")
+    assert traced_depths == [12, 12]
+
+
+def test_dense_layers_before_those_with_experts_are_no_obstacle(
+    tmp_path: Path, traced_depths: list[int]
+) -> None:
+    config = transformers.DeepseekV3Config(
+        **{**SIZES, "intermediate_size": 48},
+        num_hidden_layers=12,
+        first_k_dense_replace=1,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    assert_equal_to_full_trace(recipe_for(tmp_path, config, PLAIN), "gpu")
+    assert max(traced_depths[:-1]) < 12
+
+
+@pytest.mark.parametrize(
+    "is_chosen",
+    [
+        pytest.param(lambda index, count: index % 2 == 0, id="every-other-layer"),
+        pytest.param(lambda index, count: index < count // 2, id="first-half"),
+        pytest.param(lambda index, count: index == count // 2, id="middle"),
+    ],
+)
+def test_a_technique_that_depends_on_depth_and_does_not_say_so_is_caught(
+    is_chosen: Callable[[int, int], bool],
+    tmp_path: Path,
+    traced_depths: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build = tracing.build_session
+
+    def build_with_unknown_technique(*args: Any, **kwargs: Any) -> Session:
+        session = build(*args, **kwargs)
+        layers = decoder_layers(session.unwrapped_model)
+        for index, layer in enumerate(layers):
+            if is_chosen(index, len(layers)):
+                layer.register_forward_hook(_keep_another_activation)
+        return session
+
+    monkeypatch.setattr(tracing, "build_session", build_with_unknown_technique)
+    assert_equal_to_full_trace(recipe_for(tmp_path, FAMILIES["llama"](14), PLAIN), "gpu")
+    assert traced_depths[-2:] == [14, 14]
+
+
+def _keep_another_activation(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.exp().sigmoid()

@@ -1,0 +1,81 @@
+"""How layers repeat, and which shallow model stands for a deep one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
+
+from lowmem_ft.estimator.layers import shallow_model, with_num_layers
+from lowmem_ft.models import ModelConfig
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.virtual_gpu.runtime import model_on_meta
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
+
+
+def llama(num_layers: int) -> LlamaConfig:
+    return LlamaConfig(**SIZES, num_hidden_layers=num_layers)
+
+
+def gemma(num_layers: int) -> Gemma3TextConfig:
+    return Gemma3TextConfig(**SIZES, num_hidden_layers=num_layers, num_key_value_heads=2, head_dim=16)
+
+
+def shallow(config, *settings: str):
+    recipe = load_recipe(None, ["model=any", *settings])
+    return shallow_model(recipe, model_on_meta(ModelConfig(name_or_path="any"), config))
+
+
+def test_a_model_of_equal_layers_repeats_from_the_first_with_period_one():
+    found = shallow(llama(32))
+    assert found is not None
+    assert (found.layers.stack, found.layers.lead, found.layers.period) == ("model.layers", 0, 1)
+    assert found.full_num_layers == 32
+    assert found.num_layers < 16
+
+
+def test_alternating_layers_repeat_with_the_period_of_the_pattern():
+    found = shallow(gemma(60))
+    assert found is not None
+    assert found.layers.period == 6
+    assert (found.full_num_layers - found.num_layers) % 6 == 0
+
+
+def test_a_shallow_model_is_traced_whole():
+    assert shallow(llama(4)) is None
+    assert shallow(gemma(20)) is None
+
+
+@pytest.mark.parametrize("key", ["checkpointing.every_n_layers", "checkpointing.skip_last_layers"])
+def test_what_the_recipe_says_in_layers_is_a_period_and_a_margin(key):
+    plain = shallow(llama(48))
+    found = shallow(llama(48), "checkpointing.mode=full", f"{key}=4")
+    assert plain is not None
+    assert found is not None
+    assert found.layers.period % 4 == 0
+    assert found.num_layers >= plain.num_layers + 4
+
+
+def test_an_odd_layer_in_front_is_the_lead():
+    model = model_on_meta(ModelConfig(name_or_path="any"), llama(32))
+    layers = model.get_submodule("model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    layers[0].get_submodule("mlp").register_parameter("odd", nn.Parameter(torch.empty(3, device="meta")))
+    found = shallow_model(load_recipe(None, ["model=any"]), model)
+    assert found is not None
+    assert (found.layers.lead, found.layers.period) == (1, 1)
+
+
+def test_a_model_without_a_stack_of_layers_is_traced_whole():
+    assert shallow_model(load_recipe(None, ["model=any"]), nn.Linear(2, 2)) is None
+
+
+def test_a_config_with_fewer_layers_is_cut_everywhere_and_the_original_is_left_alone():
+    full = gemma(12)
+    cut = with_num_layers(full, 6)
+    assert (cut.num_hidden_layers, len(cut.layer_types)) == (6, 6)
+    assert cut.layer_types == full.layer_types[:6]
+    assert (full.num_hidden_layers, len(full.layer_types)) == (12, 12)
+    assert with_num_layers(GPT2Config(n_layer=12), 5).n_layer == 5
