@@ -8,15 +8,25 @@ from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.budget import Budget
+    from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.recipe import Recipe, load_recipe
     from lowmem_ft.training import train
+    from lowmem_ft.virtual_gpu import VirtualGPU
 
 __version__ = "0.1.0"
 
-__all__ = ["Budget", "Recipe", "load_recipe", "train"]
+__all__ = ["Budget", "Recipe", "VirtualGPU", "estimate_memory", "load_recipe", "train"]
 
 __getattr__ = lazy_exports(
-    __name__, {"Budget": "budget", "Recipe": "recipe", "load_recipe": "recipe", "train": "training"}
+    __name__,
+    {
+        "Budget": "budget",
+        "Recipe": "recipe",
+        "estimate_memory": "estimator",
+        "load_recipe": "recipe",
+        "train": "training",
+        "VirtualGPU": "virtual_gpu",
+    },
 )
 
 

@@ -2,8 +2,8 @@
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.14. Constants and choices are named as there.
 
-Left out: private pools of CUDA graphs, ``record_stream`` (whoever asks frees when the memory is free on its stream)
-and the real addresses, which decide between two cached blocks of equal size: here, the one taken first.
+Left out: private pools of CUDA graphs, and ``record_stream`` (whoever asks frees when the memory is free on its stream).
+The driver's addresses, which decide between two cached blocks of equal size, are taken to go down.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.units import format_bytes
 
 SCHEMA = 1
 
@@ -108,6 +109,32 @@ class MemoryEstimate:
         """What the device's budget leaves unused; negative if it is exceeded; None without a limit."""
         limit = self.budget.device_bytes
         return None if limit is None else limit - self.process_peak_bytes
+
+    def __str__(self) -> str:
+        """The verdict in a few lines; ``lowmem_ft.reports.estimate_table`` shows all of it."""
+        lines = [
+            f"{self.gpu.name}: {self._verdict()}",
+            f"The process takes {format_bytes(self.process_peak_bytes)}: {format_bytes(self.reserved_peak_bytes)} "
+            f"reserved, of which {format_bytes(self.allocated_peak_bytes)} allocated at the peak, in {self.peak_phase} "
+            f"at {self.peak_module or 'no module'}.",
+            "At the peak: "
+            + ", ".join(
+                f"{category} {format_bytes(size)}"
+                for category, size in self.by_category_at_peak.items()
+                if size
+            ),
+        ]
+        if self.step is not None:
+            lines.append(f"{self.step.seconds:.3g} s a step, bound by {self.step.bound_by}.")
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        spare = self.headroom_bytes
+        if spare is None:
+            return "no limit to judge by."
+        if self.fits:
+            return f"fits, {format_bytes(spare)} to spare."
+        return f"does not fit, {format_bytes(-spare)} are missing." if spare < 0 else "does not fit."
 
     def to_json(self) -> dict[str, Any]:
         """The estimate as JSON types, by the names of the published schema."""

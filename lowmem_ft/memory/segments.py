@@ -46,7 +46,7 @@ class Driver:
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self._trace = trace
-        self._next_address = _FIRST_ADDRESS
+        self._lowest_address = self._highest_address = _FIRST_ADDRESS
 
     def take(self, size: int) -> bool:
         """Reserve memory; False if there is not enough."""
@@ -61,10 +61,19 @@ class Driver:
         """Return memory."""
         self.reserved_bytes -= size
 
-    def new_address(self, size: int, alignment: int) -> int:
-        """The start of fresh address space, a multiple of ``alignment``."""
-        address = _round_up(self._next_address, alignment)
-        self._next_address = address + size
+    def address_of_segment(self, size: int) -> int:
+        """The start of fresh address space for a segment: ``cudaMalloc`` goes down, so later ones lie lower.
+
+        Among cached blocks of one size the allocator takes the lowest, so this decides what is reserved by steps that
+        free several large blocks of one size: with eager attention it was 4 to 9 % on a T4 (tests/data/measured).
+        """
+        self._lowest_address = (self._lowest_address - size) // DRIVER_PAGE_BYTES * DRIVER_PAGE_BYTES
+        return self._lowest_address
+
+    def address_of_range(self, size: int, alignment: int) -> int:
+        """The start of fresh address space that memory is mapped into as it is needed."""
+        address = _round_up(self._highest_address, alignment)
+        self._highest_address = address + size
         return address
 
     def record(self, action: Action, address: int, size: int, stream: int) -> None:
@@ -95,7 +104,7 @@ class FixedSegments:
         """
         if not self._driver.take(segment_size):
             return None
-        block = Block(pool, self._driver.new_address(segment_size, DRIVER_PAGE_BYTES), segment_size)
+        block = Block(pool, self._driver.address_of_segment(segment_size), segment_size)
         self.heads[block.address] = block
         self._driver.record("segment_alloc", block.address, segment_size, pool.stream)
         return block
@@ -175,7 +184,7 @@ class ExpandableSegments:
         page = self._page_size(pool)
         range_size = _round_up(max(size, _RANGE_BYTES), page)
         # Aligned to its pages, so that an address says which page it lies on.
-        address = self._driver.new_address(range_size, alignment=page)
+        address = self._driver.address_of_range(range_size, alignment=page)
         block = Block(pool, address, range_size, is_mapped=False)
         self.heads[block.address] = block
         pool.add(block)

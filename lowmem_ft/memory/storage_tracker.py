@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowmem_ft.memory.gradient_sums import in_place_as_unwatched
+
 # torch.tensor() fills a storage out of our sight, then hands it to this operator: its input is new to the program.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
@@ -54,7 +56,7 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = in_place_as_unwatched(func, args, kwargs)(*args, **kwargs)
         # A view of, or a write into, a storage from before the block does not create it.
         inputs = () if func is _LIFT_FRESH else (args, kwargs)
         known = {storage._cdata for storage in self._storages(inputs)} - self._bytes_by_storage.keys()

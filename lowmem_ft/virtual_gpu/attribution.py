@@ -172,7 +172,7 @@ class Attribution:
         if node is None:
             return
         if node.name() == _ACCUMULATE_GRAD:
-            self.is_accumulating_gradient = True
+            self.is_accumulating_gradient = not self._num_steps_running  # an optimizer may step in its hooks
             self.module = self.owner_of(node.variable)
         else:
             self.module = self._module_by_sequence.get(node._sequence_nr(), "")
@@ -181,8 +181,9 @@ class Attribution:
         if not self._stack and torch._C._current_graph_task_id() == -1:
             if id(module) not in self._names:
                 self.name_modules(module)
-            evaluates = not module.training and not torch.is_grad_enabled()
-            self._outside_backward = "evaluation" if evaluates else "forward"
+            if self._fixed is None:
+                evaluates = not module.training and not torch.is_grad_enabled()
+                self._outside_backward = "evaluation" if evaluates else "forward"
         self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_ft.virtual_gpu.bitsandbytes_operators import register_operator_steps
 from lowmem_ft.virtual_gpu.bitsandbytes_weights import accepting_fakes
-from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, active_gpu
+from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, active_gpu, register_virtual_device
 
 
 @contextlib.contextmanager
@@ -93,6 +93,17 @@ def _synchronize(tensor: Tensor) -> None:
         active_gpu().work.synchronize()
 
 
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Hide the GPU: where there is one, bitsandbytes looks for CUDA's runtime when it is imported."""
+    backend = register_virtual_device()
+    active, backend.active = backend.active, None
+    try:
+        yield
+    finally:
+        backend.active = active
+
+
 class _ImportHook(importlib.abc.MetaPathFinder):
     """Runs a function right after a package is first imported, and its import outside of all dispatch modes."""
 
@@ -114,7 +125,7 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: Any) -> None:
-            with _disable_current_modes():
+            with _disable_current_modes(), _without_gpu():
                 execute(module)
             self._then()
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowmem_ft.virtual_gpu.device import DEVICE_TYPE
+
 
 def place_bitsandbytes(module: nn.Module, device: torch.device) -> list[Tensor]:
     """Quantise a layer's weight on the virtual device, as moving it to CUDA does.
@@ -44,6 +46,16 @@ def logical_numel(parameter: Tensor) -> int:
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
+def statistics_of(parameter: Tensor) -> list[Tensor]:
+    """The scales and tables that a 4-bit parameter brings along; none for others."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return []
+    scales = [state, state.state2] if state.nested else [state]
+    statistics = [tensor for scale in scales for tensor in (scale.absmax, scale.code, scale.offset)]
+    return [tensor for tensor in statistics if tensor is not None]
+
+
 def accepting_fakes(new: Callable[..., Any]) -> Callable[..., Any]:
     """A constructor of bitsandbytes' parameters that takes fake tensors too: layers may be built while tracing.
 
@@ -69,12 +81,19 @@ def _is_placed(tensor: Tensor, device: torch.device) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.device == device
 
 
-@torch.no_grad()
 def _place_4bit(functional: Any, module: Any, weight: Any, device: torch.device) -> list[Tensor]:
     before = weight.quant_state or weight  # one that was quantised elsewhere keeps its shape and type there
     dtype = before.dtype if before.dtype.is_floating_point else module.compute_dtype or torch.bfloat16
+    parameter = _quantized(functional, weight, torch.empty(before.shape, dtype=dtype, device=device))
+    module._parameters["weight"], module.quant_state = parameter, parameter.quant_state
+    return statistics_of(parameter)
+
+
+@torch.no_grad()
+def _quantized(functional: Any, weight: Any, values: Tensor) -> Any:
+    """A 4-bit parameter with the settings of ``weight``, made from values on the virtual device."""
     packed, state = functional.quantize_4bit(
-        torch.empty(before.shape, dtype=dtype, device=device),
+        values,
         blocksize=weight.blocksize,
         compress_statistics=weight.compress_statistics,
         quant_type=weight.quant_type,
@@ -82,10 +101,7 @@ def _place_4bit(functional: Any, module: Any, weight: Any, device: torch.device)
     )
     parameter = _fake_parameter(packed, like=weight)
     parameter.quant_state, parameter.bnb_quantized = state, True
-    module._parameters["weight"], module.quant_state = parameter, state
-    scales = [state, state.state2] if state.nested else [state]
-    statistics = [tensor for scale in scales for tensor in (scale.absmax, scale.code, scale.offset)]
-    return [tensor for tensor in statistics if tensor is not None]
+    return parameter
 
 
 @torch.no_grad()
@@ -111,5 +127,22 @@ def _fake_parameter(tensor: Tensor, *, like: nn.Parameter, requires_grad: bool =
 def _fake_class(parameter_class: type) -> type:
     if issubclass(parameter_class, FakeTensor):
         return parameter_class
-    # `to` of bitsandbytes' classes would make a new parameter even where nothing moves.
-    return type(parameter_class.__name__, (FakeTensor, parameter_class), {"to": torch.Tensor.to})
+    methods = {"to": _to, "detach": _detach}
+    return type(parameter_class.__name__, (FakeTensor, parameter_class), methods)
+
+
+def _to(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """``to`` that makes no new parameter where nothing moves; the virtual device quantises a 4-bit one."""
+    moved = torch.Tensor.to(self, *args, **kwargs)
+    if getattr(self, "bnb_quantized", True) or moved.device.type != DEVICE_TYPE:
+        return moved
+    return _quantized(sys.modules["bitsandbytes.functional"], self, moved)
+
+
+def _detach(self: Any) -> Tensor:
+    """Of the same class, as ``Module.to`` asks for."""
+    alias: Any = torch.Tensor.detach(self)
+    own = vars(alias)
+    own.update({name: value for name, value in vars(self).items() if name not in own})
+    alias.__class__ = type(self)
+    return alias

@@ -149,6 +149,23 @@ class VirtualBackend:
 
     manual_seed_all = manual_seed
 
+    def is_current_stream_capturing(self) -> bool:
+        """CUDA graphs are not modelled."""
+        return False
+
+    # torch.random.fork_rng asks for these in whatever runs in this process from now on.
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:  # noqa: D102
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:  # noqa: D102
+        pass
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:  # noqa: D102
+        return [self.get_rng_state()]
+
+    def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:  # noqa: D102
+        pass
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:  # noqa: D102
         return [torch.bfloat16, torch.float16, torch.float32]
 

@@ -6,17 +6,35 @@ Each patch holds for the length of a ``with`` block.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data._utils import worker as data_loading_worker
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors whose known values never leave the host: ``torch.tensor([4], device="vgpu")`` copies nothing."""
+    """Fake tensors whose known values never leave the host: ``torch.tensor([4], device="vgpu")`` copies nothing.
+
+    Args:
+        device_of: where to make what a program asks to have on a device; None: there.
+    """
+
+    def __init__(self, device_of: Callable[[Any], Any] | None = None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._device_of = device_of
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._device_of is not None and kwargs and "device" in kwargs:
+            kwargs = {**kwargs, "device": self._device_of(kwargs["device"])}
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     @property
     def avoid_device_init(self) -> bool:
@@ -25,29 +43,41 @@ class FakeMode(FakeTensorMode):
 
 
 @contextlib.contextmanager
-def fake_tensors_in_disguise() -> Iterator[None]:
-    """All of the patches below."""
-    with (
-        _replaced("transformers.utils.import_utils", "is_fake_tensor", _never),
-        _replaced("torch.utils", "swap_tensors", _swap_tensors),
-        _foreach_takes_fake_tensors(),
-    ):
+def fake_tensors_in_disguise(read_values: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """All of the patches below.
+
+    Args:
+        read_values: what a program gets that reads a whole fake tensor.
+    """
+    with contextlib.ExitStack() as undo:
+        import_utils = sys.modules.get("transformers.utils.import_utils")
+        if import_utils is not None:
+            replace(undo, import_utils, "is_fake_tensor", _never)
+        replace(undo, torch.utils, "swap_tensors", _swap_tensors)
+        replace(undo, Tensor, "numpy", _of(read_values, Tensor.numpy))
+        replace(undo, Tensor, "__format__", _of_number(Tensor.__format__))
+        replace(undo, Tensor, "pin_memory", _where_traced(Tensor.pin_memory))
+        replace(
+            undo, data_loading_worker, "_worker_loop", _computed_for_real(data_loading_worker._worker_loop)
+        )
+        undo.enter_context(_foreach_takes_fake_tensors())
         yield
 
 
-@contextlib.contextmanager
-def _replaced(module_name: str, name: str, replacement: Any) -> Iterator[None]:
-    """Another function under that name, if the module is imported and has it."""
-    module = sys.modules.get(module_name)
-    original = getattr(module, name, None)
-    if original is None:
-        yield
-        return
-    setattr(module, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Put another value under a name until a stack is undone; what was inherited is inherited again then.
+
+    Args:
+        undo: puts it back.
+        owner: a module or a class.
+        name: of its attribute.
+        value: the new one.
+    """
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
 def _never(tensor: Any) -> bool:
@@ -62,6 +92,52 @@ def _swap_tensors(first: Tensor, second: Tensor) -> None:
         setattr(first, name, of_second)
         setattr(second, name, of_first)
     torch._C._swap_tensor_impl(first, second)
+
+
+def _of(read_values: Callable[[Tensor], Tensor], numpy: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.numpy`` of what is read."""
+
+    @functools.wraps(numpy)
+    def of_values(self: Tensor, *, force: bool = False) -> Any:
+        values = read_values(self) if isinstance(self, FakeTensor) else self
+        with unset_fake_temporarily():
+            return numpy(values, force=force)
+
+    return of_values
+
+
+def _of_number(format_tensor: Callable[[Tensor, str], str]) -> Callable[[Tensor, str], str]:
+    """``f"{loss:.3f}"``, which torch does for tensors of no subclass only."""
+
+    @functools.wraps(format_tensor)
+    def format_number(self: Tensor, format_spec: str) -> str:
+        if isinstance(self, FakeTensor) and self.dim() == 0 and format_spec:
+            return format(self.item(), format_spec)
+        return format_tensor(self, format_spec)
+
+    return format_number
+
+
+def _where_traced(pin_memory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``Tensor.pin_memory`` that does nothing in other threads, such as a data loader's: they have real tensors."""
+
+    @functools.wraps(pin_memory)
+    def pin(self: Tensor, *args: Any) -> Tensor:
+        is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+        return pin_memory(self, *args) if is_traced else self
+
+    return pin
+
+
+def _computed_for_real(worker_loop: Callable[..., None]) -> Callable[..., None]:
+    """Processes of a data loader are forked from this one, and would make fake tensors, which cannot be sent."""
+
+    @functools.wraps(worker_loop)
+    def work(*args: Any, **kwargs: Any) -> None:
+        with _disable_current_modes():
+            worker_loop(*args, **kwargs)
+
+    return work
 
 
 @contextlib.contextmanager

@@ -12,13 +12,10 @@ import torch
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.analysis import allocation_at, categories_at, peak_by_phase
-from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.category import Phase
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, StepTime
-from lowmem_ft.memory.replay import replay
 from lowmem_ft.memory.timeline import Timeline
-from lowmem_ft.virtual_gpu.clock import Clock
-from lowmem_ft.virtual_gpu.steady_state import with_repeated_step
+from lowmem_ft.virtual_gpu.replays import Replays
 from lowmem_ft.virtual_gpu.trace import Trace
 
 NOT_MODELLED = (
@@ -38,6 +35,8 @@ class Surroundings:
         tokens_per_step: tokens of one optimizer step, without padding; 0 if unknown.
         micro_batches_per_step: as the run would have them; None: as traced.
         allocator: settings of the caching allocator.
+        allowed_bytes: the most that the caching allocator lets itself hold, as
+            ``torch.cuda.set_per_process_memory_fraction`` sets it; None: all there is.
         not_modelled: what is left out, beside what always is.
     """
 
@@ -46,6 +45,7 @@ class Surroundings:
     tokens_per_step: int = 0
     micro_batches_per_step: int | None = None
     allocator: AllocatorConfig = field(default_factory=lambda: allocator_config_of_environment())
+    allowed_bytes: int | None = None
     not_modelled: tuple[str, ...] = ()
 
 
@@ -61,51 +61,60 @@ def allocator_config_of_environment() -> AllocatorConfig:
 
 
 def estimate_on_gpu(
-    trace: Trace, gpu: Gpu, budget: BudgetVerdict, surroundings: Surroundings, trace_seconds: float = 0.0
+    trace: Trace,
+    gpu: Gpu,
+    budget: BudgetVerdict,
+    surroundings: Surroundings,
+    trace_seconds: float = 0.0,
+    replays: Replays | None = None,
 ) -> MemoryEstimate:
     """What a traced program needs on a GPU.
 
-    The allocator may take all it wants. Only if that is too much is it replayed once more under the cap, where it has
-    to give cached memory back and try again, as torch does before it fails.
+    The allocator may take all it wants. Only if that is more than there is, or than it allows itself, and the tensors
+    alone are not, is it replayed once more within those limits, where it has to give cached memory back and try again,
+    as torch does before it fails.
 
     Args:
         trace: of a GPU of this kind.
         gpu: the GPU.
-        budget: the limits; the device's is at most its memory.
+        budget: what the process is judged against; the device's is at most its memory.
         surroundings: what the trace does not contain.
         trace_seconds: how long tracing took, for the record.
+        replays: those of the trace by the same allocator, to share them between GPUs; None: fresh ones.
 
     Returns:
-        The estimate. Of a program that does not fit, what it would have needed.
+        The estimate. It fits if no request fails and the process stays within the budget. Of a program that runs out of
+        memory, what it would have needed.
     """
     outside = sum(surroundings.outside_bytes.values())
-    managed_peak = max(trace.timeline.live_bytes(("managed",)), default=0)
     limit = budget.device_bytes or gpu.memory_bytes
-    replayed = replay(trace.timeline, CachingAllocator(surroundings.allocator))
+    replays = replays or Replays(trace, surroundings.allocator)
     choices = list(trace.choices)
-    settled = with_repeated_step(trace)
-    reserved_peak = replay(settled, CachingAllocator(surroundings.allocator)).peak_reserved_bytes
-    fits = reserved_peak + outside <= limit
-    if not fits and outside < limit:
-        capped = replay(settled, CachingAllocator(surroundings.allocator, capacity_bytes=limit - outside))
+    reserved_peak = replays.reserved_peak_bytes
+    capacity, allowed = gpu.memory_bytes - outside, surroundings.allowed_bytes
+    most = capacity if allowed is None else min(capacity, allowed)
+    runs = reserved_peak <= most
+    if not runs and replays.peak_live_bytes("device") <= most:
+        capped = replays.within(capacity, allowed)
         if capped.out_of_memory is None:
-            fits, reserved_peak = True, capped.peak_reserved_bytes
+            runs, reserved_peak = True, capped.peak_reserved_bytes
             choices.append(
                 f"the allocator has to empty its cache {capped.num_retries} times to stay within the limit, which "
                 "costs time; PYTORCH_ALLOC_CONF=expandable_segments:True needs less"
             )
     # Managed memory moves to the host where the device is full: it takes what is left.
+    managed_peak = replays.peak_live_bytes("managed")
     process_peak = min(reserved_peak + outside + managed_peak, max(limit, reserved_peak + outside))
     return _estimate(
         trace,
         Device(gpu.name, gpu.memory_bytes, reserved_peak, process_peak),
-        replayed.allocated_bytes,
-        replayed.block_bytes,
-        replayed.peak_allocated_at,
+        replays.unlimited.allocated_bytes,
+        replays.unlimited.block_bytes,
+        replays.unlimited.peak_allocated_at,
         budget=budget,
-        fits=fits,
-        host_peak=surroundings.host_base_bytes + _peak(trace.timeline, ("host", "pinned")),
-        step=step_time(trace, gpu, surroundings),
+        fits=runs and process_peak <= limit,
+        host_peak=surroundings.host_base_bytes + replays.peak_live_bytes("host", "pinned"),
+        step=step_time(replays, gpu, surroundings),
         choices=tuple(choices),
         not_modelled=(*NOT_MODELLED, *surroundings.not_modelled),
         trace_seconds=trace_seconds,
@@ -148,12 +157,13 @@ def estimate_on_cpu(
     )
 
 
-def step_time(trace: Trace, gpu: Gpu, surroundings: Surroundings) -> StepTime | None:
+def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTime | None:
     """The time of one optimizer step once everything runs; None if the trace has no step."""
+    trace = replays.trace
     step_ends = trace.step_ends
     if not step_ends:
         return None
-    times = Clock(trace.work).times_on(gpu)
+    times = replays.clock.times_on(gpu)
     first, last = [0, *step_ends][-2:]
     step = times.between(first, last)
     seconds = step.seconds

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of transformers on the virtual GPU, computed as they would be on CUDA.
+"""Mixture-of-experts layers of transformers on a virtual machine, computed as they would be on a real one.
 
 transformers multiplies all experts at once with ``grouped_mm`` unless told otherwise, and one after the other where the
 GPU is older than Ampere. It asks ``device.type == "cuda"``, which the virtual device is not.
@@ -20,17 +20,19 @@ _AMPERE = (8, 0)
 
 
 @contextlib.contextmanager
-def experts_as_on_cuda() -> Iterator[None]:
-    """Let transformers choose between its ways to multiply experts as it does on CUDA, while a block runs."""
+def experts_as_if_real() -> Iterator[None]:
+    """Let transformers choose between its ways to multiply experts as with real tensors, while a block runs."""
     original = moe._can_use_grouped_mm
 
     @functools.wraps(original)
     def can_use_grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> bool:
-        if not is_virtual(weight.device):
-            return original(input, weight, offs)
-        # torch's own grouped_mm takes other types than bfloat16 on CUDA, one expert after the other and into one
-        # output as transformers' fallback does; its rule for fake tensors does not.
-        return weight.dtype == torch.bfloat16 and compute_capability(weight.device) >= _AMPERE
+        if is_virtual(weight.device):
+            is_there = compute_capability(weight.device) >= _AMPERE
+        else:
+            is_there = original(input, weight, offs)
+        # torch's own grouped_mm takes other types than bfloat16, one expert after the other and into one output as
+        # transformers' fallback does; its rule for fake tensors does not.
+        return is_there and weight.dtype == torch.bfloat16
 
     moe._can_use_grouped_mm = can_use_grouped_mm
     try:

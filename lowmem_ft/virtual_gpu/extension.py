@@ -249,7 +249,7 @@ class _Cut:
                     raise NotRegularError("an allocation dies before it is born")
                 timeline.free(dead)
             position = len(timeline.events)
-            work += [dataclasses.replace(entry, position=position) for entry in pending]
+            work += [entry.at(position) for entry in pending]
             if index < len(births):
                 timeline.malloc(births[index].allocation)
                 pending = births[index].work

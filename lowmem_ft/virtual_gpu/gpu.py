@@ -10,10 +10,11 @@ import torch
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
+from lowmem_ft.virtual_gpu.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, VirtualStream, register_virtual_device
 from lowmem_ft.virtual_gpu.estimate import Surroundings, estimate_on_gpu
-from lowmem_ft.virtual_gpu.experts import experts_as_on_cuda
 from lowmem_ft.virtual_gpu.flash_attention_2 import flash_attention_2_as_on_cuda
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.outside import process_overhead_bytes
@@ -39,7 +40,7 @@ class VirtualGPU(VirtualMachine):
 
     def __init__(self, gpu: str | Gpu = "a100-80gb") -> None:
         self.spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
-        self._cap_bytes = self.spec.memory_bytes
+        self._cap_bytes: int | None = None
         register_virtual_device()
         super().__init__(
             torch.device(DEVICE_TYPE, 0),
@@ -50,16 +51,20 @@ class VirtualGPU(VirtualMachine):
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         backend = register_virtual_device()
-        assert backend.active is None, "one virtual GPU at a time"
+        if backend.active is not None:
+            raise UserError(
+                f"One virtual GPU at a time, got {self.spec.name} inside the block of {backend.active.spec.name}. End "
+                "that block first."
+            )
         backend.active = self
         stack.callback(setattr, backend, "active", None)
-        stack.enter_context(experts_as_on_cuda())
+        stack.enter_context(cuda_is_virtual(backend))
         stack.enter_context(flash_attention_2_as_on_cuda())
         super()._enter(stack)
 
     def cap_memory(self, num_bytes: int) -> None:
         """Let the caching allocator hold no more than this."""
-        self._cap_bytes = min(num_bytes, self.spec.memory_bytes)
+        self._cap_bytes = num_bytes
 
     def report(self, *, tokens_per_step: int = 0) -> MemoryEstimate:
         """What the programs that ran here need on this GPU.
@@ -76,10 +81,11 @@ class VirtualGPU(VirtualMachine):
         return estimate_on_gpu(
             self.trace(),
             self.spec,
-            BudgetVerdict(device_bytes=self._cap_bytes, host_bytes=None),
+            BudgetVerdict(device_bytes=self.spec.memory_bytes, host_bytes=None),
             Surroundings(
                 outside_bytes=outside,
                 tokens_per_step=tokens_per_step,
+                allowed_bytes=self._cap_bytes,
                 not_modelled=("host memory of the process beside its tensors",),
             ),
             self.trace_seconds,

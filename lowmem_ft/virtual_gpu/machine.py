@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem_ft.errors import UserError
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.estimate import ModelSize
 from lowmem_ft.virtual_gpu.attribution import Attribution
 from lowmem_ft.virtual_gpu.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
-from lowmem_ft.virtual_gpu.bitsandbytes_weights import logical_numel
+from lowmem_ft.virtual_gpu.bitsandbytes_weights import logical_numel, statistics_of
+from lowmem_ft.virtual_gpu.checkpoints import checkpoints_without_values
+from lowmem_ft.virtual_gpu.cuda_names import on_virtual_device
 from lowmem_ft.virtual_gpu.disguise import FakeMode, fake_tensors_in_disguise
+from lowmem_ft.virtual_gpu.experts import experts_as_if_real
+from lowmem_ft.virtual_gpu.known_values import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.placement import place_module
 from lowmem_ft.virtual_gpu.recorder import Recorder
 from lowmem_ft.virtual_gpu.trace import Trace
@@ -52,12 +57,16 @@ class VirtualMachine:
         self._model_name = ""
         self._num_parameters = 0
         self._num_trainable_parameters = 0
-        self._fake_mode = FakeMode(allow_non_fake_inputs=True)
+        self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
         self._running = contextlib.ExitStack()
-        self._entered_at = 0.0
+        self._entered_at: float | None = None
         self.trace_seconds = 0.0
 
     def __enter__(self) -> Self:
+        if self._entered_at is not None:
+            raise UserError(
+                f"A {type(self).__name__} runs one `with` block, and this one has. Make another for the next program."
+            )
         self._entered_at = time.perf_counter()
         with contextlib.ExitStack() as entering:
             self._enter(entering)
@@ -66,7 +75,8 @@ class VirtualMachine:
 
     def __exit__(self, *exception: Any) -> None:
         self.recorder.close()
-        self.trace_seconds += time.perf_counter() - self._entered_at
+        assert self._entered_at is not None
+        self.trace_seconds = time.perf_counter() - self._entered_at
         self._running.__exit__(*exception)
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
@@ -74,7 +84,9 @@ class VirtualMachine:
         # Autograd's own threads would not see the modes of this one.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(self._fake_mode)
-        stack.enter_context(fake_tensors_in_disguise())
+        stack.enter_context(fake_tensors_in_disguise(self._read_values))
+        stack.enter_context(checkpoints_without_values(self.say))
+        stack.enter_context(experts_as_if_real())
         stack.enter_context(bitsandbytes_on_virtual_gpu())
         stack.enter_context(self.attribution)
         stack.enter_context(self.recorder)
@@ -144,6 +156,14 @@ class VirtualMachine:
         """Call everything in a block by one phase."""
         return self.attribution.during(phase)
 
+    def _read_values(self, tensor: Tensor) -> Tensor:
+        """Metrics may read what is not known; the forward of a module would go on by it."""
+        _, is_in_forward = self.attribution.moment
+        if is_in_forward and known_values(tensor) is None:
+            raise depends_on_values("Tensor.numpy()")
+        self.work.synchronize()
+        return read_values(tensor)
+
     def _placed(self, module: str, tensor: Tensor) -> None:
         self.recorder.mark(tensor, "parameter", module)
 
@@ -151,7 +171,8 @@ class VirtualMachine:
         """A model is here, placed or brought by its own means: all that it holds is a parameter or a buffer."""
         for name, module in root.named_modules():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                self.recorder.mark(tensor, "parameter", name)
+                for part in (tensor, *statistics_of(tensor)):
+                    self.recorder.mark(part, "parameter", name)
         sizes = {parameter: logical_numel(parameter) for parameter in root.parameters()}
         if sum(sizes.values()) > self._num_parameters:  # not a part of the model, called by itself
             self._model_name = type(root).__name__

@@ -25,9 +25,11 @@ def place_module(model: nn.Module, device: torch.device, on_placed: OnPlaced) ->
         on_placed: is told of each tensor.
     """
     placed: dict[int, Tensor] = {}
+    originals: list[Tensor] = []  # kept alive: they go by id
 
     def place(name: str, tensor: Tensor) -> Tensor:
         if id(tensor) not in placed:
+            originals.append(tensor)
             placed[id(tensor)] = tensor if _is_on(device, tensor) else _on(device, tensor)
             on_placed(name, placed[id(tensor)])
         return placed[id(tensor)]

@@ -13,20 +13,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.category import Category, Place
+from lowmem_ft.memory.gradient_sums import in_place_as_unwatched
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.attribution import Attribution, Moment
-from lowmem_ft.virtual_gpu.known_values import compute_values, read_value, result_of_unknown_size
+from lowmem_ft.virtual_gpu.known_values import (
+    answer_of_unknown_value,
+    compute_values,
+    read_value,
+    result_of_unknown_size,
+)
 from lowmem_ft.virtual_gpu.operator_work import work_of
 from lowmem_ft.virtual_gpu.work import WorkLog
 
 aten = torch.ops.aten
 
 Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
-"""Operator, arguments, keyword arguments and result to the sizes of the buffers its kernel takes for itself."""
+"""Operator, arguments, keyword arguments and result to the sizes of the buffers its kernel takes for itself, after
+those of its result."""
 Workspaces = Callable[[Any, int], Iterator[tuple[object, int]]]
 """Operator and stream to the buffers that a library keeps from its first call on: a key and a size each."""
 
@@ -61,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self._scratch = scratch
         self._workspaces = workspaces
         self._held_workspaces: set[object] = set()
+        self._reference = weakref.ref(self)
         self._index_of: dict[int, int] = {}
         self._births: dict[int, Moment] = {}
 
@@ -115,22 +128,23 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:  # more often asked than all the rest together
+            return args[0].device
         if func is aten._local_scalar_dense.default:
             self.work.synchronize()
             return read_value(func, args[0])
         if func is aten.record_stream.default:
             return None
+        if func is aten.is_pinned.default:
+            return self._place_of(args[0]) == "pinned"
+        func, args, kwargs, is_pinned = _without_pinning(func, args, kwargs)
+        func = in_place_as_unwatched(func, args, kwargs)
         self.attribution.operator_begins(func, args)
-        try:
-            result = func(*args, **kwargs)
-        except DynamicOutputShapeException:
-            result, is_size_known = result_of_unknown_size(func, args, kwargs)
-            if not is_size_known:
-                self.largest_assumed.add(str(func))
-        scratch = self._take_scratch(func, args, kwargs, result)
+        result = self._run(func, args, kwargs)
         self._record_births(func, args, result)
+        scratch = self._take_scratch(func, args, kwargs, result)
+        if is_pinned and self.device_type != "cpu":
+            self.mark_place(result, "pinned")
         compute_values(func, args, kwargs, result)
         work = work_of(
             func,
@@ -146,6 +160,31 @@ class Recorder(TorchDispatchMode):
         for index in scratch:
             self.let_go(index)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operator's result on fake tensors.
+
+        Raises:
+            ModelError: if it cannot have one.
+        """
+        try:
+            return func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            result, is_size_known = result_of_unknown_size(func, args, kwargs)
+            if not is_size_known:
+                self.largest_assumed.add(str(func))
+            return result
+        except DataDependentOutputException as error:
+            return answer_of_unknown_value(func, args, kwargs, error)
+        except UnsupportedOperatorException as error:
+            raise ModelError(
+                f"A trace needs to know the shape of what {func} returns, and torch has no rule for it. Give it one "
+                "with torch.library.register_fake, or write that part with other operators."
+            ) from error
+
+    def _place_of(self, tensor: Tensor) -> Place | None:
+        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        return None if index is None else self.timeline.allocations[index].place
 
     def _take_scratch(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -174,9 +213,11 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         index = self._index_of.get(storage._cdata)
         if index is not None:
-            if self.attribution.is_accumulating_gradient and device_type == self.device_type:
+            allocation = self.timeline.allocations[index]
+            is_new = allocation.category not in ("parameter", "optimizer_state")  # not one updated in a hook
+            if is_new and self.attribution.is_accumulating_gradient and device_type == self.device_type:
                 self.mark(tensor, "gradient", self.attribution.module)
-            if self.timeline.allocations[index].size_bytes == storage.nbytes():
+            if allocation.size_bytes == storage.nbytes():
                 return
             self._die(storage._cdata, index)  # resized: what it held before is free
         self._bear(func, args, tensor, storage, position)
@@ -198,7 +239,7 @@ class Recorder(TorchDispatchMode):
         size, key = storage.nbytes(), storage._cdata
         index = self.timeline.malloc(self._allocation(size, category, module, place))
         if key not in self._index_of:
-            weakref.finalize(storage, self._release, key).atexit = False
+            weakref.finalize(storage, _release, self._reference, key).atexit = False
         self._index_of[key] = index
         if place == "device":
             self._add(size)
@@ -214,14 +255,15 @@ class Recorder(TorchDispatchMode):
                 return self.module_of(source) or ""
         return ""
 
-    def _release(self, key: int) -> None:
-        index = self._index_of.get(key)
-        if index is not None:
-            self._die(key, index)
-
     def close(self) -> None:
         """Write nothing more: what is freed from now on lived to the end of the trace."""
         self._index_of.clear()
+
+    def storage_is_gone(self, key: int) -> None:
+        """End the allocation of a storage, if it was seen."""
+        index = self._index_of.get(key)
+        if index is not None:
+            self._die(key, index)
 
     def _die(self, key: int, index: int) -> None:
         del self._index_of[key]
@@ -246,3 +288,21 @@ class Recorder(TorchDispatchMode):
     def _add(self, size: int) -> None:
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def _without_pinning(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any], bool]:
+    """An operator that asks for pinned memory as one that asks for any, and whether it did: fake tensors have none."""
+    if func is aten._pin_memory.default:
+        return aten.clone.default, args[:1], {}, True
+    if kwargs.get("pin_memory"):
+        return func, args, {**kwargs, "pin_memory": False}, True
+    return func, args, kwargs, False
+
+
+def _release(recorder: weakref.ref[Recorder], key: int) -> None:
+    """Called when a storage goes. With a strong reference, storages and recorder would keep each other for ever."""
+    alive = recorder()
+    if alive is not None:
+        alive.storage_is_gone(key)

@@ -28,17 +28,24 @@ def model_on_meta(
     Raises:
         ModelError: if the config lacks what its architecture needs.
     """
+    return _model_from_config(config, hf_config, attn_implementation, torch.device("meta"))
+
+
+def _model_from_config(
+    config: ModelConfig, hf_config: PretrainedConfig, attn_implementation: str, device: torch.device
+) -> PreTrainedModel:
     try:
-        with torch.device("meta"):
+        with device:
             model = AutoModelForCausalLM.from_config(
                 hf_config,
                 dtype=weights_dtype(config, hf_config),
                 attn_implementation=attn_implementation,
                 trust_remote_code=config.trust_remote_code,
             )
-    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
-            f"The config of {config.name_or_path} does not make a {hf_config.model_type} model: {error}. "
+            f"The config of {config.name_or_path} does not make a {hf_config.model_type} model: "
+            f"{type(error).__name__} {error}. "
             "Compare its config.json with that of a published model of the family."
         ) from error
     return cast(PreTrainedModel, model)
@@ -68,9 +75,12 @@ class VirtualRuntime:
         self, config: ModelConfig, hf_config: PretrainedConfig, *, attn_implementation: str, seed: int
     ) -> PreTrainedModel:
         """Build the model from its config alone and give every tensor a storage on the machine."""
-        with _disable_current_modes():
-            model = model_on_meta(config, hf_config, attn_implementation)
-        if config.weights == "pretrained":
+        if config.weights == "random":
+            # Initialised where they will be: a tied head has weights of its own until the end.
+            model = _model_from_config(config, hf_config, attn_implementation, self.device)
+        else:
+            with _disable_current_modes():
+                model = model_on_meta(config, hf_config, attn_implementation)
             self.machine.warm_up_allocator(sum(parameter.nbytes for parameter in model.parameters()))
         return self.machine.place(model)
 

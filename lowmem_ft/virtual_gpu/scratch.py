@@ -232,6 +232,28 @@ def _determinism_splits(batch_heads: int, gpu: Gpu) -> int:
     return math.ceil(gpu.num_multiprocessors / batch_heads)
 
 
+# --- softmax ----------------------------------------------------------------------------------------------------------
+
+
+def _softmax(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
+    """The kernels of softmax and log-softmax read rows end to end.
+
+    Source of this and the next two: pytorch, aten/src/ATen/native/cuda/SoftMax.cu.
+    """
+    yield from _contiguous_copies(call["self"])
+
+
+def _softmax_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
+    """The product of the gradient and the probabilities comes first, in a buffer as large as either."""
+    gradient, output = call["grad_output"], call["output"]
+    yield gradient.numel() * max(gradient.element_size(), output.element_size())
+    yield from _contiguous_copies(gradient, output)
+
+
+def _log_softmax_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
+    yield from _contiguous_copies(call["grad_output"], call["output"])
+
+
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 _EMBEDDING_ROWS_WITHOUT_SORT = 3072
@@ -313,6 +335,10 @@ _SCRATCH: dict[Any, _Rule] = {
     aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten.index_put.default: _index_put,

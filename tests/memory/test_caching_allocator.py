@@ -118,6 +118,12 @@ def test_of_equal_blocks_the_lowest_address_is_taken():
     assert it.malloc(20 * MIB).address == min(first.address, second.address)
 
 
+def test_later_segments_lie_lower():
+    it = allocator()
+    first, second = it.malloc(20 * MIB), it.malloc(30 * MIB)
+    assert second.address + second.size <= first.address
+
+
 def test_small_requests_never_use_large_blocks():
     it = allocator()
     it.free(it.malloc(20 * MIB))

@@ -1,0 +1,124 @@
+"""Seconds that an estimate takes, from 1B to 405B parameters: of a fresh process, of the next one, without extension.
+
+    python scripts/bench_estimator.py [--models llama-3.1-8b ...] [--full-up-to 8] [--gpu h100-80gb] [--skip-all-gpus]
+
+Architectures come from the catalogue: no weights, no data, no network. Every row is a process of its own. What a user
+waits for beyond importing torch is the imports and the first estimate; a search pays only for the next ones. Tracing
+every layer takes minutes for the largest, so that it is left out for models above ``--full-up-to`` billion parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+MODELS = ["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]
+RECIPE = "8b-bf16"
+
+
+def main() -> None:
+    """Measure every model and print one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=MODELS, help="names in the catalogue")
+    parser.add_argument("--full-up-to", type=float, default=8.5, help="billion parameters")
+    parser.add_argument("--gpu", default="h100-80gb")
+    parser.add_argument("--skip-all-gpus", action="store_true")
+    parser.add_argument("--in-this-process", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.in_this_process:
+        model, gpu, mode = arguments.in_this_process
+        print(json.dumps(time_estimates(model, gpu, mode)))
+        return
+    rows = []
+    for model in arguments.models:
+        row = in_new_process(model, arguments.gpu, "extended")
+        if row["billion_parameters"] <= arguments.full_up_to:
+            full = in_new_process(model, arguments.gpu, "full")
+            row["full_trace_seconds"] = full["next_estimate_seconds"]
+        rows.append(row)
+    result: dict[str, Any] = {"recipe": RECIPE, "gpu": arguments.gpu, "rows": rows}
+    if not arguments.skip_all_gpus:
+        result["all_gpus"] = in_new_process("llama-3.1-8b", "all", "extended")
+    print(json.dumps({**_measured_on_cpu(), **result}, indent=2))
+
+
+def in_new_process(model: str, gpu: str, mode: str) -> dict[str, Any]:
+    """:func:`time_estimates` where nothing has been imported yet."""
+    command = [sys.executable, __file__, "--in-this-process", model, gpu, mode]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def time_estimates(model: str, gpu: str, mode: str) -> dict[str, Any]:
+    """Seconds of each part of a first estimate, and of a second one."""
+    start = time.perf_counter()
+    import torch  # noqa: F401
+
+    torch_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    from lowmem_ft.recipe import load_recipe
+
+    run = _estimator(mode)
+    recipe = load_recipe(RECIPE, [f"model={model}"])
+    imports_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    num_parameters = run(recipe, gpu)
+    first_seconds = time.perf_counter() - start
+    if gpu != "all":  # of all GPUs once is enough
+        start = time.perf_counter()
+        run(recipe, gpu)
+    next_seconds = time.perf_counter() - start
+    beyond_torch = imports_seconds + first_seconds
+    return {
+        "model": model,
+        "billion_parameters": round(num_parameters / 1e9, 2),
+        "torch_import_seconds": round(torch_seconds, 2),
+        "imports_seconds": round(imports_seconds, 2),
+        "first_estimate_seconds": round(first_seconds, 2),
+        "next_estimate_seconds": round(next_seconds, 2),
+        "beyond_torch_seconds": round(beyond_torch, 2),
+        "imports_share": round(imports_seconds / beyond_torch, 2),
+    }
+
+
+def _estimator(mode: str) -> Any:
+    """The estimate in question, as a function of recipe and GPU that returns the model's parameters."""
+    import functools
+
+    from lowmem_ft.catalog.gpus import find_gpu, load_gpus
+    from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
+    from lowmem_ft.estimator.tracing import trace_recipe
+    from lowmem_ft.memory.estimate import MemoryEstimate
+    from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+
+    def on_one(recipe: Any, gpu: str) -> int:
+        return estimate_memory(recipe, gpu).model.parameters
+
+    def on_all(recipe: Any, gpu: str) -> int:
+        if gpu != "all":
+            return on_one(recipe, gpu)
+        results = estimate_on_gpus(recipe, list(load_gpus().values()))
+        return next(result for result in results if isinstance(result, MemoryEstimate)).model.parameters
+
+    def full(recipe: Any, gpu: str) -> int:
+        traced = trace_recipe(recipe, functools.partial(VirtualGPU, find_gpu(gpu)), extend=False)
+        return traced.trace.model.parameters
+
+    return full if mode == "full" else on_all
+
+
+def _measured_on_cpu() -> dict[str, Any]:
+    import torch
+    from measured_on import measured_on
+
+    return measured_on(torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Gradients are summed in the same buffers whether anyone watches or not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+
+SIDE = 64
+SLACK = 512  # single numbers
+Program = Callable[[Tensor], Tensor]
+
+
+class AddsInPython(torch.autograd.Function):
+    """Its backward pass adds two tensors itself: to a new one, as Python asks for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0] + gradients[0] * 2
+
+
+def two_branches(x: Tensor) -> Tensor:
+    h = x * 2
+    return (h @ x).square().sum() + (h * 3).square().sum()
+
+
+def residual_stream(x: Tensor) -> Tensor:
+    h = x * 2
+    for _ in range(3):
+        h = h + torch.tanh(h @ x)
+    return h.square().sum()
+
+
+def expanded_first(x: Tensor) -> Tensor:
+    """The first gradient to arrive has one element behind it: nothing can be added to it in place."""
+    h = x * 2
+    return (h @ x).tanh().sum() + h.sum()
+
+
+def shared_first(x: Tensor) -> Tensor:
+    """Both branches hold the gradient that arrives first."""
+    h = x * 2
+    return torch.tanh(h + h.tanh()).square().sum()
+
+
+def backward_in_python(x: Tensor) -> Tensor:
+    h = x * 2
+    return (AddsInPython.apply(h).tanh() + h.tanh()).square().sum()
+
+
+def three_consumers(x: Tensor) -> Tensor:
+    h = x * 2
+    return (h * 2 + h * 3 + h * 4).square().sum()
+
+
+PROGRAMS = [
+    two_branches,
+    residual_stream,
+    expanded_first,
+    shared_first,
+    three_consumers,
+    backward_in_python,
+]
+
+
+def run(program: Program) -> None:
+    with torch.autograd.set_multithreading_enabled(False):
+        program(torch.rand(SIDE, SIDE, requires_grad=True)).backward()
+
+
+def unwatched(program: Program) -> list[int]:
+    """What torch's allocator gives and gets back, by its own log: no dispatch mode is near."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        run(program)
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return [num_bytes for _, num_bytes in changes]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_trace_allocates_what_an_unwatched_run_allocates(program: Program):
+    with VirtualMachine() as machine:
+        run(program)
+    traced = sum(allocation.size_bytes for allocation in machine.recorder.timeline.allocations)
+    assert traced == pytest.approx(sum(change for change in unwatched(program) if change > 0), abs=SLACK)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_watched_run_has_the_peak_of_an_unwatched_one(program: Program):
+    with StorageTracker() as tracker:
+        run(program)
+    assert tracker.peak_bytes == pytest.approx(max(itertools.accumulate(unwatched(program))), abs=SLACK)
+
+
+def test_only_the_engine_writes_in_place():
+    """A backward pass in Python that adds two tensors gets a third, as it asks for."""
+    with VirtualMachine() as machine:
+        run(backward_in_python)
+    names = [entry.name for entry in machine.work.entries]
+    assert ("add" in names, "add_" in names) == (True, True)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_that_are_differentiated_again_are_not_written_to():
+    with VirtualMachine() as machine:
+        loss = two_branches(torch.rand(SIDE, SIDE, requires_grad=True))
+        loss.backward(create_graph=True)
+    assert "add_" not in [entry.name for entry in machine.work.entries]

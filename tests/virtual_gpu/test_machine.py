@@ -1,0 +1,103 @@
+"""A machine runs one program, and says what it recorded and decided."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.linear.bias.requires_grad_(False)
+
+    def forward(self, hidden_BD):
+        return self.linear(hidden_BD)
+
+
+def test_the_trace_has_the_model_and_its_steps():
+    with VirtualMachine() as machine:
+        model = machine.place(Named())
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            with machine.micro_batch():
+                model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+            machine.step_is_over()
+    trace = machine.trace()
+    assert (trace.model.name, trace.model.parameters, trace.model.trainable_parameters) == ("Named", 72, 64)
+    assert len(trace.step_ends) == len(trace.between_steps) == len(trace.micro_batches) == 2
+    assert machine.trace("mine").model.name == "mine"
+    assert machine.trace_seconds > 0
+
+
+def test_a_choice_is_said_once():
+    machine = VirtualMachine()
+    machine.say("one")
+    machine.say("two")
+    machine.say("one")
+    assert machine.trace().choices == ("one", "two")
+
+
+def test_a_part_called_by_itself_does_not_stand_for_the_model():
+    with VirtualMachine() as machine:
+        model = nn.Sequential(Named(), Named())
+        model(torch.randn(2, 8))
+        model[0](torch.randn(2, 8))
+    assert machine.trace().model.parameters == 2 * 72
+
+
+def test_a_mark_says_what_a_tensor_is_for():
+    with VirtualMachine() as machine:
+        machine.mark(torch.empty(1), "input")
+        kept = torch.empty(2)
+        machine.mark(kept, "optimizer_state")
+    assert [item.category for item in machine.recorder.timeline.allocations] == ["input", "optimizer_state"]
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_collection_is_as_before(was_enabled):
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with VirtualMachine():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+
+
+def test_a_machine_runs_one_block():
+    machine = VirtualMachine()
+    with machine:
+        pass
+    with pytest.raises(UserError, match="A VirtualMachine runs one `with` block"), machine:
+        pass
+
+
+def test_a_gpu_that_cannot_be_entered_leaves_nothing_behind(monkeypatch):
+    gpu = VirtualGPU("t4")
+    monkeypatch.setattr(gpu.recorder, "__class__", type("Broken", (type(gpu.recorder),), {"__enter__": fail}))
+    with pytest.raises(ValueError, match="broken"), gpu:
+        pass
+    assert not torch.cuda.is_available()
+    with VirtualGPU("t4"):
+        assert torch.cuda.is_available()
+
+
+def fail(self):
+    raise ValueError("broken")
+
+
+def test_the_cap_of_the_allocator_is_the_programs():
+    with VirtualGPU("t4") as gpu:
+        torch.cuda.set_per_process_memory_fraction(0.1)
+        torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")
+    assert not gpu.report().fits
