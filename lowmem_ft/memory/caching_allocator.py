@@ -2,7 +2,7 @@
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.14. Constants and choices are named as there.
 
-Left out: private pools of CUDA graphs, and ``record_stream`` (whoever asks frees when the memory is free on its stream).
+Left out: private pools of CUDA graphs, and ``record_stream`` (whoever asks frees when memory is free on its stream).
 The driver's addresses, which decide between two cached blocks of equal size, are taken to go down.
 """
 

@@ -167,9 +167,7 @@ class _Cut:
         parts: dict[int, list[_Birth]] = {}
         for layer in layers if segment.goes_up else reversed(layers):
             source = self._source(layer, extra) if last >= after else layer
-            longer = None
-            if not self.pivot <= source < after:
-                longer = proof.parts.get(source if source < after else source + self.layers.period)
+            longer = proof.parts.get(source if source < after else source + self.layers.period)
             turn = _Turn(number, source, layer)
             parts[layer] = self._part(segment.parts.get(source), longer, turn, extra)
         return _Segment(parts)
@@ -180,9 +178,13 @@ class _Cut:
         """The births of one layer's turn, or of what is outside the layers, as the extended model has them."""
         if births is None or (longer is not None and len(births) != len(longer)):
             raise NotRegularError(f"layer {at.layer} has nothing to be copied from")
-        if longer is not None:
-            births = [_grown(birth, by, extra) for birth, by in zip(births, longer, strict=True)]
-        return [self._moved(birth, at, extra) for birth in births]
+        if longer is None:
+            return [self._moved(birth, None, at, extra) for birth in births]
+        is_repeated = 0 <= at.source - self.pivot < self.layers.period
+        return [
+            self._moved(birth if is_repeated else _grown(birth, by, extra), by, at, extra)
+            for birth, by in zip(births, longer, strict=True)
+        ]
 
     def _source(self, layer: int, extra: int) -> int:
         """The layer here that a layer of the extended model is like."""
@@ -193,8 +195,8 @@ class _Cut:
             return self.pivot + (layer - self.pivot) % period
         return layer - period * extra
 
-    def _moved(self, birth: _Birth, at: _Turn, extra: int) -> _Birth:
-        """A birth as a layer of the extended model has it."""
+    def _moved(self, birth: _Birth, by: _Birth | None, at: _Turn, extra: int) -> _Birth:
+        """A birth as a layer of the extended model has it; ``by`` is the same birth in the longer trace."""
         allocation = birth.allocation
         if at.layer != at.source:
             module = _renumbered(allocation.module, self.layers.stack, at.source, at.layer)
@@ -202,7 +204,15 @@ class _Cut:
         dies_before = birth.dies_before
         if dies_before is not None and dies_before[1] >= 0:
             number, dies_in, ordinal = dies_before
-            dies_before = (number, self._layer_of_death(number, dies_in, at, extra), ordinal)
+            layer = self._layer_of_death(number, dies_in, at, extra)
+            is_before_repetition = 0 <= at.source < self.pivot + self.layers.period
+            if (
+                is_before_repetition
+                and by
+                and by.dies_before == (number, dies_in + self.layers.period, ordinal)
+            ):
+                layer = dies_in + extra * self.layers.period  # as far from the last layer as here
+            dies_before = (number, layer, ordinal)
         return _Birth(allocation, dies_before, birth.work)
 
     def _layer_of_death(self, number: int, dies_in: int, at: _Turn, extra: int) -> int:

@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
         self._scratch = scratch
         self._workspaces = workspaces
         self._held_workspaces: set[object] = set()
-        self._reference = weakref.ref(self)
+        self._reference: weakref.ref[Recorder] = weakref.ref(self)
         self._index_of: dict[int, int] = {}
         self._births: dict[int, Moment] = {}
 

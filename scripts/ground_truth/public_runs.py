@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import peft
+import peft  # pyright: ignore[reportMissingImports]  # an optional package
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,7 +40,7 @@ class PublicRun:
         quantization: of the linear layers but the head: ``none``, ``nf4`` or ``nf4-double``.
         lora_rank: adapters are in float32, on all of ``target_modules``.
         target_modules: names of linear layers.
-        attention: ``eager``, or ``sdpa-efficient``: the memory-efficient kernel, keys repeated for it where heads share.
+        attention: ``eager``, or ``sdpa-efficient``: the memory-efficient kernel, with keys repeated where heads share.
         batch_size: sequences in a batch, all of one length.
         length: tokens in a sequence.
         peft: version that it ran with.
@@ -68,7 +68,7 @@ class PublicRun:
 def estimate_run(run: PublicRun) -> dict[str, Any]:
     """The peaks of a run in bytes: allocated by phase and of all steps, reserved, and of the process."""
     with VirtualGPU(run.gpu) as gpu:
-        moments = _train(run, gpu)
+        loaded, *moments = _train(run, gpu)
     report = gpu.report()
     replayed = replay(gpu.recorder.timeline, CachingAllocator())
     steps = [moments[first : first + 4] for first in range(0, len(moments), 4)]
@@ -79,7 +79,7 @@ def estimate_run(run: PublicRun) -> dict[str, Any]:
     forward, backward, step, end = steps[-1]
     return {
         "allocated": {
-            "load": replayed.allocated_bytes[moments[0] - 1],
+            "load": replayed.allocated_bytes[loaded - 1],
             "forward": peak(forward, backward),
             "backward": peak(backward, step),
             "optimizer_step": peak(step, end),
@@ -91,7 +91,7 @@ def estimate_run(run: PublicRun) -> dict[str, Any]:
 
 
 def _train(run: PublicRun, gpu: VirtualGPU) -> list[int]:
-    """Run the loop; for each step the moments at which its phases begin, and its end."""
+    """Run the loop; the moment at which the model is there, then for each step those of its phases and of its end."""
     model = _build(run, gpu)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
@@ -100,20 +100,22 @@ def _train(run: PublicRun, gpu: VirtualGPU) -> list[int]:
     def note() -> None:
         moments.append(len(gpu.recorder.timeline.events))
 
+    def step() -> None:  # its logits go when it returns
+        optimizer.zero_grad(set_to_none=True)
+        note()
+        output = model(input_ids=tokens, labels=tokens)
+        note()
+        output.loss.backward()
+        note()
+        optimizer.step()
+        note()
+
+    note()
     vocabulary = model.config.vocab_size
-    note_load = len(gpu.recorder.timeline.events)
     tokens = torch.randint(0, vocabulary, (run.batch_size, run.length), device=gpu.device)
     with _attention(run):
         for _ in range(NUM_STEPS):
-            optimizer.zero_grad(set_to_none=True)
-            note()
-            output = model(input_ids=tokens, labels=tokens)
-            note()
-            output.loss.backward()
-            note()
-            optimizer.step()
-            note()
-    moments[0] = note_load
+            step()
     return moments
 
 

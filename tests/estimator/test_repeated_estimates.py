@@ -7,7 +7,6 @@ import gc
 import weakref
 
 import pytest
-from pytest import MonkeyPatch
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.memory.estimate import MemoryEstimate
@@ -26,7 +25,7 @@ def test_the_same_estimate_twice_is_equal_down_to_its_timeline(settings: tuple[s
     assert estimated(*settings) == estimated(*settings)
 
 
-def test_an_estimate_leaves_neither_model_nor_recorder_behind(monkeypatch: MonkeyPatch) -> None:
+def test_an_estimate_leaves_neither_model_nor_recorder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     recorders: list[weakref.ref[Recorder]] = []
     enter = VirtualMachine.__enter__
 

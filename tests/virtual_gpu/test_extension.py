@@ -163,6 +163,25 @@ def test_what_lives_for_two_layers_needs_a_margin_of_two() -> None:
     assert_equal(extended(ReadTwiceOver, 12, short=5, layers=wide), ReadTwiceOver(12).trace())
 
 
+class NormsUntilTheLastLayer(Program):
+    """A norm for each gradient; all of them go when the pass after reaches the last layer, as in clipping."""
+
+    def step(self) -> None:
+        layers = range(self.num_layers)
+        norms = [self.take(4, layer, "optimizer_step") for layer in layers]
+        for layer in layers:
+            self.take(8, layer, "optimizer_step")
+            if layer == layers[-1]:
+                for norm in norms:
+                    self.timeline.free(norm)
+            self.take(9, layer, "optimizer_step")
+        super().step()
+
+
+def test_what_lives_until_the_last_layer_does_so_in_a_deeper_model() -> None:
+    assert_equal(extended(NormsUntilTheLastLayer, 12, short=4), NormsUntilTheLastLayer(12).trace())
+
+
 @pytest.mark.parametrize(
     "activation",
     [

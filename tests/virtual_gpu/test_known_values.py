@@ -72,3 +72,17 @@ def test_values_of_large_tensors_are_not_computed():
 def test_a_size_without_a_bound_is_refused_by_name():
     with pytest.raises(ModelError, match=r"calls aten.bincount.default, whose result depends on values"):
         torch.bincount((torch.randn(4, device="cuda") > 0).long())
+
+
+def test_numbers_that_are_counted_up_together_are_known():
+    """As the step counters of optimizers that update many tensors at once."""
+    with torch.no_grad():
+        steps = [torch.tensor(0.0), torch.tensor(2.0)]
+        torch._foreach_add_(steps, 1)
+    assert [step.item() for step in steps] == [1.0, 3.0]
+
+
+def test_numbers_that_something_unknown_is_added_to_are_unknown():
+    steps = [torch.tensor(5.0)]
+    torch._foreach_add_(steps, [torch.rand(8).sum()])
+    assert known_values(steps[0]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -61,3 +62,17 @@ def test_a_part_that_comes_later_is_placed_beside_what_is_there():
         machine.place(model)
         assert model[0].weight is first
         assert machine.recorder.live_bytes == 2 * (16 + 4) * 4
+
+
+def test_quantised_layers_do_not_get_the_tensors_of_others():
+    """Originals that go while a model is placed leave their addresses to new tensors, which are looked up as well."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    with torch.device("meta"):
+        layers = [
+            bitsandbytes.nn.Linear4bit(64, 64 + 64 * (number % 3), quant_type="nf4") for number in range(300)
+        ]
+    with VirtualGPU("t4") as gpu:
+        gpu.place(nn.Sequential(*layers))
+        for layer in layers:
+            assert layer.weight.numel() == 64 * layer.out_features // 2
+            assert layer.bias.shape == (layer.out_features,)

@@ -238,3 +238,22 @@ def test_outside_the_allocator():
     many = process_overhead_bytes(gpu, uses_bitsandbytes=True, num_processes=8)
     assert many["NCCL"] > process_overhead_bytes(gpu, uses_bitsandbytes=False, num_processes=2)["NCCL"] > 0
     assert set(many) == {"CUDA context", "bitsandbytes", "NCCL"}
+
+
+def test_the_gradient_of_softmax_takes_the_product_of_its_operands():
+    gradient, output = empty(4, 32, dtype=FULL), empty(4, 32, dtype=FULL)
+
+    def scratch(operator, *args):
+        return scratch_bytes(operator, (*args, -1, HALF), {}, None, make_gpu())
+
+    assert scratch(aten._softmax_backward_data.default, gradient, output) == (4 * 32 * 4,)
+    assert scratch(aten._log_softmax_backward_data.default, gradient, output) == ()
+    assert scratch(aten._log_softmax_backward_data.default, gradient.t(), output.t()) == (4 * 32 * 4,) * 2
+
+
+def test_softmax_of_rows_that_are_apart_copies_them():
+    scores = empty(4, 32)
+    assert scratch_bytes(aten._softmax.default, (scores, -1, False), {}, None, make_gpu()) == ()
+    assert scratch_bytes(aten._softmax.default, (scores.t(), -1, False), {}, None, make_gpu()) == (
+        4 * 32 * 2,
+    )
