@@ -115,8 +115,9 @@ class VirtualMachine:
                 self.recorder.let_go(self.recorder.hold(num_bytes, "temporary"))
 
     def say(self, choice: str) -> None:
-        """Note a decision that users should hear of, once."""
-        if choice not in self.choices:
+        """Note a decision that users should hear of, once; not those of a check at load, which no step repeats."""
+        is_check = self.attribution.phase == "load" and self.attribution.module != ""
+        if choice not in self.choices and not is_check:
             self.choices.append(choice)
 
     @contextlib.contextmanager

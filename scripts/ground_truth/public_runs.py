@@ -143,7 +143,7 @@ def _on_meta(run: PublicRun) -> PreTrainedModel:
     dtype: torch.dtype = getattr(torch, run.dtype)
     config = catalogue_config(ModelConfig(name_or_path=run.model))
     attention = "eager" if run.attention == "eager" else "sdpa"
-    with torch.device("meta"):
+    with torch.device("meta"), _default_dtype(dtype):  # the checkpoint's type, which 4-bit weights remember
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         if run.quantization != "none":
             quantization = BitsAndBytesConfig(
@@ -155,6 +155,16 @@ def _on_meta(run: PublicRun) -> PreTrainedModel:
             replace_with_bnb_linear(model, ["lm_head"], quantization)
             model.is_loaded_in_4bit = True
     return model
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _bytes_of_checkpoint(model: PreTrainedModel) -> int:
