@@ -24,13 +24,13 @@ FEW = (
     "tinyllama-1.1b nf4 r32 2x512 eager 2026-09-15",
 )
 
-ALLOCATED = 0.0075
-"""The most that allocated bytes are off. Where nothing is quantised they are exact but for single blocks; loading 4-bit
-weights leaves up to 8 MiB in blocks that are too large, another number in each measured run of one configuration."""
-RESERVED = 0.01
-RESERVED_QUANTISED = (0.03, 0.06)
-"""The most that reserved bytes are off; of 4-bit weights, the median and the most below. Their loading decides it, and
-differs between runs: one configuration was measured at 11746 and 13272 MiB (docs of the source)."""
+PLAIN = {"allocated": (0.0001, 0.001), "reserved": (0.002, 0.01), "process": (0.004, 0.01)}
+"""Median and worst error. All that is left are single blocks, and the process beside torch."""
+QUANTISED = {"allocated": (0.002, 0.04), "reserved": (0.03, 0.06), "process": (0.03, 0.06)}
+"""Loading leaves blocks that are up to 1 MiB too large, and free ones between them: how many differs between two runs of
+one configuration."""
+LOADS_IN_THREADS = "5.0.0"
+"""The transformers that puts weights on the GPU faster than they are quantised: what is then reserved is chance."""
 
 
 def compare(row: Mapping[str, Any]) -> Iterator[Comparison]:
@@ -50,35 +50,32 @@ def compare(row: Mapping[str, Any]) -> Iterator[Comparison]:
         )
 
 
-def hold_together(rows: Iterable[Mapping[str, Any]]) -> None:
-    comparisons = [comparison for row in rows for comparison in compare(row)]
+def hold_together(rows: Iterable[Mapping[str, Any]], limits: Mapping[str, tuple[float, float]]) -> None:
+    comparisons = [
+        comparison for row in rows for comparison in compare(row) if is_repeatable(row, comparison)
+    ]
     print(*table(comparisons), sep="\n")  # noqa: T201
-    allocated = summarize(comparison for comparison in comparisons if comparison.metric == "allocated")
-    assert allocated.worst <= ALLOCATED, allocated
-    for metric in ("reserved", "process"):
-        plain = [
-            comparison
-            for comparison in comparisons
-            if comparison.metric == metric and not is_4_bit(comparison)
-        ]
-        assert summarize(plain).worst <= RESERVED, summarize(plain)
-        quantised = [
-            comparison for comparison in comparisons if comparison.metric == metric and is_4_bit(comparison)
-        ]
-        median, under = RESERVED_QUANTISED
-        assert summarize(quantised).under <= under, summarize(quantised)
-        if len(quantised) > len(FEW):
-            assert summarize(quantised).median <= median, summarize(quantised)
+    for metric, (median, worst) in limits.items():
+        errors = summarize(comparison for comparison in comparisons if comparison.metric == metric)
+        assert errors.median <= median or errors.count <= len(FEW), errors
+        assert errors.worst <= worst, errors
 
 
-def is_4_bit(comparison: Comparison) -> bool:
-    return ROWS[comparison.row]["settings"]["quantization"] != "none"
+def is_repeatable(row: Mapping[str, Any], comparison: Comparison) -> bool:
+    loads_in_threads = is_quantised(row) and row["versions"]["transformers"] == LOADS_IN_THREADS
+    return comparison.metric == "allocated" or not loads_in_threads
 
 
-def test_a_few_public_runs_are_met():
-    hold_together(ROWS[name] for name in FEW)
+def is_quantised(row: Mapping[str, Any]) -> bool:
+    return row["settings"]["quantization"] != "none"
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_public_runs_are_met(name):
+    hold_together([ROWS[name]], QUANTISED if is_quantised(ROWS[name]) else PLAIN)
 
 
 @pytest.mark.slow
-def test_every_public_run_is_met():
-    hold_together(ROWS.values())
+@pytest.mark.parametrize("limits, quantised", [(PLAIN, False), (QUANTISED, True)], ids=["16-bit", "4-bit"])
+def test_every_public_run_is_met(limits, quantised):
+    hold_together([row for row in ROWS.values() if is_quantised(row) == quantised], limits)
