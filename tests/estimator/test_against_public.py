@@ -27,7 +27,7 @@ FEW = (
 PLAIN = {"allocated": (0.0001, 0.001), "reserved": (0.002, 0.01), "process": (0.004, 0.01)}
 """Median and worst error. All that is left are single blocks, and the process beside torch."""
 QUANTISED = {"allocated": (0.002, 0.04), "reserved": (0.03, 0.06), "process": (0.03, 0.06)}
-"""Loading leaves blocks that are up to 1 MiB too large, and free ones between them: how many differs between two runs of
+"""Loading leaves blocks that are up to 1 MiB too large, and free ones between them: how many differs between runs of
 one configuration."""
 LOADS_IN_THREADS = "5.0.0"
 """The transformers that puts weights on the GPU faster than they are quantised: what is then reserved is chance."""
