@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def unwatched(program: Program) -> list[int]:
     ) as profiler:
         run(program)
     assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
+    log: Any = profiler.profiler
+    events = log.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return [num_bytes for _, num_bytes in changes]
 
