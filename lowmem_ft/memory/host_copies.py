@@ -1,0 +1,199 @@
+"""Copies between host memory and a device, beside the device's computing: one stream each way, held together by events.
+
+Streams see each other's work only through events. ``Tensor.record_stream`` would do too, but gives memory back late, at
+a moment that nobody can tell beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.devices import kernels_of
+from lowmem_ft.units import MIB
+
+SOURCES_KEPT = 2
+"""Tensors on their way to the host whose device memory is held meanwhile."""
+
+STAGING_BYTES = 16 * MIB
+"""Of each of the two pinned buffers through which pageable memory is copied, each way."""
+
+
+class Moment:
+    """A point in a stream's work, such as the end of a copy; on a CPU, where all is done at once, it is always past."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any = None) -> None:
+        self._event = event
+
+    def hold(self, stream: Any) -> None:
+        """Let a stream's further work wait."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Let the host wait, so that it may read or reuse host memory."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class CopyEngine:
+    """Two streams beside the one that computes: to the device and to the host.
+
+    A copy begins once the computing stream has done all that it was given before, or after the moments that the caller
+    names instead; the computing stream waits for a copy only when told to (:meth:`wait`).
+
+    Host tensors may be pinned or not: pageable ones go through small pinned buffers, and the host waits where CUDA
+    would not let it run ahead. On a CPU each copy is done when the call returns.
+
+    Args:
+        device: which device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._is_asynchronous = kernels_of(device) == "cuda"
+        self._leaving: deque[tuple[Moment, Tensor]] = deque()
+        self._buffers: dict[tuple[str, int], tuple[Tensor, Moment]] = {}
+        if self._is_asynchronous:
+            self._module: Any = torch.get_device_module(device)
+            self._inward, self._outward = self._module.Stream(device), self._module.Stream(device)
+
+    def now(self) -> Moment:
+        """The end of all work that the computing stream has been given so far."""
+        return Moment(self._compute.record_event()) if self._is_asynchronous else Moment()
+
+    def wait(self, moment: Moment) -> None:
+        """Let the computing stream's further work wait."""
+        if self._is_asynchronous:
+            moment.hold(self._compute)
+
+    def to_device(self, host: Tensor, target: Tensor, *, after: Iterable[Moment] | None = None) -> Moment:
+        """Copy from the host.
+
+        Args:
+            host: source; what fills it must be done (:meth:`Moment.synchronize`) or be named in ``after``.
+            target: on the device; the caller keeps it until the copy is done.
+            after: what must be over before ``target`` is written; None: all computing so far.
+
+        Returns:
+            The end of the copy. Wait for it before the target is used.
+        """
+        if not self._is_asynchronous:
+            target.copy_(host)
+            return Moment()
+        with self._on(self._inward, after):
+            if host.is_pinned():
+                target.copy_(host, non_blocking=True)
+            else:
+                self._stage_in(host, target)
+            return Moment(self._inward.record_event())
+
+    def to_host(
+        self, source: Tensor, host: Tensor, *, after: Iterable[Moment] | None = None, keep: bool = True
+    ) -> Moment:
+        """Copy to the host.
+
+        Args:
+            source: on the device.
+            host: target.
+            after: what must be over before ``source`` is read; None: all computing so far.
+            keep: hold the source's memory until it may be used again: the computing stream waits for the last copy but
+                two before it is let go. False for one that the caller keeps.
+
+        Returns:
+            The end of the copy. Synchronise with it before the host reads.
+        """
+        if not self._is_asynchronous:
+            host.copy_(source)
+            return Moment()
+        with self._on(self._outward, after):
+            if host.is_pinned():
+                host.copy_(source, non_blocking=True)
+            else:
+                self._stage_out(source, host)
+            end = Moment(self._outward.record_event())
+        if keep:
+            self._leaving.append((end, source))
+            self._let_go(SOURCES_KEPT)
+        return end
+
+    def release_sources(self) -> None:
+        """Let go of every source that is held: the computing stream's further work waits for their copies."""
+        self._let_go(0)
+
+    def synchronize(self) -> None:
+        """Let the host wait until every copy is done, and let go of all sources."""
+        if self._is_asynchronous:
+            self._let_go(0)
+            self._inward.synchronize()
+            self._outward.synchronize()
+
+    def _let_go(self, num_kept: int) -> None:
+        while len(self._leaving) > num_kept:
+            end, _ = self._leaving.popleft()
+            # The allocator reuses memory in the order of the computing stream.
+            end.hold(self._compute)
+
+    @property
+    def _compute(self) -> Any:
+        return self._module.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any, after: Iterable[Moment] | None) -> Iterator[None]:
+        for moment in (self.now(),) if after is None else after:
+            moment.hold(stream)
+        with self._module.stream(stream):
+            yield
+
+    # --- pageable memory: the host copies to or from a pinned buffer while the other one travels ----------------------
+
+    def _stage_in(self, host: Tensor, target: Tensor) -> None:
+        host_parts, target_parts = _parts(host), _parts(target)
+        for index, (part, place) in enumerate(zip(host_parts, target_parts, strict=True)):
+            buffer = self._free_buffer("in", index % 2)[: len(part)]
+            buffer.copy_(part)
+            place.copy_(buffer, non_blocking=True)
+            self._travels("in", index % 2, self._inward)
+
+    def _stage_out(self, source: Tensor, host: Tensor) -> None:
+        arrived: list[tuple[Tensor, Tensor, Moment]] = []
+        for index, (part, place) in enumerate(zip(_parts(source), _parts(host), strict=True)):
+            buffer = self._free_buffer("out", index % 2)[: len(part)]
+            buffer.copy_(part, non_blocking=True)
+            arrived.append((place, buffer, self._travels("out", index % 2, self._outward)))
+            if len(arrived) == 2:
+                _unload(arrived.pop(0))
+        for last in arrived:
+            _unload(last)
+
+    def _free_buffer(self, direction: str, number: int) -> Tensor:
+        key = (direction, number)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True), Moment()
+        buffer, travelled = self._buffers[key]
+        travelled.synchronize()
+        return buffer
+
+    def _travels(self, direction: str, number: int, stream: Any) -> Moment:
+        buffer, _ = self._buffers[direction, number]
+        end = Moment(stream.record_event())
+        self._buffers[direction, number] = buffer, end
+        return end
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The bytes of a contiguous tensor, as much at once as a buffer holds."""
+    return tensor.detach().view(-1).view(torch.uint8).split(STAGING_BYTES)
+
+
+def _unload(arrived: tuple[Tensor, Tensor, Moment]) -> None:
+    place, buffer, end = arrived
+    end.synchronize()
+    place.copy_(buffer)

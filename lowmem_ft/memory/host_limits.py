@@ -1,0 +1,108 @@
+"""How much host memory this process may still take: of the machine, of its container, of its budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lowmem_ft.memory.meter import read_host_memory
+from lowmem_ft.units import format_bytes
+
+SPARE_SHARE = 0.05
+"""Of what is free, left to the rest of the process and the system: where the last page goes, processes are killed."""
+
+_UNLIMITED = 2**60
+"""cgroup v1 writes a number near 2**63 where there is no limit."""
+
+
+@dataclass(frozen=True)
+class HostLimit:
+    """One reason why host memory ends.
+
+    Args:
+        available_bytes: what may still be taken under it.
+        source: what sets it, for people.
+    """
+
+    available_bytes: int
+    source: str
+
+
+def tightest_host_limit(budget_bytes: int | None, root: Path = Path("/")) -> HostLimit:
+    """The limit that host memory meets first.
+
+    Args:
+        budget_bytes: what the whole process may hold, resident; None: no budget.
+        root: where ``proc`` and ``sys`` lie.
+
+    Returns:
+        The machine's free memory, a container's limit or the budget, whichever leaves least.
+    """
+    return min(_limits(budget_bytes, root), key=lambda limit: limit.available_bytes)
+
+
+def _limits(budget_bytes: int | None, root: Path) -> Iterator[HostLimit]:
+    free = psutil.virtual_memory().available
+    yield HostLimit(_without_spare(free), f"the machine has {format_bytes(free)} available")
+    for folder in _cgroups(root):
+        free = _cgroup_bytes(folder)
+        if free is not None:
+            yield HostLimit(
+                _without_spare(free),
+                f"the container has {format_bytes(free)} left of the limit in {folder}",
+            )
+    if budget_bytes is not None:
+        held = read_host_memory().now_bytes
+        yield HostLimit(
+            budget_bytes - held,
+            f"the process holds {format_bytes(held)} of budget.host={format_bytes(budget_bytes)}",
+        )
+
+
+def _without_spare(free: int) -> int:
+    return max(0, round(free * (1 - SPARE_SHARE)))
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """The folders of this process's memory cgroups: its own and those above it.
+
+    A container sees its own part of the tree alone, and under other names: its limit stands at the mount itself.
+    """
+    table = root / "proc/self/cgroup"
+    for line in table.read_text().splitlines() if table.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount = root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        own = mount / path.lstrip("/")
+        yield from (folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents)
+
+
+def _cgroup_bytes(folder: Path) -> int | None:
+    """What a cgroup leaves; None if it has no limit. Pages of files that the kernel may drop do not count as taken."""
+    for limit_file, usage_file, droppable in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, usage = _number_in(folder / limit_file), _number_in(folder / usage_file)
+        if limit is not None and usage is not None and limit < _UNLIMITED:
+            return max(0, limit - usage + _statistic(folder / "memory.stat", droppable))
+    return None
+
+
+def _number_in(file: Path) -> int | None:
+    """A file's number; None if there is no such file, or no number in it, such as ``max``."""
+    text = file.read_text().strip() if file.is_file() else ""
+    return int(text) if text.isdigit() else None
+
+
+def _statistic(file: Path, name: str) -> int:
+    found = re.search(rf"^{name} (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return int(found[1]) if found else 0

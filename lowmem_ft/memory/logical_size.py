@@ -1,0 +1,13 @@
+"""How many weights a tensor stands for, which is not how many elements it has where two share a byte."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def logical_numel(parameter: Tensor) -> int:
+    """The number of weights in a parameter; bitsandbytes' 4-bit ones note the shape that they were made from."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)

@@ -1,0 +1,205 @@
+"""Copies wait for what they need and for nothing else; pageable memory goes through buffers unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowmem_ft
+from lowmem_ft.memory import host_copies
+from lowmem_ft.memory.host_copies import SOURCES_KEPT, CopyEngine
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.virtual_gpu.clock import time_of
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+
+MIB = 2**20
+
+
+def test_on_a_cpu_a_copy_is_done_when_it_returns():
+    engine = CopyEngine(torch.device("cpu"))
+    host, device = torch.arange(5.0), torch.zeros(5)
+    engine.wait(engine.to_device(host, device))
+    assert torch.equal(device, host)
+    engine.to_host(device * 2, host).synchronize()
+    assert host.tolist() == [0, 2, 4, 6, 8]
+    engine.synchronize()
+    engine.now().synchronize()
+
+
+@pytest.fixture
+def gpu():
+    """A virtual GPU, its copy engine and pinned memory of 8 MiB."""
+    with VirtualGPU("rtx-4090") as gpu:
+        gpu.engine = CopyEngine(gpu.device)
+        gpu.host = HostMemory(gpu.device, is_limited=False).allocate(8 * MIB, torch.uint8)
+        yield gpu
+
+
+def on_device(gpu):
+    return torch.empty(8 * MIB, dtype=torch.uint8, device=gpu.device)
+
+
+def compute(gpu):
+    """A kernel that takes longer than a copy; its index in the log."""
+    big = torch.empty(2**13, 2**13, device=gpu.device)
+    torch.mm(big, big)
+    return len(gpu.work.entries) - 1
+
+
+def last_copy(gpu):
+    return max(index for index, entry in enumerate(gpu.work.entries) if entry.kind == "copy")
+
+
+def test_a_copy_waits_for_all_computing_before_it_unless_told_what_for(gpu):
+    target = on_device(gpu)
+    early = gpu.engine.now()
+    kernel = compute(gpu)
+    gpu.engine.to_device(gpu.host, target, after=[early])
+    ahead = last_copy(gpu)
+    gpu.engine.to_device(gpu.host, target)
+    behind = last_copy(gpu)
+    times = time_of(gpu.work.entries, gpu.spec)
+    assert times.starts[ahead] < times.ends[kernel]
+    assert times.starts[behind] >= times.ends[kernel]
+
+
+def test_computing_waits_for_a_copy_only_when_told(gpu):
+    target = on_device(gpu)
+    arrived = gpu.engine.to_device(gpu.host, target)
+    free = compute(gpu)
+    late = gpu.engine.to_device(gpu.host, target)
+    gpu.engine.wait(arrived)
+    waited_for_first = compute(gpu)
+    gpu.engine.wait(late)
+    copy = last_copy(gpu)
+    waited_for_second = compute(gpu)
+    times = time_of(gpu.work.entries, gpu.spec)
+    first_copy = min(index for index, entry in enumerate(gpu.work.entries) if entry.kind == "copy")
+    assert times.starts[free] < times.ends[first_copy]
+    assert times.starts[waited_for_first] >= times.ends[first_copy]
+    assert times.starts[waited_for_second] >= times.ends[copy]
+
+
+def test_both_directions_run_beside_each_other(gpu):
+    gpu.engine.to_device(gpu.host, on_device(gpu), after=[])
+    first = last_copy(gpu)
+    gpu.engine.to_host(on_device(gpu), torch.empty_like(gpu.host, pin_memory=True), after=[])
+    second = last_copy(gpu)
+    times = time_of(gpu.work.entries, gpu.spec)
+    assert times.starts[second] < times.ends[first]
+    assert [gpu.work.entries[index].to_host for index in (first, second)] == [False, True]
+
+
+def test_a_source_on_its_way_keeps_its_memory_until_computing_has_waited(gpu):
+    before = gpu.recorder.live_bytes
+    for _ in range(5):
+        gpu.engine.to_host(on_device(gpu), gpu.host)
+    assert gpu.recorder.live_bytes - before == SOURCES_KEPT * 8 * MIB
+    waits = [entry for entry in gpu.work.entries if entry.kind == "wait" and entry.stream == 0]
+    assert len(waits) == 5 - SOURCES_KEPT
+    gpu.engine.synchronize()
+    assert gpu.recorder.live_bytes == before
+
+
+def test_a_source_that_the_caller_keeps_is_not_held(gpu):
+    before = gpu.recorder.live_bytes
+    gpu.engine.to_host(on_device(gpu), gpu.host, keep=False)
+    assert gpu.recorder.live_bytes == before
+
+
+def test_no_copy_of_pinned_memory_holds_the_host(gpu):
+    gpu.engine.wait(gpu.engine.to_device(gpu.host, on_device(gpu)))
+    gpu.engine.to_host(on_device(gpu), gpu.host)
+    assert not any(entry.blocking or entry.kind == "synchronize" for entry in gpu.work.entries)
+
+
+class Stream:
+    """A stream that does everything at once, and knows who waited for it."""
+
+    def __init__(self, device=None):
+        self.events = []
+
+    def record_event(self):
+        event = Event()
+        self.events.append(event)
+        return event
+
+    def wait_event(self, event):
+        event.waited += 1
+
+    def synchronize(self):
+        pass
+
+
+class Event:
+    waited = 0
+
+    def synchronize(self):
+        self.waited += 1
+
+
+class Module:
+    Stream = Stream
+    compute = Stream()
+
+    def current_stream(self, device):
+        return self.compute
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        yield
+
+
+@pytest.mark.parametrize("num_elements", [1, 15, 16, 17, 100])
+def test_pageable_memory_goes_through_small_buffers_and_arrives(monkeypatch, num_elements):
+    """In pieces of 64 bytes: the real code on this machine's memory, with streams that do everything at once."""
+    empty, buffers = torch.empty, []
+
+    def pinned(*shape, pin_memory=False, **options):
+        buffers.append(empty(*shape, **options))
+        return buffers[-1]
+
+    monkeypatch.setattr(host_copies, "kernels_of", lambda device: "cuda")
+    monkeypatch.setattr(host_copies, "STAGING_BYTES", 64)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
+    engine = CopyEngine(torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", pinned)
+    host = torch.randn(num_elements)
+    device = torch.zeros(num_elements)
+    for _ in range(2):
+        engine.to_device(host, device)
+        assert torch.equal(device, host)
+        engine.to_host(device.mul_(2), host)
+        assert torch.equal(host, device)
+    assert {buffer.nbytes for buffer in buffers} == {64}
+    assert len(buffers) == (2 if num_elements <= 16 else 4)
+
+
+def test_the_host_waits_before_it_touches_a_buffer_that_travels(monkeypatch):
+    monkeypatch.setattr(host_copies, "STAGING_BYTES", 64)
+    with VirtualGPU("rtx-4090") as gpu:
+        engine, pageable = CopyEngine(gpu.device), torch.empty(16 * 5)
+        engine.to_device(pageable, torch.empty(16 * 5, device=gpu.device))
+        engine.to_host(torch.empty(16 * 5, device=gpu.device), pageable)
+    kinds = [entry.kind for entry in gpu.work.entries if entry.kind in ("copy", "synchronize")]
+    copy, wait = "copy", "synchronize"
+    inward = [copy, copy, wait, copy, wait, copy, wait, copy]
+    outward = kinds[len(inward) :]
+    assert kinds[: len(inward)] == inward
+    assert outward.count(copy) == 5
+    assert outward[-1] == wait
+    assert not any(entry.blocking for entry in gpu.work.entries)
+
+
+def test_nothing_in_the_package_uses_record_stream():
+    sources = list(Path(lowmem_ft.__file__).parent.rglob("*.py"))
+    assert len(sources) > 50
+    callers = [
+        source
+        for source in sources
+        if ".record_stream(" in source.read_text() and "virtual_gpu" not in source.parts
+    ]
+    assert callers == []
