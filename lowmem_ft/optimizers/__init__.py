@@ -8,19 +8,27 @@ from typing import TYPE_CHECKING
 from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
     from lowmem_ft.optimizers.config import OptimizerConfig
-    from lowmem_ft.optimizers.create import create_optimizer, parameter_groups
+    from lowmem_ft.optimizers.create import create_optimizer, may_lose_updates, parameter_groups
+    from lowmem_ft.optimizers.pieces import Piece
     from lowmem_ft.optimizers.state import OptimizerState, export_optimizer_state, import_optimizer_state
+    from lowmem_ft.optimizers.state_home import DeviceHome, StateHome
     from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer
 
 __all__ = [
     "OPTIMIZERS",
+    "ChunkedOptimizer",
+    "DeviceHome",
     "OptimizerConfig",
     "OptimizerState",
+    "Piece",
+    "StateHome",
     "check_optimizer",
     "create_optimizer",
     "export_optimizer_state",
     "import_optimizer_state",
+    "may_lose_updates",
     "parameter_groups",
 ]
 
@@ -28,12 +36,17 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "OPTIMIZERS": "table",
+        "ChunkedOptimizer": "chunked_optimizer",
+        "DeviceHome": "state_home",
         "OptimizerConfig": "config",
         "OptimizerState": "state",
+        "Piece": "pieces",
+        "StateHome": "state_home",
         "check_optimizer": "table",
         "create_optimizer": "create",
         "export_optimizer_state": "state",
         "import_optimizer_state": "state",
+        "may_lose_updates": "create",
         "parameter_groups": "create",
     },
 )

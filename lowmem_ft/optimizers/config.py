@@ -27,6 +27,9 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
 }
 """What each optimizer takes beside learning rate and weight decay, and its defaults."""
 
+OWN_OPTIMIZERS = ("adamw", "sgd", "adafactor", "lion")
+"""Those that are not bitsandbytes': they keep weights and state in any format, and step in backward too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -50,14 +53,31 @@ class OptimizerConfig:
     ] = knob(
         "adamw",
         "Optimizer; 8bit and 32bit ones are bitsandbytes', paged ones spill to host memory (CUDA only).",
-        frees="of AdamW's 8 bytes a float32 parameter: 8bit AdamW 6, lion 4, lion_8bit 7, adafactor all 8",
-        costs="8bit: state rounded to 256 levels; lion and adafactor: other mathematics and learning rates",
+        frees="of AdamW's 8 bytes a parameter: 8bit AdamW 6, lion and sgd 4, lion_8bit 7, adafactor all 8",
+        costs="8bit: state rounded to 256 levels; lion, sgd and adafactor: other mathematics and learning rates",
     )
     betas: tuple[float, float] | None = knob(
         None, "Decay of the running averages; null: 0.9, 0.999 for AdamW and 0.9, 0.99 for Lion."
     )
     eps: float | None = knob(None, "AdamW's term against division by zero; null: 1e-8.")
     momentum: float | None = knob(None, "Momentum of sgd, 0 keeps no state; null: 0.9.")
+    state: Literal["fp32", "bf16", "8bit"] = knob(
+        "fp32",
+        "How adamw, sgd, adafactor and lion keep their running averages.",
+        frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4",
+        costs="values rounded at random, without bias, by up to 1/8 of themselves (8bit) or 1/128 (bf16)",
+    )
+    master: Literal["fp32", "split16", "split24", "stochastic_rounding", "none"] = knob(
+        "fp32",
+        "What bfloat16 weights keep beside them, so that small updates are not lost; split16 and fp32 are exact.",
+        frees="of fp32's 4 bytes a parameter beside the weight: split16 2, split24 3, stochastic_rounding and none 4",
+        costs="split24: 24 of 32 bits, without bias; stochastic_rounding: noise; none: small updates are lost",
+    )
+    in_backward: bool = knob(
+        False,
+        "Update each weight as soon as backward has finished its gradient, or keep the gradient compactly until then.",
+        frees="the gradients but those of one layer (without clipping), or all of them with offload to the host",
+    )
     weight_decay: float = knob(
         0.0, "Decoupled decay of weights (sgd: L2 penalty), spared on biases and norms."
     )
@@ -71,7 +91,7 @@ class OptimizerConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these values on any device: not taken by the optimizer, or out of range."""
-        return [*_unused(self), *_out_of_range(self)]
+        return [*_unused(self), *_formats_of_others(self), *_out_of_range(self)]
 
 
 def _unused(config: OptimizerConfig) -> Iterator[str]:
@@ -81,6 +101,22 @@ def _unused(config: OptimizerConfig) -> Iterator[str]:
             yield (
                 f"optimizer.{name} is not taken by optimizer.name={config.name}, got {getattr(config, name)}. "
                 f"Remove it or set optimizer.name={takes_it}."
+            )
+
+
+def _formats_of_others(config: OptimizerConfig) -> Iterator[str]:
+    """Bitsandbytes' optimizers have formats of their own, and step over whole parameters after backward."""
+    if config.name in OWN_OPTIMIZERS:
+        return
+    for field, value, default in (
+        ("state", config.state, "fp32"),
+        ("master", config.master, "fp32"),
+        ("in_backward", str(config.in_backward).lower(), "false"),
+    ):
+        if value != default:
+            yield (
+                f"optimizer.{field}={value} needs optimizer.name={'|'.join(OWN_OPTIMIZERS)}, got {config.name}. "
+                f"Set optimizer.name={'lion' if 'lion' in config.name else 'adamw'} or optimizer.{field}={default}."
             )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers.trainer_pt_utils import get_parameter_names
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.optimizers.bitsandbytes_optimizers import keep_embeddings_in_32bit
-from lowmem_ft.optimizers.config import OptimizerConfig
+from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.config import OWN_OPTIMIZERS, OptimizerConfig
 from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer
 
 logger = logging.getLogger(__name__)
@@ -20,7 +22,9 @@ logger = logging.getLogger(__name__)
 _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
-def create_optimizer(model: nn.Module, config: OptimizerConfig, *, learning_rate: float) -> Optimizer:
+def create_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, learning_rate: float, seed: int = 0
+) -> Optimizer:
     """An optimizer over the trainable parameters of a model, grouped as ``transformers.Trainer`` groups them.
 
     It refuses what :func:`lowmem_ft.optimizers.check_optimizer` refuses, and a model with nothing to train.
@@ -29,16 +33,26 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig, *, learning_rate
         model: on its final device; move it before, not after.
         config: which optimizer, and its hyperparameters.
         learning_rate: the peak learning rate; a schedule may lower it.
+        seed: of the random rounding of weights and state in the formats that have it.
 
     Returns:
-        A torch optimizer that holds no state yet: state comes with the first step.
+        A torch optimizer that holds no state yet: that comes with ``allocate_state()`` or with the first step.
     """
     groups = parameter_groups(model, config.weight_decay)
     check_optimizer(config, groups[0]["params"][0].device)
+    _check_master(config, groups)
     row = OPTIMIZERS[config.name]
-    optimizer = row.build(groups, lr=learning_rate, **config.hyperparameters())
+    optimizer = row.create(groups, config, learning_rate=learning_rate, seed=seed)
     if row.needs_bitsandbytes:
         keep_embeddings_in_32bit(optimizer, model)
+    if may_lose_updates(optimizer):
+        logger.warning(
+            "No master weights beside 16-bit ones with optimizer.name=%s: updates smaller than their rounding are "
+            "lost, and the run counts them. %s keep them with optimizer.master=split24 (1 byte a parameter) or "
+            "split16 (2).",
+            config.name,
+            ", ".join(OWN_OPTIMIZERS),
+        )
     for group in optimizer.param_groups:
         num_parameters = sum(parameter.numel() for parameter in group["params"])
         logger.info(
@@ -76,3 +90,27 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     without = [parameter for name, parameter in trainable if name not in decayed]
     groups = [{"params": with_decay, "weight_decay": weight_decay}, {"params": without, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def may_lose_updates(optimizer: Optimizer) -> bool:
+    """Whether an optimizer rounds 16-bit weights to nearest, without a master: then small updates are lost."""
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    is_16_bit = any(dtype.itemsize < 4 for dtype in dtypes)
+    return is_16_bit and (not isinstance(optimizer, ChunkedOptimizer) or optimizer.master_format == "none")
+
+
+def _check_master(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:
+    """Refuse weights that ``optimizer.master`` is not for."""
+    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+    if OPTIMIZERS[config.name].rule is None:
+        return
+    seen = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    if config.master != "fp32" and torch.bfloat16 not in dtypes:
+        raise UserError(
+            f"optimizer.master={config.master} is for bfloat16 weights, the trained ones are {seen}. "
+            "Set optimizer.master=fp32 (float32 weights are their own master) or model.dtype=bfloat16."
+        )
+    if not dtypes <= {torch.bfloat16, torch.float32}:
+        raise UserError(
+            f"Trained weights are float32 or bfloat16, got {seen}. Set model.dtype to one of the two."
+        )

@@ -2,19 +2,23 @@
 
 ``torch.optim.Optimizer.state_dict`` numbers parameters by position, and loading it casts state to the type of
 the weight, which spoils float32 state of bfloat16 weights; bitsandbytes' paged state does not come back paged.
+State of our own optimizers is written as it is kept, and read into whatever formats the run that goes on has chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem_ft.errors import CheckpointError
 from lowmem_ft.optimizers.bitsandbytes_optimizers import AllocatesState
+from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.state_conversion import SavedState, take_state
 
 # They choose a kernel, not the mathematics: the run that resumes keeps its own.
 _KERNEL_CHOICES = {"fused", "foreach", "capturable", "differentiable"}
@@ -28,13 +32,13 @@ class OptimizerState:
     """Everything an optimizer knows beside its parameters.
 
     Args:
-        tensors: by ``{parameter name}.{state key}``; the live tensors, not copies: write them before the next
-            step.
+        tensors: by ``{parameter name}.{state key}``; exported, the live tensors, not copies: write them before the next
+            step. To be imported, each is asked for once, so that they can be read from files one at a time.
         scalars: what JSON can hold: the optimizer's kind, each group's hyperparameters and shapes, and state
             that is no tensor.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     scalars: dict[str, Any]
 
 
@@ -66,22 +70,29 @@ def export_optimizer_state(
             "optimizer": _kind(optimizer),
             "groups": [_export_group(group, names) for group in optimizer.param_groups],
             "state": scalars,
+            **_export_formats(optimizer, names),
         },
     )
 
 
 def import_optimizer_state(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]], state: OptimizerState
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    state: OptimizerState,
+    saved_weight: Callable[[str], Tensor | None] = lambda name: None,
 ) -> None:
-    """Continue where :func:`export_optimizer_state` left off, bit for bit.
+    """Continue where :func:`export_optimizer_state` left off, bit for bit where the formats are the same.
 
-    Every tensor goes where this optimizer keeps it: beside its parameter, in managed memory if it is paged, a
-    step counter on the host unless the kernel wants it on the device. Tensors are copied one at a time.
+    Every tensor goes where this optimizer keeps it: in its home, in managed memory if it is paged, a step counter on
+    the host unless the kernel wants it on the device. Tensors are copied one at a time. One of our optimizers takes
+    state of the same optimizer in any formats (see :mod:`state_conversion`).
 
     Args:
         optimizer: of the same kind over the same parameters; the optimizer itself, not Accelerate's wrapper.
-        named_parameters: as ``model.named_parameters()`` gives them.
+        named_parameters: as ``model.named_parameters()`` gives them; they hold the saved weights already.
         state: from memory or from files; its tensors are copied, never kept.
+        saved_weight: the weight of that name as it was saved, or None. Asked where it was finer than this model's: a
+            float32 checkpoint goes on with bfloat16 weights, and their master begins from it.
 
     Raises:
         CheckpointError: naming every difference in kind, parameters, shapes or types.
@@ -93,24 +104,73 @@ def import_optimizer_state(
     for group, saved in zip(optimizer.param_groups, state.scalars["groups"], strict=True):
         for key, value in saved["hyperparameters"].items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    tensors = _by_parameter(state.tensors)
+    keys = _keys_by_parameter(state.tensors)
+    if isinstance(optimizer, ChunkedOptimizer):
+        _take_states(optimizer, names, state, keys, saved_weight)
+        return
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             name = names[parameter]
             scalars = state.scalars["state"].get(name, {})
             optimizer.state.pop(parameter, None)
-            if name not in tensors and not scalars:
+            if name not in keys and not scalars:
                 continue  # it never had a gradient
+            tensors = {key: state.tensors[f"{name}.{key}"] for key in keys.get(name, [])}
             if isinstance(optimizer, AllocatesState):
                 optimizer.init_state(group, parameter, group_index, index)
-                _fill(name, optimizer.state[parameter], tensors.get(name, {}))
+                _fill(name, optimizer.state[parameter], tensors)
             else:
-                optimizer.state[parameter].update(_place(tensors.get(name, {}), parameter, group))
+                optimizer.state[parameter].update(_place(tensors, parameter, group))
             optimizer.state[parameter].update(scalars)
+
+
+def _take_states(
+    optimizer: ChunkedOptimizer,
+    names: Mapping[Tensor, str],
+    state: OptimizerState,
+    keys: Mapping[str, Iterable[str]],
+    saved_weight: Callable[[str], Tensor | None],
+) -> None:
+    formats, steps = state.scalars["formats"], state.scalars["state"]
+    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+        name = names[parameter]
+        if name not in steps:
+            continue  # it never had a gradient
+        dtype = getattr(torch, formats["weights"][name])
+        is_finer = dtype == torch.float32 and parameter.dtype != dtype
+        saved = SavedState(
+            values={key: state.tensors[f"{name}.{key}"] for key in keys.get(name, [])} | steps[name],
+            state=formats["state"],
+            master=formats["master"],
+            dtype=dtype,
+            weight=saved_weight(name) if is_finer else None,
+        )
+        try:
+            take_state(optimizer, parameter, saved)
+        except KeyError as error:
+            raise CheckpointError(
+                f"The optimizer state has no {name}.{error.args[0]}, which its formats (state {saved.state}, master "
+                f"{saved.master}) need: the checkpoint is damaged. Resume from another one."
+            ) from error
+
+
+def _export_formats(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    if not isinstance(optimizer, ChunkedOptimizer):
+        return {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        "formats": {
+            "state": optimizer.state_format,
+            "master": optimizer.master_format,
+            "weights": {names[p]: str(p.dtype).removeprefix("torch.") for p in parameters},
+        }
+    }
 
 
 def _kind(optimizer: Optimizer) -> str:
     """Package and class, such as ``torch.AdamW``; the modules in between move with versions."""
+    if isinstance(optimizer, ChunkedOptimizer):
+        return f"lowmem_ft.{type(optimizer.rule).__name__}"
     return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
 
 
@@ -149,13 +209,13 @@ def _differences(optimizer: Optimizer, names: Mapping[Tensor, str], scalars: Map
     return sorted(problems) or ["The optimizer state has the same parameters in other groups than this run."]
 
 
-def _by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """State tensors by parameter name, then by state key."""
-    result: dict[str, dict[str, Tensor]] = {}
-    for full_name, tensor in tensors.items():
+def _keys_by_parameter(full_names: Iterable[str]) -> dict[str, list[str]]:
+    """The state keys that each parameter has a tensor of."""
+    keys: dict[str, list[str]] = {}
+    for full_name in full_names:
         name, _, key = full_name.rpartition(".")
-        result.setdefault(name, {})[key] = tensor
-    return result
+        keys.setdefault(name, []).append(key)
+    return keys
 
 
 def _fill(name: str, allocated: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:

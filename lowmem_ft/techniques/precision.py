@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.devices import has_bfloat16, name_of
 from lowmem_ft.errors import UserError
@@ -23,28 +25,49 @@ SAMPLED_ELEMENTS = 4096
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_precision(dtype: str, mixed_precision: str, device: torch.device) -> None:
+def check_precision(dtype: str, mixed_precision: str, device: torch.device, *, frozen: bool = False) -> None:
     """Refuse weights and autocast that this device cannot compute with, or that would train wrongly in silence.
 
     Args:
         dtype: ``model.dtype`` with ``auto`` resolved: ``float32``, ``bfloat16`` or ``float16``.
         mixed_precision: ``training.mixed_precision``: ``no``, ``bf16`` or ``fp16``.
         device: where the model trains.
+        frozen: whether these weights stay as they are, beside adapters in float32.
 
     Raises:
         UserError: naming every rule that is broken.
     """
     problems = [
-        *_float16_problems(dtype, mixed_precision, device),
+        *(_float16_base_problems if frozen else _float16_problems)(dtype, mixed_precision),
+        *_fp16_on_cpu_problems(mixed_precision, device),
         *_bfloat16_problems(dtype, mixed_precision, device),
     ]
     if problems:
         raise UserError(*problems)
-    if dtype == "bfloat16" and mixed_precision == "bf16":
+    if frozen and dtype == "bfloat16" and mixed_precision == "no":
+        logger.info(
+            "training.mixed_precision=no copies the input of each adapter to float32; with bf16 adapters compute in "
+            "the weights' type, and no copy is kept"
+        )
+    if not frozen and dtype == "bfloat16" and mixed_precision == "bf16":
         logger.info(
             "training.mixed_precision=bf16 changes little with model.dtype=bfloat16: weights and matrix products are "
             "bfloat16 already; autocast only keeps some sums in float32"
         )
+
+
+UpdateHook = Callable[[nn.Parameter, int, Tensor, Tensor, Mapping[str, Any]], "Callable[[], None] | None"]
+"""Takes a parameter, the first element of the part to be updated, that part of weight and gradient (flat), and the
+hyperparameters; returns what to call after the update."""
+
+
+@runtime_checkable
+class AnnouncesUpdates(Protocol):
+    """An optimizer that says which part of which parameter it updates, in a step or in backward."""
+
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        """Have the hook called before each update."""
+        ...
 
 
 class LostUpdateMeter(Handle):
@@ -53,19 +76,23 @@ class LostUpdateMeter(Handle):
     A weight of bfloat16 has 8 bits: an update below 1/512 to 1/256 of it rounds away, every step anew. An element
     counts when its gradient is not zero, and as lost when the step leaves its bits as they were.
 
-    Costs: at most 4096 elements a parameter, strided over it, copied before the step and compared after it; some
-    10 small kernels a parameter and 20 KB of device memory each. The counts stay on the device: the step never
-    waits for it, reading a fraction does.
-    Limits: a step is not measured in groups whose learning rate is 0, as at the start of a warm-up. Of a sharded
-    parameter this process sees its own shard.
+    Costs: at most 4096 elements of each part that is updated at once, strided over it, copied before and compared
+    after; some 10 small kernels and 20 KB of device memory each. The counts stay on the device: the step never waits
+    for it, reading a fraction does.
+    Limits: an update is not measured while its learning rate is 0, as at the start of a warm-up. Of a sharded parameter
+    this process sees its own shard.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(
-            optimizer.register_step_pre_hook(self._before_step).remove,
-            optimizer.register_step_post_hook(self._after_step).remove,
-        )
-        self._samples: list[_Sample] = []
+        if isinstance(optimizer, AnnouncesUpdates):
+            super().__init__(optimizer.register_update_hook(self._before_update).remove)
+        else:
+            super().__init__(
+                optimizer.register_step_pre_hook(self._before_step).remove,
+                optimizer.register_step_post_hook(self._after_step).remove,
+            )
+        self._after: list[Callable[[], None]] = []
+        self._seen: set[tuple[int, int]] = set()
         self._last: dict[torch.device, Tensor] = {}
         self._total: dict[torch.device, Tensor] = {}
         self._last_rate = self._peak_rate = 0.0
@@ -83,8 +110,8 @@ class LostUpdateMeter(Handle):
             self._warned = True
             logger.warning(
                 "%.1f %% of the updates of the last step changed no weight: at learning rate %.2g they are smaller "
-                "than the rounding of the weights' type, and the model hardly learns. Set model.dtype=float32 and "
-                "training.mixed_precision=bf16, or raise training.learning_rate.",
+                "than the rounding of the weights' type, and the model hardly learns. Set optimizer.master=split24 or "
+                "=split16 (adamw, sgd, adafactor, lion), or raise training.learning_rate.",
                 100 * fraction,
                 self._last_rate,
             )
@@ -95,24 +122,45 @@ class LostUpdateMeter(Handle):
         """Share of all updates since the meter was enabled that were lost, 0 to 1; waits for the device."""
         return _ratio(self._total)
 
+    def _before_update(
+        self,
+        parameter: nn.Parameter,
+        start: int,
+        weight: Tensor,
+        gradient: Tensor,
+        hyperparameters: Mapping[str, Any],
+    ) -> Callable[[], None] | None:
+        if (id(parameter), start) in self._seen:  # once more: another step has begun
+            self._seen.clear()
+            self._last, self._last_rate = {}, 0.0
+        self._seen.add((id(parameter), start))
+        rate = hyperparameters["lr"]
+        if rate == 0:
+            return None
+        self._last_rate = max(self._last_rate, rate)
+        self._peak_rate = max(self._peak_rate, hyperparameters.get("initial_lr", rate))
+        sample = _Sample.take(weight, gradient, row_length=parameter.shape[-1] if parameter.ndim else 1)
+
+        def count() -> None:
+            _add(self._last, counts := sample.count())
+            _add(self._total, counts)
+
+        return count
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        groups = [group for group in optimizer.param_groups if group["lr"] != 0]
-        self._samples = [
-            _Sample.take(parameter)
-            for group in groups
+        """For an optimizer that does not announce its updates: a step updates all parameters with gradients."""
+        updates = [
+            self._before_update(parameter, 0, _flat(parameter), _flat(parameter.grad), group)
+            for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        self._last_rate = max((group["lr"] for group in groups), default=0.0)
-        self._peak_rate = max((group.get("initial_lr", group["lr"]) for group in groups), default=0.0)
+        self._after = [after for after in updates if after is not None]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._last = {}
-        for sample in self._samples:
-            _add(self._last, sample.count())
-        for counts in self._last.values():
-            _add(self._total, counts)
-        self._samples = []
+        for after in self._after:
+            after()
+        self._after = []
 
 
 def enable_lost_update_meter(optimizer: Optimizer) -> LostUpdateMeter:
@@ -128,7 +176,7 @@ def enable_lost_update_meter(optimizer: Optimizer) -> LostUpdateMeter:
     return LostUpdateMeter(optimizer)
 
 
-def _float16_problems(dtype: str, mixed_precision: str, device: torch.device) -> list[str]:
+def _float16_problems(dtype: str, mixed_precision: str) -> list[str]:
     problems = []
     if dtype == "float16":
         problems.append(
@@ -140,12 +188,32 @@ def _float16_problems(dtype: str, mixed_precision: str, device: torch.device) ->
             "training.mixed_precision=fp16 needs float32 weights, for the loss scaler has to unscale their gradients "
             f"in float32; got model.dtype={dtype}. Set model.dtype=float32."
         )
-    if mixed_precision == "fp16" and device.type == "cpu":
-        problems.append(
-            "training.mixed_precision=fp16 needs a GPU, got device cpu, where Accelerate would train without it and "
-            "not say so. Set training.mixed_precision=bf16 or no."
-        )
     return problems
+
+
+def _float16_base_problems(dtype: str, mixed_precision: str) -> list[str]:
+    """Frozen weights may be float16, as gradients pass through them and a loss scale keeps those in range."""
+    if dtype == "float16" and mixed_precision != "fp16":
+        return [
+            "Frozen weights in model.dtype=float16 need training.mixed_precision=fp16, whose loss scale keeps small "
+            f"gradients from vanishing; got {mixed_precision}. Set training.mixed_precision=fp16, or "
+            "model.dtype=bfloat16."
+        ]
+    if dtype == "bfloat16" and mixed_precision == "fp16":
+        return [
+            "training.mixed_precision=fp16 needs model.dtype=float16 or float32, got bfloat16, whose range float16 "
+            "does not have. Set model.dtype=float16, or training.mixed_precision=bf16."
+        ]
+    return []
+
+
+def _fp16_on_cpu_problems(mixed_precision: str, device: torch.device) -> list[str]:
+    if mixed_precision != "fp16" or device.type != "cpu":
+        return []
+    return [
+        "training.mixed_precision=fp16 needs a GPU, got device cpu, where Accelerate would train without it and "
+        "not say so. Set training.mixed_precision=bf16 or no."
+    ]
 
 
 def _bfloat16_problems(dtype: str, mixed_precision: str, device: torch.device) -> list[str]:
@@ -165,23 +233,22 @@ def _bfloat16_problems(dtype: str, mixed_precision: str, device: torch.device) -
 
 @dataclass(frozen=True)
 class _Sample:
-    """Every ``stride``-th element of a parameter as it was before a step."""
+    """Every ``stride``-th element of a part of a weight as it was before an update."""
 
-    parameter: Tensor
+    weight: Tensor
     bits: Tensor
     has_gradient: Tensor
     stride: int
 
     @classmethod
-    def take(cls, parameter: Tensor) -> _Sample:
-        assert parameter.grad is not None
-        stride = _stride(parameter)
-        has_gradient = _flat(parameter.grad)[::stride] != 0
-        return cls(parameter, _bits(parameter, stride).clone(), has_gradient, stride)
+    def take(cls, weight: Tensor, gradient: Tensor, *, row_length: int) -> _Sample:
+        stride = _stride(weight.numel(), row_length)
+        has_gradient = (gradient[::stride] != 0).to(weight.device)
+        return cls(weight, _bits(weight, stride).clone(), has_gradient, stride)
 
     def count(self) -> Tensor:
-        """Lost updates and all updates of the parameter, on its device and without waiting for it."""
-        lost = (_bits(self.parameter, self.stride) == self.bits) & self.has_gradient
+        """Lost updates and all updates of the part, on its device and without waiting for it."""
+        lost = (_bits(self.weight, self.stride) == self.bits) & self.has_gradient
         return torch.stack((lost.sum(), self.has_gradient.sum())) * self.stride
 
 
@@ -193,17 +260,17 @@ def _flat(tensor: Tensor) -> Tensor:
     return local.flatten()
 
 
-def _stride(tensor: Tensor) -> int:
+def _stride(num_elements: int, row_length: int) -> int:
     """Sample every how many elements: prime to the row length, or a sample could be a few whole columns."""
-    stride = max(1, math.ceil(_flat(tensor).numel() / SAMPLED_ELEMENTS))
-    while math.gcd(stride, tensor.shape[-1] if tensor.ndim else 1) > 1:
+    stride = max(1, math.ceil(num_elements / SAMPLED_ELEMENTS))
+    while math.gcd(stride, row_length) > 1:
         stride += 1
     return stride
 
 
-def _bits(tensor: Tensor, stride: int) -> Tensor:
+def _bits(flat: Tensor, stride: int) -> Tensor:
     """The sample as integers: equal only if the bits are, NaN and -0 included."""
-    return _flat(tensor)[::stride].view(_INTEGER_OF_SIZE[tensor.dtype.itemsize])
+    return flat[::stride].view(_INTEGER_OF_SIZE[flat.dtype.itemsize])
 
 
 def _add(sums: dict[torch.device, Tensor], counts: Tensor) -> None:

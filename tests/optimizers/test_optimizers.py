@@ -16,8 +16,10 @@ from lowmem_ft.optimizers import (
     OptimizerConfig,
     check_optimizer,
     create_optimizer,
+    may_lose_updates,
     parameter_groups,
 )
+from lowmem_ft.optimizers.config import OWN_OPTIMIZERS
 
 CPU = torch.device("cpu")
 CPU_NAMES = [name for name, row in OPTIMIZERS.items() if row.devices is None or "cpu" in row.devices]
@@ -103,24 +105,70 @@ def test_weight_decay_shrinks_weights_and_spares_biases_and_norms(name, device):
         assert torch.equal(after[key], before[key])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("state,average", [("fp32", 4), ("bf16", 2), ("8bit", 1 + 4 / 256)])
 @pytest.mark.parametrize("name,device", EVERY_ROW)
-def test_the_table_states_the_bytes_of_state(name, device, dtype):
+def test_the_table_states_the_bytes_of_state(name, device, state, average):
     """On one matrix; what the table leaves out (step counters, Adafactor's row and column) is below 2 % here."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    model = nn.Linear(512, 512, bias=False).to(device, dtype)
-    optimizer = create_optimizer(model, OptimizerConfig(name=name), learning_rate=1e-3)
+    if name not in OWN_OPTIMIZERS and state != "fp32":
+        with pytest.raises(UserError, match=rf"optimizer.state={state} needs optimizer.name=adamw\|"):
+            build(name, device, state=state)
+        return
+    model = nn.Linear(512, 512, bias=False).to(device)
+    optimizer = create_optimizer(model, OptimizerConfig(name=name, state=state), learning_rate=1e-3)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
-    state = optimizer.state[model.weight]
     held = sum(
         value.nbytes
-        for key, value in state.items()
+        for key, value in optimizer.state[model.weight].items()
         if isinstance(value, torch.Tensor) and not key.startswith("qmap")  # shared by all parameters
     )
-    stated = OPTIMIZERS[name].state_bytes(dtype.itemsize)
+    stated = OPTIMIZERS[name].state_bytes(average)
     assert held / model.weight.numel() == pytest.approx(stated, abs=0.02)
+
+
+@pytest.mark.parametrize("master", get_args(get_type_hints(OptimizerConfig)["master"]))
+@pytest.mark.parametrize("state", get_args(get_type_hints(OptimizerConfig)["state"]))
+@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
+def test_every_optimizer_learns_in_every_format(name, state, master):
+    model, optimizer = build(name, dtype=torch.bfloat16, state=state, master=master)
+    before = model.loss().item()
+    train(model, optimizer, 60)
+    assert model.loss().item() < 0.5 * before
+    kept = {"fp32": {"master"}, "split16": {"low"}, "split24": {"low"}}.get(master, set())
+    assert all({"master", "low"} & state.keys() == kept for state in optimizer.state.values())
+
+
+def test_float32_weights_are_their_own_master_and_refuse_another():
+    model, optimizer = build("adamw")
+    train(model, optimizer, 1)
+    assert all("master" not in state for state in optimizer.state.values())
+    with pytest.raises(UserError, match=r"optimizer.master=split16 is for bfloat16 weights, .* are float32"):
+        build("adamw", master="split16")
+
+
+def test_float16_weights_are_refused():
+    with pytest.raises(UserError, match="float32 or bfloat16, got float16"):
+        build("adamw", dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "name,fields,loses",
+    [
+        ("adamw", {}, False),
+        ("adamw", {"master": "split24"}, False),
+        ("adamw", {"master": "stochastic_rounding"}, False),
+        ("adamw", {"master": "none"}, True),
+        ("adamw_bnb_8bit", {}, True),
+    ],
+)
+def test_weights_without_a_master_are_warned_of(name, fields, loses, caplog):
+    _, optimizer = build(name, dtype=torch.bfloat16, **fields)
+    assert may_lose_updates(optimizer) is loses
+    assert ("updates smaller than their rounding are lost" in caplog.text) is loses
+    _, optimizer = build(name, dtype=torch.float32)
+    assert not may_lose_updates(optimizer)
 
 
 def test_groups_are_those_of_the_trainer():
@@ -146,13 +194,6 @@ def test_a_model_without_trainable_parameters_is_refused():
         create_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizerConfig(), learning_rate=1e-3)
 
 
-def test_adamw_is_fused_on_the_cpu_and_sgd_is_not():
-    assert build("adamw")[1].defaults["fused"] is True
-    assert (
-        build("sgd")[1].defaults["fused"] is False
-    )  # it would leave bfloat16 weights unmoved: pytorch#191763
-
-
 def test_hyperparameters_reach_the_optimizer_and_null_is_its_own_default():
     _, lion = build("lion")
     assert lion.param_groups[0]["betas"] == (0.9, 0.99)
@@ -172,6 +213,13 @@ def test_everything_wrong_is_named_at_once(monkeypatch):
         check_optimizer(config, CPU)
     text = str(caught.value)
     assert len(caught.value.problems) == 6  # betas and eps: not taken, and out of range
+    config = OptimizerConfig(name="paged_lion_8bit", state="8bit", master="split16", in_backward=True)
+    assert [problem.split()[0] for problem in config.problems()] == [
+        "optimizer.state=8bit",
+        "optimizer.master=split16",
+        "optimizer.in_backward=true",
+    ]
+    assert all("Set optimizer.name=lion or" in problem for problem in config.problems())
     for named in ("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.weight_decay"):
         assert named in text
 

@@ -1,0 +1,372 @@
+"""The optimizer: one update in float32, run chunk by chunk over weights and state in whatever format they are kept.
+
+A step never holds more than a few chunks in float32, however large a parameter is, and a part of a parameter can be
+updated as soon as its gradient is finished.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lowmem_ft.devices import kernels_of
+from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
+from lowmem_ft.optimizers.counter_random import CounterRandom
+from lowmem_ft.optimizers.master_formats import MasterFormat, master_format
+from lowmem_ft.optimizers.operators import BLOCK
+from lowmem_ft.optimizers.pieces import Job, Part, Piece
+from lowmem_ft.optimizers.state_formats import StateFormat, state_format
+from lowmem_ft.optimizers.state_home import DeviceHome, StateHome
+from lowmem_ft.optimizers.update_rule import Chunk, Step, UpdateRule, WholeParameterRule
+from lowmem_ft.repetition import rounds, stand_for
+
+CPU_CHUNK_ELEMENTS = 2**18
+"""A chunk and its state stay in a core's cache: four times as fast as whole tensors (Xeon, 2 threads, float32)."""
+
+GPU_CHUNK_ELEMENTS = 2**22
+"""16 MiB a float32 temporary, and kernels long enough to hide their launch."""
+
+UpdateHook = Callable[[nn.Parameter, int, Tensor, Tensor, Mapping[str, Any]], Callable[[], None] | None]
+
+
+class ChunkedOptimizer(Optimizer):
+    """One of our optimizers over parameters whose weights and state are kept in any of the formats.
+
+    Frees: what the formats free; temporaries are a few float32 tensors of ``chunk_elements``, whatever the parameters.
+    Equals: the rule in float32, bit for bit, with formats ``fp32`` and ``split16``; the size of chunks changes nothing.
+    Limits: weights changed from outside (loaded, averaged) are noticed by :meth:`adopt_weights` alone. Weights that are
+    not contiguous are copied whole while they are updated.
+
+    Args:
+        params: parameters or groups of them.
+        rule: the update.
+        defaults: hyperparameters that the rule reads, ``lr`` among them.
+        state: format of the running averages: ``fp32``, ``bf16`` or ``8bit``.
+        master: what 16-bit weights keep beside them (see ``master_formats``); float32 weights need nothing.
+        seed: of the random rounding.
+
+    Attributes:
+        home: where state waits; set it before state is allocated.
+        chunk_elements: elements updated at a time, a multiple of 256; None: by the device's kind.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        rule: UpdateRule | WholeParameterRule,
+        defaults: dict[str, Any],
+        *,
+        state: str = "fp32",
+        master: str = "fp32",
+        seed: int = 0,
+    ) -> None:
+        self.rule = rule
+        self.state_format = state
+        self.master_format = master
+        self.seed = seed
+        self.home: StateHome = DeviceHome()
+        self.chunk_elements: int | None = None
+        self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
+        self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters after all others: random rounding goes by their numbers."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self._places[parameter] = (len(self.param_groups) - 1, len(self._places))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss and its gradients again.
+
+        Returns:
+            The closure's loss, or None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        self.update(
+            [Piece(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        )
+        return loss
+
+    @torch.no_grad()
+    def update(
+        self,
+        pieces: Iterable[Piece],
+        *,
+        scale: Tensor | None = None,
+        hyperparameters: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Update the given parts of parameters now.
+
+        A parameter's step number goes up with the piece that holds its last element.
+
+        Args:
+            pieces: with finished gradients; an iterator is asked for the next one as late as copies allow, so that its
+                gradients need not exist together.
+            scale: factor on the gradients; 0-d, float32, on their device.
+            hyperparameters: by group index, in place of the group's present ones: an update that was put off takes
+                those of its own step.
+        """
+        for device, together in itertools.groupby(pieces, key=lambda piece: piece.gradient.device):
+            jobs: Iterable[Job] = (self._job(piece, scale, hyperparameters or {}) for piece in together)
+            if isinstance(self.rule, WholeParameterRule):
+                jobs = list(jobs)  # each is measured first, with visits of its own
+            for part, here in self._visits((part for job in jobs for part in self._parts(job)), device):
+                stand_for(part.times)
+                self._update_part(part, here)
+            stand_for(1)
+
+    @torch.no_grad()
+    def allocate_state(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Allocate what state parameters lack, master weights equal to the weights.
+
+        Args:
+            parameters: of the optimizer; None: all.
+        """
+        for parameter in self._places if parameters is None else parameters:
+            state = self.state[parameter]
+            state.setdefault("step", 0)
+            missing = [entry for entry in self.kept_sizes(parameter).items() if entry[0] not in state]
+            for name, (num_elements, dtype) in missing:
+                state[name] = self.home.allocate(num_elements, dtype, parameter.device)
+            if isinstance(self.rule, WholeParameterRule):
+                for name, num_elements in self.rule.statistics(parameter.shape).items():
+                    state.setdefault(name, torch.zeros(num_elements, device=parameter.device))
+            if {name for name, _ in missing} & self.master_of(parameter).tensors.keys():
+                self.adopt_weights([parameter])
+
+    @torch.no_grad()
+    def adopt_weights(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Make master weights equal to the weights, once something else has changed these.
+
+        Args:
+            parameters: those that changed; None: all that have state.
+        """
+        with_state = [parameter for parameter in self._places if parameter in self.state]
+        for parameter in with_state if parameters is None else parameters:
+            for name in self.master_of(parameter).tensors:
+                kept = self.state[parameter][name]
+                # A weight says all but its lower bits, which are then zero.
+                kept.copy_(flat_weight(parameter)) if kept.is_floating_point() else kept.zero_()
+
+    @torch.no_grad()
+    def set_weights(self, parameter: nn.Parameter, values: Callable[[int, int], Tensor]) -> None:
+        """Set a parameter, and what its format keeps beside it, from values finer than its own type.
+
+        Args:
+            parameter: one of the optimizer's, with state.
+            values: given the first element and the one after the last, these elements of the flattened parameter.
+        """
+        weight, master, kept = flat_weight(parameter), self.master_of(parameter), self.state[parameter]
+        for start, stop in spans(0, parameter.numel(), self.chunk_size(weight.device)):
+            value = values(start, stop).to(weight.device, torch.float32)
+            here = {name: kept[name][start:stop].to(weight.device) for name in master.tensors}
+            master.write(value, weight[start:stop], here, self.random_of(parameter, kept["step"], start))
+            for name, tensor in here.items():
+                kept[name][start:stop].copy_(tensor)
+        write_back(weight, parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's, and the formats, so that an optimizer with other formats can load it."""
+        dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in self._places]
+        formats = {"state": self.state_format, "master": self.master_format, "weights": dtypes}
+        return {**super().state_dict(), "formats": formats}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of another optimizer over the same parameters, in whatever formats it kept it.
+
+        Load the weights first. Hyperparameters are taken too. See :func:`state_conversion.take_state`.
+
+        Raises:
+            ValueError: if it has other groups.
+        """
+        from lowmem_ft.optimizers.state_conversion import SavedState, take_state  # it imports this module
+
+        groups, formats = state_dict["param_groups"], state_dict["formats"]
+        if [len(group["params"]) for group in groups] != [
+            len(group["params"]) for group in self.param_groups
+        ]:
+            raise ValueError("The state has other parameter groups than this optimizer.")
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        for number, parameter in enumerate(self._places):
+            if values := state_dict["state"].get(number):
+                dtype = getattr(torch, formats["weights"][number])
+                saved = SavedState(
+                    values=values, state=formats["state"], master=formats["master"], dtype=dtype
+                )
+                take_state(self, parameter, saved)
+
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        """Have ``hook(parameter, start, weight, gradient, hyperparameters)`` called before each piece's update.
+
+        Weight and gradient are flat and of that piece alone. What the hook returns is called after the update.
+        """
+        handle = RemovableHandle(self._update_hooks)
+        self._update_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def piece_unit(self) -> int | None:
+        """Pieces begin and end at multiples of this, or with their parameter; None: a piece is a whole parameter."""
+        if isinstance(self.rule, WholeParameterRule):
+            return None
+        return BLOCK if self.state_format == "8bit" else 1
+
+    def master_of(self, parameter: nn.Parameter) -> MasterFormat:
+        """How the float32 value of a parameter is kept."""
+        return master_format(self.master_format, parameter.dtype)
+
+    def averages_of(self, parameter: nn.Parameter) -> dict[str, StateFormat]:
+        """The running averages of a parameter, and how each is kept."""
+        group = self.param_groups[self._places[parameter][0]]
+        averages = self.rule.averages(parameter.shape, group)
+        return {name: state_format(self.state_format, signed=signed) for name, signed in averages.items()}
+
+    def kept_sizes(self, parameter: nn.Parameter) -> dict[str, tuple[int, torch.dtype]]:
+        """What waits in ``home`` for a parameter: by name, the number of elements and their type."""
+        sizes = {
+            name: (parameter.numel(), dtype) for name, dtype in self.master_of(parameter).tensors.items()
+        }
+        for name, form in self.averages_of(parameter).items():
+            sizes |= form.tensors(name, parameter.numel())
+        return sizes
+
+    def random_of(self, parameter: nn.Parameter, step: int, element: int) -> CounterRandom:
+        """The random bits of a parameter's elements from ``element`` on, in its given step."""
+        return CounterRandom(self.seed, step, self._places[parameter][1], element)
+
+    def chunk_size(self, device: torch.device) -> int:
+        """Elements that are updated at a time on a device."""
+        by_device = CPU_CHUNK_ELEMENTS if kernels_of(device) == "cpu" else GPU_CHUNK_ELEMENTS
+        return self.chunk_elements or by_device
+
+    def _job(
+        self, piece: Piece, scale: Tensor | None, hyperparameters: Mapping[int, Mapping[str, Any]]
+    ) -> Job:
+        parameter = piece.parameter
+        if parameter not in self.state:
+            self.allocate_state([parameter])
+        self._check(piece)
+        group_index, _ = self._places[parameter]
+        job = Job(
+            parameter=parameter,
+            weight=flat_weight(parameter),
+            gradient=piece.gradient.reshape(-1),
+            start=piece.start,
+            times=piece.times,
+            scale=scale,
+            number=self.state[parameter]["step"] + 1,
+            hyperparameters=hyperparameters.get(group_index, self.param_groups[group_index]),
+        )
+        if isinstance(self.rule, WholeParameterRule):
+            job.step = self._measured_step(job, self.rule)
+        else:
+            job.step = self.rule.step(job.number, job.hyperparameters)
+        return job
+
+    def _check(self, piece: Piece) -> None:
+        num_elements, stop = piece.parameter.numel(), piece.start + piece.gradient.numel()
+        unit = self.piece_unit or num_elements
+        if stop > num_elements or piece.start % unit or (stop % unit and stop != num_elements):
+            raise ValueError(
+                f"Pieces of this parameter begin at multiples of {unit} and end at one or at {num_elements}, "
+                f"got {piece.start} to {stop}."
+            )
+
+    def _measured_step(self, job: Job, rule: WholeParameterRule) -> Step:
+        shape, state = job.parameter.shape, self.state[job.parameter]
+
+        def read_chunks() -> Iterator[Chunk]:
+            for part, here in self._visits(self._parts(job, with_weights=False), job.gradient.device):
+                yield self._chunk(part, here)
+
+        statistics = {name: state[name] for name in rule.statistics(shape)}
+        return rule.measured_step(shape, read_chunks, statistics, job.number, job.hyperparameters)
+
+    def _parts(self, job: Job, *, with_weights: bool = True) -> Iterator[Part]:
+        """The job's chunks, each with views of what is kept of it, where that waits."""
+        parameter, device = job.parameter, job.gradient.device
+        row = self.rule.row_length(parameter.shape) if isinstance(self.rule, WholeParameterRule) else 1
+        state, master, averages = (
+            self.state[parameter],
+            self.master_of(parameter),
+            self.averages_of(parameter),
+        )
+        chunks = list(spans(job.start, job.stop, self.chunk_size(device), row))
+        for (start, stop), times in rounds(chunks):
+            kept: dict[str, Tensor] = {}
+            for name, form in averages.items():
+                kept |= form.part(state, name, start, stop)
+            if with_weights:
+                kept |= {name: state[name][start:stop] for name in master.tensors}
+            if with_weights and job.weight.device != device:
+                kept["weight"] = job.weight[start:stop]
+            yield Part(job=job, start=start, stop=stop, kept=kept, times=times * job.times)
+
+    def _visits(
+        self, parts: Iterable[Part], device: torch.device
+    ) -> Iterator[tuple[Part, dict[str, Tensor]]]:
+        """Each part with what is kept of it on the device; the home may read ahead."""
+        read: deque[Part] = deque()  # not itertools.tee, which holds on to 57 parts and their gradients
+
+        def kept() -> Iterator[dict[str, Tensor]]:
+            for part in parts:
+                read.append(part)
+                yield part.kept
+
+        for here in self.home.visit(kept(), device):
+            yield read.popleft(), here
+
+    def _chunk(self, part: Part, here: Mapping[str, Tensor]) -> Chunk:
+        num_elements = part.stop - part.start
+        averages = self.averages_of(part.job.parameter)
+        return Chunk(
+            gradient=part.gradient(),
+            averages={name: form.read(here, name, num_elements) for name, form in averages.items()},
+            start=part.start,
+        )
+
+    def _update_part(self, part: Part, here: Mapping[str, Tensor]) -> None:
+        job, parameter = part.job, part.job.parameter
+        weight = here.get("weight", job.weight[part.start : part.stop])
+        if part.start == job.start:
+            job.after = self._call_hooks(job)
+        master = self.master_of(parameter)
+        value = master.read(weight, here)
+        chunk = self._chunk(part, here)
+        job.step(value, chunk)
+        random = self.random_of(parameter, job.number, part.start)
+        for stream, (name, form) in enumerate(self.averages_of(parameter).items(), start=1):
+            form.write(chunk.averages[name], here, name, random, stream)
+        master.write(value, weight, here, random)
+        if part.stop == job.stop:
+            self._after(job)
+
+    def _call_hooks(self, job: Job) -> list[Callable[[], None]]:
+        weight = job.weight[job.start : job.stop]
+        hooks = self._update_hooks.values()
+        afters = [hook(job.parameter, job.start, weight, job.gradient, job.hyperparameters) for hook in hooks]
+        return [after for after in afters if after is not None]
+
+    def _after(self, job: Job) -> None:
+        write_back(job.weight, job.parameter)
+        if job.stop == job.parameter.numel():
+            self.state[job.parameter]["step"] = job.number
+        for after in job.after:
+            after()

@@ -1,0 +1,168 @@
+"""The formats' arithmetic as operators of torch: ``lowmem_ft::read_split``, ``write_blocks`` and so on.
+
+Each is a dozen elementwise kernels over a chunk. As one operator it is one entry in a profile and in a trace, whose
+temporaries ``virtual_gpu/scratch.py`` knows by the element, and the place where a kernel of its own can stand in.
+
+All of it works on the bits of float32 as int32. The upper half of a float32 is a bfloat16; "nearest" rounds it with
+ties away from zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowmem_ft.optimizers.counter_random import random_bits
+
+BLOCK = 256
+"""Elements that share a scale in 8-bit state."""
+
+SIGNED_OCTAVES, UNSIGNED_OCTAVES = 15, 31
+"""Powers of two that 7 and 8 bits of code reach below a block's largest value, at 8 codes each."""
+
+_CODE_SHIFT = 20
+"""float32 has 23 mantissa bits, a code 3."""
+
+_SMALLEST_SCALE = 2.0**-126
+"""The smallest normal number; the codes of a block of zeros are the least code whatever its scale."""
+
+_HALF = 0x8000  # of what the last bit of the upper half stands for
+_LAST_NAN = 0x7FFF0000
+_SIGN = -(2**31)
+
+
+_LIBRARY = torch.library.Library("lowmem_ft", "FRAGMENT")
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
+"""The functions behind the operators."""
+
+
+def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as an operator, with a stand-in that only has the result's shape."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        IMPLEMENTATIONS[name] = function
+        _LIBRARY.define(f"{name}{schema}")
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"lowmem_ft::{name}", fake, lib=_LIBRARY)
+        return getattr(torch.ops.lowmem_ft, name)
+
+    return register
+
+
+@_operator(
+    "(Tensor weight, Tensor low) -> Tensor",
+    lambda weight, low: weight.new_empty(weight.shape, dtype=torch.float32),
+)
+def read_split(weight: Tensor, low: Tensor) -> Tensor:
+    """The float32 of a bfloat16 upper half and the bits below it: 16 (int16), or 8 with 8 zeros after them (int8).
+
+    The lower bits count as negative where the upper half was rounded up.
+    """
+    num_bits = 8 * low.dtype.itemsize
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(num_bits).add_(low)
+    return bits.bitwise_left_shift_(16 - num_bits).view(torch.float32)
+
+
+@_operator("(Tensor value, Tensor(a!) weight, Tensor(b!) low) -> ()", lambda value, weight, low: None)
+def write_split16(value: Tensor, weight: Tensor, low: Tensor) -> None:
+    """Float32 to its upper half, rounded to nearest, and its lower 16 bits as they are."""
+    bits = value.view(torch.int32)
+    low.copy_(bits)  # to int16 means modulo 2**16
+    _keep_upper_half(bits, _HALF, weight)
+
+
+@_operator(
+    "(Tensor value, Tensor(a!) weight, Tensor(b!) low, int key, int element) -> ()",
+    lambda value, weight, low, key, element: None,
+)
+def write_split24(value: Tensor, weight: Tensor, low: Tensor, key: int, element: int) -> None:
+    """Float32 to 24 bits, up as often as its last 8 bits say: the upper half, to nearest, and the byte below it."""
+    bits = value.view(torch.int32)
+    noise = random_bits(8, key, element, value.numel(), value.device)
+    low.copy_((bits + noise).bitwise_right_shift_(8))  # to int8 means modulo 256
+    _keep_upper_half(bits, noise.add_(_HALF), weight)
+
+
+@_operator("(Tensor value, Tensor(a!) target) -> ()", lambda value, target: None)
+def write_nearest(value: Tensor, target: Tensor) -> None:
+    """Float32 to the nearest bfloat16."""
+    _keep_upper_half(value.view(torch.int32), _HALF, target)
+
+
+@_operator(
+    "(Tensor value, Tensor(a!) target, int key, int element) -> ()", lambda value, target, key, element: None
+)
+def write_stochastic(value: Tensor, target: Tensor, key: int, element: int) -> None:
+    """Float32 to one of the two nearest bfloat16, up as often as its lower 16 bits say."""
+    noise = random_bits(16, key, element, value.numel(), value.device)
+    _keep_upper_half(value.view(torch.int32), noise, target)
+
+
+@_operator(
+    "(Tensor codes, Tensor scale, bool signed) -> Tensor",
+    lambda codes, scale, signed: codes.new_empty(codes.shape, dtype=torch.float32),
+)
+def read_blocks(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
+    """Float32 from codes of 8 bits; see :class:`lowmem_ft.optimizers.state_formats.BlockwiseState`."""
+    octaves = SIGNED_OCTAVES if signed else UNSIGNED_OCTAVES
+    bits = codes.to(torch.int32)
+    if signed:
+        bits.abs_()
+    value = bits.bitwise_left_shift_(_CODE_SHIFT).add_(_floor_bits(octaves)).view(torch.float32)
+    value.sub_(2.0**-octaves)
+    if signed:
+        value.mul_(codes.sign())
+    whole = value.numel() - value.numel() % BLOCK
+    value[:whole].view(-1, BLOCK).mul_(scale[: whole // BLOCK, None])
+    if whole < value.numel():
+        value[whole:].mul_(scale[-1])
+    return value
+
+
+@_operator(
+    "(Tensor value, Tensor(a!) codes, Tensor(b!) scale, bool signed, int key, int element) -> ()",
+    lambda value, codes, scale, signed, key, element: None,
+)
+def write_blocks(value: Tensor, codes: Tensor, scale: Tensor, signed: bool, key: int, element: int) -> None:
+    """Float32 to codes of 8 bits, each block by its own largest value, rounded at random without bias."""
+    octaves = SIGNED_OCTAVES if signed else UNSIGNED_OCTAVES
+    num_elements = value.numel()
+    if num_elements % BLOCK:
+        value = F.pad(value, (0, -num_elements % BLOCK))
+    share = value.abs().view(-1, BLOCK)
+    torch.amax(share, 1, out=scale)
+    share.div_(scale.clamp_min_(_SMALLEST_SCALE)[:, None]).add_(2.0**-octaves)
+    bits = share.view(torch.int32).view(-1)
+    noise = random_bits(16, key, element, bits.numel(), bits.device).bitwise_left_shift_(_CODE_SHIFT - 16)
+    bits.sub_(_floor_bits(octaves)).add_(noise).bitwise_right_shift_(_CODE_SHIFT)
+    if signed:
+        sign = torch.bitwise_right_shift(value.view(torch.int32), 31, out=noise)
+        bits.bitwise_xor_(sign).sub_(sign)
+    else:
+        bits.clamp_(min=1)
+    codes.copy_(bits[:num_elements])
+
+
+def _floor_bits(octaves: int) -> int:
+    """The bits of ``2.0**-octaves``."""
+    return (127 - octaves) << 23
+
+
+def _keep_upper_half(bits: Tensor, addend: Tensor | int, weight: Tensor) -> None:
+    """Write the upper half of ``bits + addend``; NaN stays NaN, though its bits might carry into the sign.
+
+    Args:
+        bits: of float32, as int32; left as they are.
+        addend: from 0 to 0xFFFF.
+        weight: bfloat16, written.
+    """
+    # Clamping once for positive numbers and, with the sign turned, once for negative ones: four times as fast on the
+    # CPU as asking isnan() and filling in.
+    safe = bits.clamp(max=_LAST_NAN).bitwise_xor_(_SIGN).clamp_(max=_LAST_NAN).bitwise_xor_(_SIGN)
+    weight.view(torch.int16).copy_(safe.add_(addend).bitwise_right_shift_(16))

@@ -1,0 +1,164 @@
+"""How running averages are kept: in float32, in bfloat16, or in 8 bits with a scale for each block of 256."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.optimizers.counter_random import CounterRandom
+from lowmem_ft.optimizers.operators import (
+    BLOCK,
+    SIGNED_OCTAVES,
+    UNSIGNED_OCTAVES,
+    read_blocks,
+    write_blocks,
+    write_stochastic,
+)
+
+
+class StateFormat(Protocol):
+    """How one running average is kept in tensors beside the weight."""
+
+    @property
+    def signed(self) -> bool:
+        """Whether values may be negative."""
+        ...
+
+    def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Length and type of each tensor that keeps the average ``name``."""
+        ...
+
+    def part(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
+        """Views of what keeps the elements from ``start`` to before ``stop``."""
+        ...
+
+    def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
+        """The average in float32; the very tensor that holds it where there is one, to be updated in place."""
+        ...
+
+    def write(
+        self, value: Tensor, kept: Mapping[str, Tensor], name: str, random: CounterRandom, stream: int
+    ) -> None:
+        """Keep a float32 average."""
+        ...
+
+
+@dataclass(frozen=True)
+class Float32State:
+    """As it is computed: 4 bytes a parameter."""
+
+    signed: bool = True
+
+    def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
+        """One of float32."""
+        return {name: (num_elements, torch.float32)}
+
+    def part(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
+        """One view."""
+        return {name: kept[name][start:stop]}
+
+    def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
+        """The tensor itself."""
+        return kept[name]
+
+    def write(
+        self, value: Tensor, kept: Mapping[str, Tensor], name: str, random: CounterRandom, stream: int
+    ) -> None:
+        """Nothing is left to do after an update in place."""
+        if value is not kept[name]:
+            kept[name].copy_(value)
+
+
+@dataclass(frozen=True)
+class BFloat16State:
+    """2 bytes a parameter, rounded at random to one of the two nearest values.
+
+    To nearest, an average over 1000 steps would stand still: each step moves it by a thousandth, and bfloat16 knows
+    steps of 1/256.
+    """
+
+    signed: bool = True
+
+    def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
+        """One of bfloat16."""
+        return {name: (num_elements, torch.bfloat16)}
+
+    def part(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
+        """One view."""
+        return {name: kept[name][start:stop]}
+
+    def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
+        """A float32 copy."""
+        return kept[name].float()
+
+    def write(
+        self, value: Tensor, kept: Mapping[str, Tensor], name: str, random: CounterRandom, stream: int
+    ) -> None:
+        """Without bias."""
+        write_stochastic(value, kept[name], random.key(stream), random.element)
+
+
+@dataclass(frozen=True)
+class BlockwiseState:
+    """One byte a parameter, and a float32 scale for each block of 256: a floating-point number of 3 mantissa bits.
+
+    A code counts eighths of octaves: its bits are the upper bits of ``value / scale + floor`` in float32, so that codes
+    are spaced evenly below the floor and by a sixteenth to an eighth of the value above it. They are rounded at random
+    to one of the two nearest codes, without bias; to nearest, an average over 1000 steps would stand still.
+
+    Limits: ``|kept - value| <= (value + floor * scale) / 8``, where the scale is the block's largest. The floor is
+    2**-15 for averages with a sign (7 bits for the magnitude) and 2**-31 for those without: a second moment is kept to
+    an eighth over nine orders of magnitude. It never becomes zero, which would be divided by: the least code stands for
+    an eighth of the floor.
+
+    Args:
+        signed: whether values may be negative.
+
+    Source: blocks: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022.
+    """
+
+    signed: bool
+
+    @property
+    def floor(self) -> float:
+        """Below this share of the block's largest value, codes are spaced evenly."""
+        return 2.0 ** -(SIGNED_OCTAVES if self.signed else UNSIGNED_OCTAVES)
+
+    def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Codes and scales."""
+        return {
+            name: (num_elements, torch.int8 if self.signed else torch.uint8),
+            f"{name}_scale": (-(-num_elements // BLOCK), torch.float32),
+        }
+
+    def part(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
+        """Codes, and the scales of their blocks; ``start`` begins a block."""
+        scale = f"{name}_scale"
+        return {name: kept[name][start:stop], scale: kept[scale][start // BLOCK : -(-stop // BLOCK)]}
+
+    def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
+        """A float32 copy."""
+        return read_blocks(kept[name], kept[f"{name}_scale"], self.signed)
+
+    def write(
+        self, value: Tensor, kept: Mapping[str, Tensor], name: str, random: CounterRandom, stream: int
+    ) -> None:
+        """Without bias, each block by its own largest value."""
+        scale = kept[f"{name}_scale"]
+        write_blocks(value, kept[name], scale, self.signed, random.key(stream), random.element)
+
+
+_BY_NAME: dict[str, Callable[[bool], StateFormat]] = {
+    "fp32": Float32State,
+    "bf16": BFloat16State,
+    "8bit": BlockwiseState,
+}
+
+
+def state_format(name: str, *, signed: bool) -> StateFormat:
+    """The format that ``optimizer.state`` names, for an average that may be negative or not."""
+    return _BY_NAME[name](signed)
