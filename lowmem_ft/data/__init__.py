@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lowmem_ft.data.batch import IGNORED_LABEL, Batch
+    from lowmem_ft.data.batch import IGNORED_LABEL, Batch, merged
     from lowmem_ft.data.collating import Collator
     from lowmem_ft.data.config import DataConfig
     from lowmem_ft.data.loading import PreparedData, load_data
@@ -29,6 +29,7 @@ __all__ = [
     "Window",
     "eval_batches",
     "load_data",
+    "merged",
 ]
 
 __getattr__ = lazy_exports(
@@ -45,5 +46,6 @@ __getattr__ = lazy_exports(
         "Window": "stream",
         "eval_batches": "stream",
         "load_data": "loading",
+        "merged": "batch",
     },
 )

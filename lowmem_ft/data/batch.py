@@ -5,9 +5,11 @@ Axes: B examples (rows) of the micro-batch, T tokens of a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 IGNORED_LABEL = -100
 """The label of a token that carries no loss (torch's and transformers' ``ignore_index``)."""
@@ -57,3 +59,45 @@ class Batch:
             num_label_tokens=self.num_label_tokens,
             num_tokens=self.num_tokens,
         )
+
+
+def merged(batches: Sequence[Batch]) -> Batch:
+    """The rows of several micro-batches in one, padded on the right to the longest.
+
+    Its losses and counts are the sums of theirs: padding carries no label. A row never has as many tokens as there are
+    rows, so that whoever finds that number of rows in a tensor's first axis knows what it means.
+
+    Args:
+        batches: at least one; all on one device, all packed or none.
+
+    Returns:
+        One batch.
+    """
+    num_rows = sum(len(batch.input_ids_BT) for batch in batches)
+    length = max(batch.input_ids_BT.shape[1] for batch in batches)
+    length += length == num_rows
+    positions_BT = None
+    if batches[0].position_ids_BT is not None:
+        positions_BT = torch.cat([_padded_positions(batch, length) for batch in batches])
+    return Batch(
+        input_ids_BT=torch.cat([_padded(batch.input_ids_BT, length, 0) for batch in batches]),
+        labels_BT=torch.cat([_padded(batch.labels_BT, length, IGNORED_LABEL) for batch in batches]),
+        position_ids_BT=positions_BT,
+        sample_ids=tuple(sample for batch in batches for sample in batch.sample_ids),
+        num_label_tokens=sum(batch.num_label_tokens for batch in batches),
+        num_tokens=sum(batch.num_tokens for batch in batches),
+    )
+
+
+def _padded(tensor_BT: torch.Tensor, length: int, value: int) -> torch.Tensor:
+    return F.pad(tensor_BT, (0, length - tensor_BT.shape[1]), value=value)
+
+
+def _padded_positions(batch: Batch, length: int) -> torch.Tensor:
+    """Padding is a document of its own, as :class:`~lowmem_ft.data.collating.Collator` has it."""
+    positions_BT = batch.position_ids_BT
+    assert positions_BT is not None, "all packed or none"
+    padding_BT = torch.arange(length - positions_BT.shape[1], device=positions_BT.device).expand(
+        len(positions_BT), -1
+    )
+    return torch.cat([positions_BT, padding_BT], dim=1)

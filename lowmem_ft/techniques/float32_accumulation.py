@@ -1,0 +1,60 @@
+"""Sums of 16-bit gradients in float32."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from lowmem_ft.handle import Handle
+
+log = logging.getLogger(__name__)
+
+
+def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float32: bool) -> Handle:
+    """Makes autograd sum the gradients of 16-bit weights in float32, each micro-batch's rounded as it comes, no sum.
+
+    Frees: nothing; 4 bytes a weight instead of 2 while its gradient is summed.
+    Costs: those 2 bytes: of all weights in horizontal order, of one layer in vertical.
+    Equals: the gradients in float32 of the same 16-bit products. In bfloat16 a sum of 16 micro-batches would drop what
+    is smaller than 1/256 of it.
+    Source: ``Tensor.grad_dtype`` of torch 2.11.
+
+    Args:
+        optimizer: whose parameters; their gradients must be None.
+        takes_float32: whether it takes gradients of another type than the weights'. If not, they are rounded before
+            each step, one after the other, and gone after it.
+
+    Returns:
+        A handle whose ``remove()`` makes the weights' type the gradients' again.
+    """
+    parameters = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.dtype.itemsize < 4
+    ]
+    if not parameters:
+        return Handle()
+
+    def begin(*_: Any) -> None:
+        for parameter in parameters:
+            parameter.grad = None  # of the step that is over
+            parameter.grad_dtype = torch.float32
+
+    def end(*_: Any) -> None:
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+    begin()
+    log.info(
+        "accumulation: gradients of %d bfloat16 tensors are summed in float32 (accumulation.dtype)",
+        len(parameters),
+    )
+    if takes_float32:
+        return Handle(end)
+    before, after = optimizer.register_step_pre_hook(end), optimizer.register_step_post_hook(begin)
+    return Handle(end, before.remove, after.remove)

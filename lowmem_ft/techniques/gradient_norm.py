@@ -1,0 +1,57 @@
+"""The global norm of gradients in float32, and clipping to it.
+
+torch's own ``clip_grad_norm_`` computes the norm of 16-bit gradients in 16 bits, of which bfloat16 keeps three digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+_ELEMENTS_AT_ONCE = 2**22
+"""Elements converted to float32 together: a CPU makes a whole copy of what it converts."""
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients down so that their global norm is at most ``max_norm``.
+
+    Equals: ``torch.nn.utils.clip_grad_norm_`` for 32-bit gradients; for others the same in float32, each gradient
+    rounded once.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        max_norm: the limit; infinite only measures.
+
+    Returns:
+        The norm before; 0-d, float32.
+    """
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if all(gradient.dtype.itemsize >= 4 for gradient in gradients):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = torch.linalg.vector_norm(torch.stack([norm_in_float32(gradient) for gradient in gradients]))
+    factor_1 = clip_factor(norm, max_norm).reshape(1)  # CUDA rounds a 0-d factor to the gradient's type
+    for gradient in gradients:
+        for part in _parts(gradient):
+            part.mul_(factor_1)
+    return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What to multiply gradients with, as ``torch.nn.utils.clip_grads_with_norm_`` has it; nobody asks the device."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def norm_in_float32(gradient: Tensor) -> Tensor:
+    """The Euclidean norm of one gradient; 0-d, float32 (float64 for float64)."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in _parts(gradient)])
+    )
+
+
+def _parts(gradient: Tensor) -> tuple[Tensor, ...]:
+    gradient = gradient.detach()
+    return gradient.view(-1).split(_ELEMENTS_AT_ONCE) if gradient.is_contiguous() else (gradient,)

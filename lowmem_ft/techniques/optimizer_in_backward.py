@@ -1,0 +1,371 @@
+"""Gradients that are used, or put away compactly, as soon as backward has finished them.
+
+Without clipping a gradient is applied and gone before the next layer's are made. Clipping needs the norm of all of
+them first, so that it takes two phases: while backward runs, squares are summed and gradients are kept in the type of
+their weights, on the device or on the host; then they are applied, scaled, at the end of the step or, for weights that
+are not on the device then, at their next visit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.handle import Handle
+from lowmem_ft.memory.host_copies import CopyEngine, Moment
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.repetition import rounds, stand_for
+from lowmem_ft.techniques.gradient_norm import clip_factor, norm_in_float32
+from lowmem_ft.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_ELEMENTS_AT_ONCE = 2**22
+"""Elements of a gradient that come back from the host together."""
+
+
+_ALIGNMENT = 256
+"""Bytes at whose multiples each place begins, as the vector loads of kernels want it."""
+
+
+class UpdatesPieces(Protocol):
+    """An optimizer that can update a part of a parameter by itself; see ``optimizers.ChunkedOptimizer``."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def piece_unit(self) -> int | None:
+        """Pieces begin and end at multiples of this, or with their parameter; None: a piece is a whole parameter."""
+        ...
+
+    def update(
+        self,
+        pieces: Iterable[Any],
+        *,
+        scale: Tensor | None = None,
+        hyperparameters: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Update parts of parameters now."""
+        ...
+
+    def step(self) -> object:
+        """Update every parameter that has a gradient."""
+        ...
+
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Have a hook called before each step."""
+        ...
+
+
+@dataclass(frozen=True)
+class FinishedGradient:
+    """The gradient of a part of a parameter.
+
+    Args:
+        parameter: which.
+        gradient: flat, or of the part's shape.
+        start: the part's first element in the flattened parameter.
+        times: how many parts like this one it stands for in a trace.
+    """
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    start: int = 0
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What an update needs beside the gradients, as it was at the step they belong to.
+
+    Args:
+        scale: factor on the gradients; 0-d, float32, on the device.
+        hyperparameters: by group index.
+    """
+
+    scale: Tensor
+    hyperparameters: Mapping[int, Mapping[str, Any]]
+
+
+class InBackward(Handle):
+    """An optimizer that is fed by backward; see :func:`enable_optimizer_in_backward`.
+
+    Attributes:
+        updates_at_once: whether weights change while backward runs: there is no clipping.
+    """
+
+    def __init__(
+        self,
+        optimizer: UpdatesPieces,
+        *,
+        device: torch.device,
+        max_grad_norm: float | None,
+        memory: HostMemory | None,
+    ) -> None:
+        self.updates_at_once = max_grad_norm is None
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm
+        self._sum_of_squares = torch.zeros((), dtype=torch.float32, device=device)
+        self._scale: Tensor | None = None
+        self._taken: set[tuple[nn.Parameter, int]] = set()
+        self._kept = KeptGradients(device, optimizer, None if self.updates_at_once else memory)
+        self._put_off: set[nn.Parameter] = set()
+        self._pending: dict[nn.Parameter, Pending] = {}
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._take_from_autograd)
+            for parameter in _parameters(optimizer)
+        ]
+        hooks.append(optimizer.register_step_pre_hook(self._apply_kept))
+        super().__init__(*(hook.remove for hook in hooks), self.flush)
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
+        """Use a finished gradient: once a step for each part of a parameter.
+
+        Args:
+            parameter: one of the optimizer's.
+            gradient: on the device; of that part's shape or flat. It is given away, and may be overwritten.
+            start: the part's first element in the flattened parameter; see ``piece_unit`` of the optimizer.
+        """
+        if (parameter, start) in self._taken:
+            raise UserError(
+                f"optimizer.in_backward needs each gradient once a step, but that of a parameter of shape "
+                f"{list(parameter.shape)} came twice: something calls backward inside backward (such as reentrant "
+                "checkpointing), or twice a step. Set optimizer.in_backward=false."
+            )
+        self._taken.add((parameter, start))
+        gradient = gradient.contiguous()
+        self._sum_of_squares += norm_in_float32(gradient).square()
+        if self.updates_at_once:
+            # What is not finite must not reach a weight, and nobody waits for the device to say so. From the first such
+            # gradient on all are zero.
+            gradient.masked_fill_(~torch.isfinite(self._sum_of_squares), 0)
+            self._optimizer.update([FinishedGradient(parameter, gradient, start)])
+        else:
+            assert parameter not in self._pending, "apply() goes before the next gradient"
+            self._kept.add(FinishedGradient(parameter, gradient, start))
+
+    def clip(self, unscale: Callable[[Tensor], None]) -> Tensor:
+        """End the first phase: the norm of all gradients, and with it the factor they will be applied with.
+
+        Args:
+            unscale: divides a tensor by the fp16 loss scale in place, and takes note if it is not finite.
+
+        Returns:
+            The global norm before clipping; 0-d, float32.
+        """
+        norm = self._sum_of_squares.sqrt()
+        norm_and_one = torch.stack((norm, torch.ones_like(norm)))
+        unscale(norm_and_one)
+        norm, inverse_scale = norm_and_one.unbind()
+        if self._max_grad_norm is not None:
+            self._scale = clip_factor(norm, self._max_grad_norm) * inverse_scale
+        self._sum_of_squares = torch.zeros_like(norm)
+        self._taken.clear()
+        self._kept.end_backward()
+        return norm
+
+    def finish(self, *, finite: bool) -> None:
+        """End the step: apply what was kept, or forget it.
+
+        Args:
+            finite: whether loss and norm are. If not, and ``updates_at_once``, some weights have changed already.
+        """
+        if finite:
+            self._optimizer.step()  # through the hook on it: schedules and meters watch steps
+        else:
+            self._kept.clear()
+
+    def put_off(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on apply kept gradients of these parameters only when :meth:`apply` is called for them."""
+        self._put_off.update(parameters)
+
+    def waits(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether :meth:`apply` would update any of these parameters."""
+        return any(parameter in self._pending for parameter in parameters)
+
+    @torch.no_grad()
+    def apply(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make the updates of these parameters that wait, with the scale and the learning rate of their own step."""
+        waiting = [parameter for parameter in parameters if parameter in self._pending]
+        steps = {id(step): step for step in (self._pending.pop(parameter) for parameter in waiting)}
+        for step in steps.values():
+            assert len(steps) == 1, "nothing waits for longer than one step"
+            self._update(waiting, step.scale, step.hyperparameters)
+
+    def flush(self) -> None:
+        """Make every update that waits: before weights are read by anyone but the next step."""
+        self.apply(list(self._pending))
+
+    def _take_from_autograd(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, "the hook comes after a gradient"
+        self.take(parameter, gradient)
+
+    @torch.no_grad()
+    def _apply_kept(self, *_: Any) -> None:
+        kept = self._kept.parameters()
+        if not kept:
+            return
+        assert self._scale is not None, "clip() goes before the step"
+        now = [parameter for parameter in kept if parameter not in self._put_off]
+        self._update(now, self._scale)
+        if len(now) < len(kept):
+            step = Pending(self._scale, _hyperparameters(self._optimizer))
+            self._pending |= {parameter: step for parameter in kept if parameter in self._put_off}
+
+    def _update(
+        self,
+        parameters: Iterable[nn.Parameter],
+        scale: Tensor | None,
+        hyperparameters: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        for parameter in parameters:
+            pieces = self._kept.take_out(parameter)
+            self._optimizer.update(pieces, scale=scale, hyperparameters=hyperparameters)
+
+
+def enable_optimizer_in_backward(
+    optimizer: UpdatesPieces,
+    *,
+    device: torch.device,
+    max_grad_norm: float | None,
+    memory: HostMemory | None = None,
+) -> InBackward:
+    """Feeds an optimizer from backward, gradient by gradient.
+
+    Frees: without clipping all gradients but those being made; with it and ``memory`` the same on the device; with it
+    alone what fp32 sums of several micro-batches take beyond the weights' type.
+    Costs: with clipping and ``memory`` a copy of each gradient to the host and back.
+    Equals: the same updates bit for bit, at one gradient a step; where it clips, the norm is the sum of the same
+    squares in another order (1e-6), and a sum of micro-batches is rounded to the type of its weight once.
+    Limits: each gradient must be finished by one backward a step: no accumulation over several, no averaging over
+    processes. Without clipping a gradient that is not finite changes nothing more, but what came before it in backward
+    is applied: the run has to go back to its last checkpoint.
+    Source: Full Parameter Fine-tuning for Large Language Models with Limited Resources (LOMO), 2023 (arXiv:2306.09782),
+    which runs backward twice to clip.
+
+    Args:
+        optimizer: its parameters get hooks.
+        device: where gradients are made.
+        max_grad_norm: the global norm to clip to; None: never clip, update at once.
+        memory: where gradients wait for their norm; None: on the device.
+
+    Returns:
+        What the step and further sources of gradients talk to; ``remove()`` makes pending updates and takes the hooks
+        off.
+
+    Raises:
+        DoesNotFitError: if the host has too little memory for the gradients.
+    """
+    in_backward = InBackward(optimizer, device=device, max_grad_norm=max_grad_norm, memory=memory)
+    log.info("optimizer in backward: %s", _describe(in_backward, memory))
+    return in_backward
+
+
+def _describe(in_backward: InBackward, memory: HostMemory | None) -> str:
+    if in_backward.updates_at_once:
+        return "each gradient is applied and freed as it is finished (no clipping)"
+    if memory is None:
+        return "gradients are kept in their weights' types until their norm is known, then applied"
+    num_bytes = format_bytes(memory.bytes_by_category.get("gradient", 0))
+    return f"gradients wait on the host until their norm is known ({num_bytes}), then are applied"
+
+
+@dataclass
+class KeptGradients:
+    """Gradients in the types of their weights, until they are applied.
+
+    Args:
+        device: where they come from and go to.
+        optimizer: whose parameters they are of.
+        memory: where they wait; None: on the device.
+    """
+
+    device: torch.device
+    optimizer: UpdatesPieces
+    memory: HostMemory | None
+    _pieces: dict[nn.Parameter, list[FinishedGradient]] = field(default_factory=dict)
+    _places: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    _written: Moment = field(default_factory=Moment)
+
+    def __post_init__(self) -> None:
+        self._engine = CopyEngine(self.device)
+        if self.memory is not None:
+            self._places = _places(_parameters(self.optimizer), self.memory)
+
+    def add(self, piece: FinishedGradient) -> None:
+        """Put a gradient away."""
+        parameter, gradient = piece.parameter, piece.gradient.view(-1).to(piece.parameter.dtype)
+        if self.memory is not None:
+            place = self._places[parameter][piece.start : piece.start + len(gradient)]
+            self._written = self._engine.to_host(gradient, place)
+            gradient = place
+        self._pieces.setdefault(parameter, []).append(FinishedGradient(parameter, gradient, piece.start))
+
+    def end_backward(self) -> None:
+        """Let go of gradients that were still on their way to the host."""
+        self._engine.release_sources()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients are here, in the order they came."""
+        return list(self._pieces)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._pieces.clear()
+
+    def take_out(self, parameter: nn.Parameter) -> Iterator[FinishedGradient]:
+        """A parameter's gradient on the device, in its order; from the host part by part, as it is asked for."""
+        for piece in sorted(self._pieces.pop(parameter), key=lambda piece: piece.start):
+            yield from [piece] if self.memory is None else self._arriving(piece)
+
+    def _arriving(self, piece: FinishedGradient) -> Iterator[FinishedGradient]:
+        size = _ELEMENTS_AT_ONCE if self.optimizer.piece_unit is not None else len(piece.gradient)
+        for offset, times in rounds(range(0, len(piece.gradient), size)):
+            stand_for(times)
+            waiting = piece.gradient[offset : offset + size]
+            here = piece.parameter.new_empty(len(waiting), device=self.device)
+            self._engine.wait(
+                self._engine.to_device(waiting, here, after=(self._written, self._engine.now()))
+            )
+            yield FinishedGradient(piece.parameter, here, piece.start + offset, times)
+
+
+def _places(parameters: Sequence[nn.Parameter], memory: HostMemory) -> dict[nn.Parameter, Tensor]:
+    """A place on the host for each gradient, in the type of its weight; all in one allocation."""
+    ends = list(itertools.accumulate(_aligned(p.numel() * p.dtype.itemsize) for p in parameters))
+    memory.check(
+        ends[-1],
+        "Clipping with optimizer.in_backward and offload.optimizer=host",
+        "Set training.max_grad_norm=null, or offload.optimizer=device.",
+    )
+    slab = memory.allocate(ends[-1], torch.uint8, "gradient")
+    places = {}
+    for parameter, start in zip(parameters, [0, *ends[:-1]], strict=True):
+        num_bytes = parameter.numel() * parameter.dtype.itemsize
+        places[parameter] = slab[start : start + num_bytes].view(parameter.dtype)
+    return places
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parameters(optimizer: UpdatesPieces) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _hyperparameters(optimizer: UpdatesPieces) -> dict[int, dict[str, Any]]:
+    """Those of each group as they are now; a schedule will change them."""
+    return {
+        index: {name: value for name, value in group.items() if name != "params"}
+        for index, group in enumerate(optimizer.param_groups)
+    }
