@@ -1,0 +1,268 @@
+"""Optimizer state that waits in host memory, and visits the device chunk by chunk to be updated there."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_ft.handle import Handle
+from lowmem_ft.memory.host_copies import CopyEngine, Moment
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+NUM_SLOTS = 3
+"""One chunk arrives, one is updated, one goes back."""
+
+_ALIGNMENT = 256
+"""Bytes; what CUDA's own allocations have."""
+
+
+class KeepsState(Protocol):
+    """An optimizer whose state can wait elsewhere, such as ``optimizers.ChunkedOptimizer``."""
+
+    home: Any  # of the type optimizers.StateHome, which HostHome is by its methods
+    state: Any  # by parameter, then by name
+    param_groups: list[dict[str, Any]]
+
+    def kept_sizes(self, parameter: nn.Parameter) -> dict[str, tuple[int, torch.dtype]]:
+        """What waits in ``home`` for a parameter: by name, the number of elements and their type."""
+        ...
+
+    def chunk_size(self, device: torch.device) -> int:
+        """Elements that are updated at a time on a device."""
+        ...
+
+    def allocate_state(self) -> None:
+        """Make the state of every parameter that has none yet, in ``home``."""
+        ...
+
+
+def enable_optimizer_offload(optimizer: KeepsState, memory: HostMemory) -> OptimizerOffload:
+    """Keeps the optimizer's state and master weights on the host, and updates them on the device as before.
+
+    Frees: all that the optimizer keeps beside the weights, but three chunks of it.
+    Costs: it crosses the host link twice a step; both directions run beside each other and beside the update.
+    Equals: the same weights and state bit for bit.
+    Limits: on a CPU both sides are the same memory, so that nothing is freed there.
+    Source: ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021 (arXiv:2101.06840), which steps on the CPU;
+    compact state crosses the link faster than a CPU gets through fp32 state in its own memory.
+
+    Args:
+        optimizer: what it keeps already moves to the host, the rest is allocated there.
+        memory: where it will wait.
+
+    Returns:
+        A handle whose ``remove()`` brings everything back beside the weights.
+
+    Raises:
+        DoesNotFitError: if the host has too little memory left; nothing is allocated then.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sizes = [(parameter.numel(), optimizer.kept_sizes(parameter)) for parameter in parameters]
+    num_bytes = sum(_bytes_of(kept) for _, kept in sizes)
+    memory.check(
+        num_bytes,
+        "offload.optimizer=host",
+        "Keep less (optimizer.state=8bit; with bfloat16 weights optimizer.master=split24), raise budget.host, or set "
+        "offload.optimizer=device.",
+    )
+    chunk_size = optimizer.chunk_size(memory.device)
+    visitors = [
+        (count, kept | _waiting_weight(parameter, memory.device))
+        for parameter, (count, kept) in zip(parameters, sizes, strict=True)
+    ]
+    slot_bytes = max(
+        (_bytes_of(_part(kept, chunk_size / max(count, 1))) for count, kept in visitors), default=0
+    )
+    handle = OptimizerOffload(optimizer, HostHome(memory, slot_bytes))
+    optimizer.allocate_state()
+    log.info(
+        "Optimizer state: %s wait in %s host memory; %d chunks of at most %s visit the device.",
+        format_bytes(num_bytes),
+        "pinned" if memory.is_pinned else "pageable",
+        NUM_SLOTS,
+        format_bytes(slot_bytes),
+    )
+    return handle
+
+
+class OptimizerOffload(Handle):
+    """Optimizer state on the host, until it is brought back.
+
+    Args:
+        optimizer: its ``home`` is replaced, and what it keeps moved.
+        home: the new one.
+    """
+
+    def __init__(self, optimizer: KeepsState, home: HostHome) -> None:
+        super().__init__(partial(_move_state, optimizer, optimizer.home), home.synchronize)
+        _move_state(optimizer, home)
+        self._home = home
+
+    def synchronize(self) -> None:
+        """Let the host wait until all state is home, so that it may be read."""
+        self._home.synchronize()
+
+
+@dataclass
+class Slot:
+    """Device memory for one chunk at a time.
+
+    Args:
+        buffer: its bytes.
+        free: when the last chunk has left it.
+    """
+
+    buffer: Tensor
+    free: Moment
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """A chunk on the device.
+
+    Args:
+        slot: where it is.
+        home: its tensors where they wait.
+        here: the same on the device.
+        arrived: when they are there.
+    """
+
+    slot: Slot
+    home: Mapping[str, Tensor]
+    here: dict[str, Tensor]
+    arrived: Moment
+
+
+@dataclass
+class HostHome:
+    """State in host memory that visits the device in a ring of slots.
+
+    Args:
+        memory: where it waits.
+        slot_bytes: room for a chunk; a slot grows when a larger one comes.
+    """
+
+    memory: HostMemory
+    slot_bytes: int = 0
+    _engine: CopyEngine = field(init=False)
+    _slots: deque[Slot] = field(init=False)
+    _written: dict[int, Moment] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._engine = CopyEngine(self.memory.device)
+        self._slots = deque(Slot(self._bytes(self.slot_bytes), self._engine.now()) for _ in range(NUM_SLOTS))
+
+    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros on the host."""
+        return self.memory.allocate(num_elements, dtype, "optimizer_state")
+
+    def visit(
+        self, chunks: Iterable[Mapping[str, Tensor]], device: torch.device
+    ) -> Iterator[dict[str, Tensor]]:
+        """Each chunk's tensors on the device, while the next one is on its way there and the last one back.
+
+        Args:
+            chunks: by name, views of tensors where they wait; no element is in two of them.
+            device: where they visit.
+
+        Yields:
+            The same names; what is changed in place goes back when the next chunk is asked for.
+        """
+        assert device.type == self.memory.device.type, (device, self.memory.device)
+        written: dict[int, Moment] = {}
+        visitors: deque[Visitor] = deque()
+        for chunk in chunks:
+            visitors.append(self._fetch(chunk))
+            if len(visitors) == NUM_SLOTS - 1:
+                yield from self._receive(visitors.popleft(), written)
+        for visitor in visitors:
+            yield from self._receive(visitor, written)
+        self._written.update(written)
+
+    def synchronize(self) -> None:
+        """Let the host wait until all state is home, so that it may be read."""
+        self._engine.synchronize()
+
+    def _fetch(self, chunk: Mapping[str, Tensor]) -> Visitor:
+        """Send a chunk on its way to the next slot."""
+        # On a CPU one cannot tell what waits on the host: all of it.
+        waiting = {name: tensor for name, tensor in chunk.items() if tensor.device.type == "cpu"}
+        slot = self._next_slot(sum(_aligned(tensor.nbytes) for tensor in waiting.values()))
+        # Chunks of one visit do not overlap; a visit before this one may have written the same ones.
+        written = (self._written.get(_storage(tensor)) for tensor in waiting.values())
+        after = [slot.free, *(moment for moment in written if moment is not None)]
+        here, arrived = dict(chunk), Moment()
+        for name, place in zip(waiting, _carve(slot.buffer, waiting.values()), strict=True):
+            arrived = self._engine.to_device(waiting[name], place, after=after)
+            here[name], after = place, []
+        return Visitor(slot, waiting, here, arrived)
+
+    def _receive(self, visitor: Visitor, written: dict[int, Moment]) -> Iterator[dict[str, Tensor]]:
+        """Let the chunk be updated, then send it home."""
+        self._engine.wait(visitor.arrived)
+        yield visitor.here
+        updated = self._engine.now()
+        for name, home in visitor.home.items():
+            end = self._engine.to_host(visitor.here[name], home, after=(updated,), keep=False)
+            visitor.slot.free = written[_storage(home)] = end
+
+    def _next_slot(self, num_bytes: int) -> Slot:
+        slot = self._slots[0]
+        self._slots.rotate(-1)
+        if slot.buffer.nbytes < num_bytes:
+            self._engine.wait(slot.free)  # before its memory is used for something else
+            slot.buffer, slot.free = self._bytes(num_bytes), self._engine.now()
+        return slot
+
+    def _bytes(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.memory.device)
+
+
+def _move_state(optimizer: KeepsState, home: Any) -> None:
+    """Give what an optimizer keeps another home."""
+    optimizer.home = home
+    for parameter, state in optimizer.state.items():
+        for name in optimizer.kept_sizes(parameter):
+            place = home.allocate(state[name].numel(), state[name].dtype, parameter.device)
+            state[name] = place.copy_(state[name])
+
+
+def _waiting_weight(parameter: nn.Parameter, device: torch.device) -> dict[str, tuple[int, torch.dtype]]:
+    """A weight that waits on the host, too, visits with its state."""
+    return {} if parameter.device.type == device.type else {"weight": (parameter.numel(), parameter.dtype)}
+
+
+def _part(kept: Mapping[str, tuple[int, torch.dtype]], share: float) -> dict[str, tuple[int, torch.dtype]]:
+    """What is kept of a chunk that is this share of its parameter; of all of it, if it is more."""
+    return {name: (math.ceil(count * min(1.0, share)), dtype) for name, (count, dtype) in kept.items()}
+
+
+def _bytes_of(kept: Mapping[str, tuple[int, torch.dtype]]) -> int:
+    return sum(_aligned(count * dtype.itemsize) for count, dtype in kept.values())
+
+
+def _carve(buffer: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Places in a buffer, of the tensors' types and shapes."""
+    start = 0
+    for tensor in tensors:
+        yield buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += _aligned(tensor.nbytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
