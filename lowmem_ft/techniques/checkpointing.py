@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.attention_outputs import KeepAttentionOutputs, refuse_unfused_attention
 from lowmem_ft.techniques.config import CheckpointingConfig
 from lowmem_ft.techniques.decoder_layers import decoder_layers
 from lowmem_ft.techniques.reversible import set_attribute
@@ -21,14 +23,18 @@ log = logging.getLogger(__name__)
 def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handle:
     """Makes the chosen decoder layers recompute their activations in backward, without reentrant autograd.
 
-    Frees: all that a layer would keep for backward, except its input (batch x tokens x hidden).
-    Costs: one more forward of each chosen layer.
+    Frees: all that a layer would keep for backward, except its input (batch x tokens x hidden); with
+    ``mode="selective"`` except attention's output too (as large, and 4 bytes a token and head).
+    Costs: one more forward of each chosen layer, without its attention if selective, which has every operator of the
+    layer pass through Python.
     Equals: the same losses and gradients bit for bit, dropout included (the RNG state is restored).
-    Limits: only in train mode; a model without one stack of decoder layers is refused with a ModelError, a number out
+    Limits: selective needs fused attention; where it draws dropout, it is recomputed after all, with a warning.
+    Only in train mode; a model without one stack of decoder layers is refused with a ModelError, a number out
     of range with a UserError. Call the model with ``use_cache=False`` (Trainer and our step do): a recomputation
     would fill a key-value cache a second time, so transformers drops it from these layers, with a warning. The
     config's own ``use_cache`` is left alone, because checkpoints saved meanwhile carry it.
-    Source: Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174).
+    Source: Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); Reducing Activation Recomputation
+    in Large Transformer Models, 2022 (arXiv:2205.05198), for what to keep.
 
     Args:
         model: a causal LM from transformers, wrapped or not.
@@ -41,7 +47,10 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handl
         return Handle()
     layers = decoder_layers(model)
     chosen = _chosen_layers(config, len(layers))
-    recompute = partial(checkpoint, use_reentrant=False)
+    recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+    if config.mode == "selective":
+        refuse_unfused_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
+        recompute = KeepAttentionOutputs()
     undo: list[Callable[[], None]] = []
     for index, layer in enumerate(layers):
         undo.append(set_attribute(layer, "gradient_checkpointing", index in chosen))
@@ -63,7 +72,8 @@ def _chosen_layers(config: CheckpointingConfig, num_layers: int) -> range:
 
 
 def _describe(config: CheckpointingConfig, chosen: range, num_layers: int) -> str:
-    text = f"{len(chosen)} of {num_layers} layers recompute their activations in backward"
+    what = "their activations" if config.mode == "full" else "all but their attention"
+    text = f"{len(chosen)} of {num_layers} layers recompute {what} in backward"
     if config.every_n_layers > 1:
         text += f", every {config.every_n_layers} from layer 0"
     if config.skip_last_layers:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.handle import Handle
-from lowmem_ft.techniques.config import LossConfig
+from lowmem_ft.techniques.config import LossConfig, TilingConfig
+from lowmem_ft.techniques.head_tiles import HeadTiles
 from lowmem_ft.techniques.linear_cross_entropy import linear_cross_entropy_sum
 from lowmem_ft.techniques.reversible import set_attribute
 
@@ -37,7 +38,21 @@ _AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """What models call the weight of the routers' load-balancing loss: Mixtral and most others, JetMoE."""
 
 
-def enable_chunked_loss(model: nn.Module, config: LossConfig) -> Handle:
+class ChunkedLoss(Handle):
+    """A loss that was switched on, whose head may come from elsewhere."""
+
+    def __init__(self, loss: _Loss, undo: Callable[[], object]) -> None:
+        super().__init__(undo)
+        self._loss = loss
+
+    def take_head_from(self, tiles: HeadTiles | None) -> None:
+        """Ask for the head's weight in tiles from now on; None: the head has it again."""
+        self._loss.head_tiles = tiles
+
+
+def enable_chunked_loss(
+    model: nn.Module, config: LossConfig, tiling: TilingConfig | None = None
+) -> ChunkedLoss | Handle:
     """Makes ``model(input_ids=..., labels=...)`` return its loss without ever holding all logits.
 
     The output is the model's own, with ``logits=None``. ``num_items_in_batch`` and ``shift_labels`` mean what they
@@ -45,34 +60,43 @@ def enable_chunked_loss(model: nn.Module, config: LossConfig) -> Handle:
     rows are picked without asking the device. Without ``labels`` forward is untouched, so generation works.
 
     Frees: logits, their fp32 copy, the probabilities and the gradient, each tokens x vocabulary; what remains is
-    chunk_tokens x vocabulary. Tokens without a label skip the head.
+    chunk_tokens x vocabulary, or with ``tiling.head`` a part of the vocabulary. Tokens without a label skip the head.
     Costs: see :func:`linear_cross_entropy_sum`; once, two forwards of 8 tokens, which check on real weights that this
     model's loss is reproduced (some architectures do more around the head than a config tells).
-    Equals: transformers' ``ForCausalLMLoss`` and, with routers' logits on, its load-balancing loss. One difference: a
-    batch in which all labels are ignored has the mean 0, not NaN.
+    Equals: transformers' ``ForCausalLMLoss`` and, with routers' logits on, its load-balancing loss; in train mode with
+    labels smoothed as by ``torch.nn.functional.cross_entropy``. One difference: a batch in which all labels are ignored
+    has the mean 0, not NaN.
     Limits: the head must be a plain ``nn.Linear``. Call it where the model will run; meta and fake weights cannot be
     checked and are taken on trust.
 
     Args:
         model: a causal LM from transformers, or a PEFT model around one.
-        config: the chunk's size.
+        config: the chunk's size and the share of the smoothed labels.
+        tiling: into how many tiles to cut the vocabulary; None: one.
 
     Returns:
-        A handle whose ``remove()`` brings the stock forward back.
+        A handle whose ``remove()`` brings the stock forward back; a plain one if ``chunk_tokens`` is None.
 
     Raises:
-        UserError: if the chunk's size is less than 1.
+        UserError: if a value is out of its range.
     """
+    tiling = tiling or TilingConfig()
+    if problems := [*config.problems(), *tiling.problems()]:
+        raise UserError(*problems)
     if config.chunk_tokens is None:
         return Handle()
-    if problems := config.problems():
-        raise UserError(*problems)
     causal_lm = _without_peft(model)
     head = _Head.of(causal_lm)
-    chunked = _chunked_forward(causal_lm, head, config.chunk_tokens)
+    _refuse_more_tiles_than_rows(tiling, head)
+    loss = _Loss(head, config, tiling)
+    chunked = _chunked_forward(causal_lm, loss)
     _check_equals_stock(causal_lm, head, chunked)
-    log.info("loss: at most %d tokens' logits at once, gradients made in forward", config.chunk_tokens)
-    return Handle(set_attribute(causal_lm, "forward", chunked))
+    log.info(
+        "loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients made in forward",
+        config.chunk_tokens,
+        tiling.head,
+    )
+    return ChunkedLoss(loss, set_attribute(causal_lm, "forward", chunked))
 
 
 def _without_peft(model: Any) -> Any:
@@ -107,15 +131,36 @@ class _Head:
             return logits_BTV
         return torch.tanh(logits_BTV / self.logit_softcap) * self.logit_softcap
 
-    def loss_sum(self, hidden_LH: Tensor, labels_L: Tensor, chunk_tokens: int) -> Tensor:
+
+@dataclass
+class _Loss:
+    head: _Head
+    config: LossConfig
+    tiling: TilingConfig
+    head_tiles: HeadTiles | None = None
+
+    def mean(self, hidden_LH: Tensor, labels_L: Tensor, num_items: int | Tensor, *, smooth: bool) -> Tensor:
+        assert self.config.chunk_tokens is not None
         return linear_cross_entropy_sum(
             hidden_LH,
-            self.linear.weight,
+            self.head.linear.weight,
             labels_L,
-            bias_V=self.linear.bias,
-            chunk_tokens=chunk_tokens,
-            logit_softcap=self.logit_softcap,
-            logit_scale=self.logit_scale,
+            bias_V=self.head.linear.bias,
+            chunk_tokens=self.config.chunk_tokens,
+            vocabulary_tiles=self.tiling.head,
+            logit_softcap=self.head.logit_softcap,
+            logit_scale=self.head.logit_scale,
+            label_smoothing=self.config.label_smoothing_factor if smooth else 0.0,
+            loss_factor=1 / num_items,
+            head_tiles=self.head_tiles,
+        )
+
+
+def _refuse_more_tiles_than_rows(tiling: TilingConfig, head: _Head) -> None:
+    vocabulary = len(head.linear.weight)
+    if tiling.head > vocabulary:
+        raise UserError(
+            f"tiling.head must be at most the vocabulary's {vocabulary} rows, got {tiling.head}. Set tiling.head=8."
         )
 
 
@@ -129,10 +174,11 @@ def _logit_scale(config: Any) -> float:
     return scale
 
 
-def _chunked_forward(causal_lm: Any, head: _Head, chunk_tokens: int) -> Callable[..., Any]:
+def _chunked_forward(causal_lm: Any, loss_of: _Loss) -> Callable[..., Any]:
     """The stock forward, with the loss computed where the head would compute the logits."""
     stock_forward = causal_lm.forward
     signature = inspect.signature(stock_forward)
+    linear = loss_of.head.linear
 
     # Trainer reads the signature to learn which columns and loss arguments forward takes.
     @functools.wraps(stock_forward)
@@ -144,9 +190,7 @@ def _chunked_forward(causal_lm: Any, head: _Head, chunk_tokens: int) -> Callable
             return stock_forward(**kwargs)
         num_items = kwargs.pop("num_items_in_batch", None)
         return_dict = kwargs.pop("return_dict", causal_lm.config.return_dict)
-        targets_N = (
-            _shifted(labels_BT, kwargs.pop("shift_labels", None)).flatten().to(head.linear.weight.device)
-        )
+        targets_N = _shifted(labels_BT, kwargs.pop("shift_labels", None)).flatten()
         losses: list[Tensor] = []
 
         def loss_instead_of_logits(hidden_BTH: Tensor) -> Tensor:
@@ -155,13 +199,15 @@ def _chunked_forward(causal_lm: Any, head: _Head, chunk_tokens: int) -> Callable
                 raise ValueError(
                     f"{len(targets_N)} labels do not fit {len(hidden_NH)} positions that reach the head."
                 )
-            rows_L = _label_rows(targets_N, num_label_tokens)
-            loss = head.loss_sum(hidden_NH.index_select(0, rows_L), targets_N[rows_L], chunk_tokens)
-            losses.append(loss / (max(len(rows_L), 1) if num_items is None else num_items))
+            labels_N = targets_N.to(hidden_BTH.device)
+            rows_L = _label_rows(labels_N, num_label_tokens)
+            count = max(len(rows_L), 1) if num_items is None else num_items
+            hidden_LH = hidden_NH.index_select(0, rows_L)
+            losses.append(loss_of.mean(hidden_LH, labels_N[rows_L], count, smooth=causal_lm.training))
             return hidden_BTH[..., :1]  # the architecture's work on the logits costs next to nothing on this
 
         # Inside the head's own call, so that whoever gathers or casts its weight there does so as ever.
-        with Handle(set_attribute(head.linear, "forward", loss_instead_of_logits)):
+        with Handle(set_attribute(linear, "forward", loss_instead_of_logits)):
             outputs = stock_forward(**kwargs, return_dict=True)
         (loss,) = losses
         outputs = type(outputs)(

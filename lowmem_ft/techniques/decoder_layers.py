@@ -8,11 +8,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lowmem_ft.errors import ModelError
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
+def decoder_layers(model: nn.Module, way_out: str = "checkpointing.mode=none") -> nn.ModuleList:
     """The one list of decoder layers of a model, first layer first; wrappers such as PEFT's are looked through.
 
     Args:
         model: a causal LM from transformers, wrapped or not.
+        way_out: the setting that does without them.
 
     Returns:
         The model's own ``nn.ModuleList``, whose items are ``GradientCheckpointingLayer`` modules.
@@ -27,12 +28,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         raise ModelError(
             f"Layer-wise techniques need a model whose decoder layers are transformers GradientCheckpointingLayer "
             f"modules in one ModuleList; {type(model).__name__} has none. Use an architecture that has them, or "
-            f"set checkpointing.mode=none."
+            f"set {way_out}."
         )
     if len(stacks) > 1:
         raise ModelError(
             f"Layer-wise techniques need a model with one stack of decoder layers; {type(model).__name__} has "
-            f"{len(stacks)}: {', '.join(stacks)}. Use a decoder-only text model, or set checkpointing.mode=none."
+            f"{len(stacks)}: {', '.join(stacks)}. Use a decoder-only text model, or set {way_out}."
         )
     return next(iter(stacks.values()))
 

@@ -5,13 +5,16 @@ import logging
 import pytest
 import torch
 import transformers as hf
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.techniques.attention_outputs import KeepAttentionOutputs
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 
 LAYERS, ROWS, TOKENS, HIDDEN = 5, 2, 16, 32
+HEADS = 4
 LAYER_INPUT_BYTES = ROWS * TOKENS * HIDDEN * 4
 
 
@@ -22,7 +25,7 @@ def tiny_model(dropout=0.0):
         hidden_size=HIDDEN,
         intermediate_size=48,
         num_hidden_layers=LAYERS,
-        num_attention_heads=4,
+        num_attention_heads=HEADS,
         attention_dropout=dropout,
     )
     return AutoModelForCausalLM.from_config(config).train()
@@ -50,12 +53,13 @@ def kept_bytes(model):
     return kept
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"skip_last_layers": 2}])
-def test_gradients_are_bitwise_those_of_the_stock_model(dropout, options):
+def test_gradients_are_bitwise_those_of_the_stock_model(mode, dropout, options):
     model = tiny_model(dropout)
     stock = loss_and_gradients(model)
-    with enable_checkpointing(model, CheckpointingConfig(mode="full", **options)):
+    with enable_checkpointing(model, CheckpointingConfig(mode=mode, **options)):
         ours = loss_and_gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
 
@@ -86,6 +90,105 @@ def test_a_checkpointed_layer_keeps_its_input_alone():
             kept.append(kept_bytes(model))
     rng_state = torch.get_rng_state().nbytes
     assert (kept[1] - kept[0]) / (LAYERS - 2) in (LAYER_INPUT_BYTES, LAYER_INPUT_BYTES + rng_state)
+
+
+class AttentionCounter(TorchDispatchMode):
+    """How often a fused attention kernel runs forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "attention" in func.name() and "backward" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode, options, expected",
+    [
+        ("none", {}, LAYERS),
+        ("full", {}, 2 * LAYERS),
+        ("selective", {}, LAYERS),
+        ("selective", {"every_n_layers": 2, "skip_last_layers": 1}, LAYERS),
+    ],
+)
+def test_selective_runs_attention_once(mode, options, expected):
+    model = tiny_model()
+    with (
+        enable_checkpointing(model, CheckpointingConfig(mode=mode, **options)),
+        AttentionCounter() as counter,
+    ):
+        loss_and_gradients(model)
+    assert counter.count == expected
+
+
+def test_a_selective_layer_keeps_its_input_and_what_attention_put_out():
+    kept = {}
+    for mode in ("full", "selective"):
+        shallow, deep = tiny_model(), tiny_model()
+        shallow.model.layers = shallow.model.layers[:2]
+        for model in (shallow, deep):
+            with enable_checkpointing(model, CheckpointingConfig(mode=mode)):
+                kept[mode, len(model.model.layers)] = kept_bytes(model)
+    by_layer = {mode: (kept[mode, LAYERS] - kept[mode, 2]) / (LAYERS - 2) for mode in ("full", "selective")}
+    output_and_logsumexp = LAYER_INPUT_BYTES + ROWS * TOKENS * HEADS * 4
+    assert by_layer["selective"] - by_layer["full"] == output_and_logsumexp
+
+
+def test_dropout_behind_skipped_attention_draws_the_same_numbers(caplog):
+    config = hf.GPT2Config(vocab_size=64, n_embd=HIDDEN, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    for attention_dropout in (0.0, 0.3):
+        config.attn_pdrop = attention_dropout
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).train()
+        stock = loss_and_gradients(model)
+        with enable_checkpointing(model, CheckpointingConfig(mode="selective")):
+            caplog.clear()
+            ours = loss_and_gradients(model)
+        assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
+        assert ("keeps nothing of some layers" in caplog.text) == (attention_dropout > 0)
+
+
+@torch.library.custom_op("tests::dropping_attention", mutates_args=())
+def dropping_attention(query: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As flash-attn's operator: it draws its own dropout, and puts out what backward needs of it."""
+    mask = (torch.rand_like(query) >= dropout_p).to(query.dtype) if dropout_p else torch.ones_like(query)
+    return query * mask, mask
+
+
+dropping_attention.register_autograd(
+    lambda ctx, d_output, d_mask: (d_output * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_fused_operator_that_draws_dropout_is_computed_again(dropout):
+    class Attention(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.dropout(dropping_attention(x.sin(), dropout)[0], 0.5).exp()
+
+    x = torch.randn(64, requires_grad=True)
+    gradients, calls = [], []
+    for run in (lambda f, x: f(x), KeepAttentionOutputs()):
+        torch.manual_seed(1)
+        with AttentionCounter() as counter:
+            gradients += torch.autograd.grad(run(Attention(), x).sum(), x)
+        calls.append(counter.count)
+    assert torch.equal(*gradients)
+    assert calls == ([1, 2] if dropout else [1, 1])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_selective_with_unfused_attention_is_refused(implementation):
+    model = tiny_model()
+    model.config._attn_implementation = implementation
+    with pytest.raises(
+        UserError, match=rf"one fused operator .*, got {implementation}.*checkpointing.mode=full"
+    ):
+        enable_checkpointing(model, CheckpointingConfig(mode="selective"))
+    assert checkpointed_layers(model) == []
 
 
 @pytest.mark.parametrize(

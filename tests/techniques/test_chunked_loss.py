@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
+from lowmem_ft.techniques.config import TilingConfig
 
 VOCABULARY = 120
 LLAMA = {
@@ -87,12 +88,13 @@ def loss_and_gradients(model, **inputs):
     return outputs, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize("tiles", [1, 3])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_loss_and_every_gradient_equal_the_stock_models(name):
+def test_loss_and_every_gradient_equal_the_stock_models(name, tiles):
     model = tiny_model(name)
     inputs = batch()
     stock, stock_gradients = loss_and_gradients(model, **inputs)
-    with enable_chunked_loss(model, LossConfig(chunk_tokens=5)):
+    with enable_chunked_loss(model, LossConfig(chunk_tokens=5), TilingConfig(head=tiles)):
         ours, our_gradients = loss_and_gradients(model, **inputs)
     assert ours.logits is None
     assert type(ours) is type(stock)
@@ -110,6 +112,63 @@ def test_normalised_by_the_count_of_the_whole_window():
         with enable_chunked_loss(model, LossConfig()):
             ours = model(**inputs, num_items_in_batch=count).loss
         torch.testing.assert_close(ours, stock)
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_labels_are_smoothed_as_cross_entropy_does_and_only_in_training(tiles):
+    model, inputs = tiny_model("gemma2_softcap"), batch()
+    logits = model(inputs["input_ids"]).logits[:, :-1].flatten(0, 1)
+    smoothed = F.cross_entropy(logits, inputs["labels"][:, 1:].flatten(), label_smoothing=0.2)
+    expected = torch.autograd.grad(smoothed, list(model.parameters()))
+    config = LossConfig(chunk_tokens=5, label_smoothing_factor=0.2)
+    with enable_chunked_loss(model, config, TilingConfig(head=tiles)):
+        ours, gradients = loss_and_gradients(model, **inputs)
+        model.eval()
+        evaluated = model(**inputs).loss
+    torch.testing.assert_close(ours.loss, smoothed)
+    for gradient, truth in zip(gradients.values(), expected, strict=True):
+        torch.testing.assert_close(gradient, truth, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(evaluated, model(**inputs).loss)
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_hooks_on_a_tied_weight_fire_once(tiles):
+    model, inputs = tiny_model("llama_tied"), batch()
+    fired = []
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter))
+    with enable_chunked_loss(model, LossConfig(chunk_tokens=5), TilingConfig(head=tiles)):
+        model(**inputs).loss.backward()
+    assert len(fired) == 1
+
+
+class ServedHead:
+    def __init__(self, weight):
+        self.values, self.gradient = weight.detach().clone(), torch.zeros_like(weight)
+
+    def weight(self, rows):
+        return self.values[rows]
+
+    def add_gradient(self, rows, d_weight_WH):
+        self.gradient[rows] += d_weight_WH
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_a_head_that_is_elsewhere_is_asked_for_in_tiles(tiles):
+    model, inputs = tiny_model(), batch()
+    handle = enable_chunked_loss(model, LossConfig(chunk_tokens=5), TilingConfig(head=tiles))
+    expected, gradients = loss_and_gradients(model, **inputs, num_items_in_batch=9)
+    served = ServedHead(model.lm_head.weight)
+    handle.take_head_from(served)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    model.zero_grad()
+    loss = model(**inputs, num_items_in_batch=9).loss
+    loss.backward()
+    assert torch.equal(loss, expected.loss)
+    assert model.lm_head.weight.grad is None
+    assert torch.equal(served.gradient, gradients["lm_head.weight"])
+    handle.take_head_from(None)
+    assert model(**inputs).loss.isnan()
 
 
 def test_shift_labels_are_honoured():
@@ -144,10 +203,11 @@ def test_count_given_by_the_host_picks_the_same_rows():
             model(**inputs, num_label_tokens=count - 1)
 
 
-def test_batch_without_labels_to_learn_gives_zero_and_zero_gradients():
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_batch_without_labels_to_learn_gives_zero_and_zero_gradients(tiles):
     model, inputs = tiny_model(), batch()
     inputs["labels"][:] = -100
-    with enable_chunked_loss(model, LossConfig()):
+    with enable_chunked_loss(model, LossConfig(label_smoothing_factor=0.1), TilingConfig(head=tiles)):
         for extra in ({}, {"num_items_in_batch": 5}, {"num_label_tokens": 0}):
             outputs, gradients = loss_and_gradients(model, **inputs, **extra)
             assert outputs.loss.item() == 0
@@ -253,6 +313,19 @@ def test_chunk_tokens_null_is_the_stock_model():
 def test_bad_chunk_size_explains_itself():
     with pytest.raises(UserError, match=r"loss.chunk_tokens must be at least 1, got 0. Set it to 1024"):
         enable_chunked_loss(tiny_model(), LossConfig(chunk_tokens=0))
+
+
+def test_bad_smoothing_and_tiles_explain_themselves_at_once():
+    config = LossConfig(label_smoothing_factor=1.0)
+    with pytest.raises(UserError) as error:
+        enable_chunked_loss(tiny_model(), config, TilingConfig(head=0))
+    assert len(error.value.problems) == 2
+    assert "loss.label_smoothing_factor is from 0 to below 1, got 1.0" in str(error.value)
+    assert "tiling.head must be at least 1, got 0" in str(error.value)
+    with pytest.raises(UserError, match=rf"at most the vocabulary's {VOCABULARY} rows, got 121"):
+        enable_chunked_loss(tiny_model(), LossConfig(), TilingConfig(head=VOCABULARY + 1))
+    with pytest.raises(UserError, match=r"needs loss.chunk_tokens, got null"):
+        enable_chunked_loss(tiny_model(), LossConfig(chunk_tokens=None, label_smoothing_factor=0.1))
 
 
 def test_head_that_does_something_unknown_is_refused():

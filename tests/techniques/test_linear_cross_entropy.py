@@ -11,12 +11,15 @@ from lowmem_ft.techniques.linear_cross_entropy import linear_cross_entropy_sum
 N, H, V = 37, 16, 50
 
 
-def reference_sum(hidden, weight, labels, bias=None, softcap=None, scale=1.0):
+def reference_sum(hidden, weight, labels, bias=None, softcap=None, scale=1.0, smoothing=0.0):
     logits = F.linear(hidden, weight, bias) * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     return F.cross_entropy(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="sum"
+        logits.to(torch.promote_types(logits.dtype, torch.float32)),
+        labels,
+        reduction="sum",
+        label_smoothing=smoothing,
     )
 
 
@@ -33,17 +36,31 @@ def gradients(loss, *inputs):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, N - 1, N, 1000])
+@pytest.mark.parametrize("tiles", [1, 2, 7, V])
 @pytest.mark.parametrize(
-    "options", [{}, {"logit_softcap": 2.0}, {"logit_scale": 0.25}, {"logit_softcap": 3.0, "logit_scale": 4.0}]
+    "options",
+    [
+        {},
+        {"logit_softcap": 2.0},
+        {"logit_scale": 0.25},
+        {"label_smoothing": 0.1},
+        {"logit_softcap": 3.0, "logit_scale": 4.0, "label_smoothing": 0.3},
+    ],
 )
 @pytest.mark.parametrize("bias", [False, True])
-def test_equals_plain_cross_entropy_in_double(chunk_tokens, options, bias):
+def test_equals_plain_cross_entropy_in_double(chunk_tokens, tiles, options, bias):
     hidden, weight, bias_v, labels = problem(torch.float64, bias=bias)
     ours = linear_cross_entropy_sum(
-        hidden, weight, labels, bias_V=bias_v, chunk_tokens=chunk_tokens, **options
+        hidden, weight, labels, bias_V=bias_v, chunk_tokens=chunk_tokens, vocabulary_tiles=tiles, **options
     )
     plain = reference_sum(
-        hidden, weight, labels, bias_v, options.get("logit_softcap"), options.get("logit_scale", 1.0)
+        hidden,
+        weight,
+        labels,
+        bias_v,
+        options.get("logit_softcap"),
+        options.get("logit_scale", 1.0),
+        options.get("label_smoothing", 0.0),
     )
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=0)
     for mine, theirs in zip(
@@ -73,12 +90,13 @@ def test_gradient_is_the_slope_of_the_loss():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk_tokens", [64, 512])
-def test_half_precision_errs_no_more_than_the_plain_path(dtype, chunk_tokens):
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_half_precision_errs_no_more_than_the_plain_path(dtype, chunk_tokens, tiles):
     hidden, weight, _, labels = problem(dtype, n=512, h=64, v=1000)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     exact = reference_sum(*exact_inputs, labels)
     exact_gradients = gradients(exact / 512, *exact_inputs)
-    ours = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    ours = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens, vocabulary_tiles=tiles)
     plain = reference_sum(hidden, weight, labels)
     assert ours.dtype == torch.float32
     # The logits are rounded alike in both; 1.1 leaves room for where chance favours one of them.
@@ -88,7 +106,7 @@ def test_half_precision_errs_no_more_than_the_plain_path(dtype, chunk_tokens):
         ours_gradients, gradients(plain / 512, hidden, weight), exact_gradients, strict=True
     ):
         assert mine.dtype == dtype
-        # Of the weight's gradient each chunk's share is rounded, and their sum once more: sqrt(2) of one rounding.
+        # Shares of a gradient (by chunk or by tile) are rounded, and their sum once more: sqrt(2) of one rounding.
         assert (mine.double() - truth).norm() <= 1.5 * (theirs.double() - truth).norm()
 
 
@@ -166,16 +184,115 @@ def test_only_gradients_are_kept_for_backward():
         assert tracker.live_bytes == 4 * (n * h + v * h) + scalar, "the buffers became the gradients"
 
 
-def test_bf16_weight_costs_one_fp32_sum_until_backward():
+@pytest.mark.parametrize("chunk_tokens", [16, 256])
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_half_precision_gradients_are_finished_in_forward(chunk_tokens, tiles):
     n, h, v = 256, 8, 1024
     hidden, weight, _, labels = problem(torch.bfloat16, n=n, h=h, v=v)
-    for chunk_tokens, bytes_each in ((16, 4), (n, 2)):
-        with StorageTracker() as tracker:
-            loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk_tokens)
-            assert tracker.live_bytes == 2 * n * h + bytes_each * v * h + loss.nbytes
-            hidden.grad, weight.grad = None, None
-            loss.backward()
-            assert tracker.live_bytes == 2 * n * h + 2 * v * h + loss.nbytes
+    with StorageTracker() as tracker:
+        loss = linear_cross_entropy_sum(
+            hidden, weight, labels, chunk_tokens=chunk_tokens, vocabulary_tiles=tiles
+        )
+        assert tracker.live_bytes == 2 * n * h + 2 * v * h + loss.nbytes
+        loss.backward()
+        assert tracker.live_bytes == 2 * n * h + 2 * v * h + loss.nbytes
+
+
+def test_tiles_bound_what_is_held_beside_the_gradients():
+    n, h, v, chunk, tiles = 128, 64, 4096, 32, 16
+    hidden, weight, _, labels = problem(torch.bfloat16, n=n, h=h, v=v)
+    with StorageTracker() as tracker:
+        linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk, vocabulary_tiles=tiles)
+    gradients_and_sum = 2 * n * h + 2 * v * h + 4 * n * h
+    tile = v // tiles
+    waiting_and_one_tile = 2 * n * tile + 2 * tile * h
+    at_work = max((2 + 4) * chunk * tile, 2 * n * tile)  # a chunk in fp32, or what waited joined together
+    slack = 4 * chunk * h + 64 * n  # a product before it is summed; a few numbers for each token
+    assert tracker.peak_bytes <= gradients_and_sum + waiting_and_one_tile + at_work + slack
+
+
+class Served:
+    """Head tiles from elsewhere, which write down what is asked of them."""
+
+    def __init__(self, weight):
+        self.stored, self.gradient = weight.detach().clone(), torch.zeros_like(weight)
+        self.asked, self.given = [], []
+
+    def weight(self, rows):
+        self.asked.append((rows.start, rows.stop))
+        return self.stored[rows].clone()
+
+    def add_gradient(self, rows, d_weight_WH):
+        self.given.append((rows.start, rows.stop))
+        self.gradient[rows] += d_weight_WH
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_served_from_elsewhere_gets_the_same_gradient_tile_by_tile(tiles, dtype):
+    hidden, weight, _, labels = problem(dtype)
+    options = {"chunk_tokens": 8, "vocabulary_tiles": tiles, "loss_factor": 1 / N}
+    resident = linear_cross_entropy_sum(hidden, weight, labels, **options)
+    expected = gradients(resident, hidden, weight)
+    served = Served(weight)
+    loss = linear_cross_entropy_sum(
+        hidden, weight.detach().zero_().requires_grad_(), labels, head_tiles=served, **options
+    )
+    (d_hidden,) = gradients(loss, hidden)
+    assert torch.equal(loss, resident)
+    assert torch.equal(d_hidden, expected[0])
+    assert torch.equal(served.gradient, expected[1])
+    bounds = [(0, 17), (17, 34), (34, 50)] if tiles == 3 else [(0, V)]
+    assert served.given == bounds[::-1]
+    assert served.asked == (bounds if tiles == 1 else bounds + bounds[::-1])
+
+
+def test_a_served_fp32_weight_under_autocast():
+    hidden, weight, _, labels = problem()
+    options = {"chunk_tokens": 8, "vocabulary_tiles": 3}
+    served = Served(weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        resident = linear_cross_entropy_sum(hidden, weight, labels, **options)
+        loss = linear_cross_entropy_sum(hidden, weight, labels, head_tiles=served, **options)
+    expected = gradients(resident, hidden, weight)
+    (d_hidden,) = gradients(loss, hidden)
+    assert torch.equal(d_hidden, expected[0])
+    assert torch.equal(served.gradient, expected[1])
+
+
+def test_a_frozen_or_untrained_weight_from_elsewhere_is_only_read():
+    hidden, weight, _, labels = problem()
+    frozen = Served(weight)
+    linear_cross_entropy_sum(
+        hidden, weight.detach(), labels, chunk_tokens=8, vocabulary_tiles=2, head_tiles=frozen
+    ).backward()
+    evaluated = Served(weight)
+    with torch.no_grad():
+        linear_cross_entropy_sum(
+            hidden, weight, labels, chunk_tokens=8, vocabulary_tiles=2, head_tiles=evaluated
+        )
+    assert frozen.given == evaluated.given == []
+    assert evaluated.asked == [(0, 25), (25, 50)]
+
+
+def test_a_factor_behind_a_served_weights_gradient_is_refused():
+    hidden, weight, _, labels = problem()
+    loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=8, head_tiles=Served(weight))
+    with pytest.raises(RuntimeError, match="a loss that nothing multiplies"):
+        (2 * loss).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [0.125, torch.tensor(0.125)])
+def test_the_factor_inside_is_the_factor_outside(dtype, factor):
+    hidden, weight, _, labels = problem(dtype)
+    inside = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=8, loss_factor=factor)
+    outside = factor * linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=8)
+    assert torch.equal(inside, outside)
+    for ours, theirs in zip(
+        gradients(inside, hidden, weight), gradients(outside, hidden, weight), strict=True
+    ):
+        assert torch.equal(ours, theirs)  # a power of two: nothing rounds
 
 
 def test_without_grad_nothing_is_kept():
@@ -186,9 +303,11 @@ def test_without_grad_nothing_is_kept():
     assert loss.item() == pytest.approx(reference_sum(hidden, weight, labels).item(), rel=1e-6)
 
 
-def test_traces_under_fake_tensors():
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_traces_under_fake_tensors(tiles):
     with FakeTensorMode():
         hidden, weight = torch.empty(N, H, requires_grad=True), torch.empty(V, H, requires_grad=True)
-        loss = linear_cross_entropy_sum(hidden, weight, torch.zeros(N, dtype=torch.int64), chunk_tokens=8)
+        labels = torch.zeros(N, dtype=torch.int64)
+        loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=8, vocabulary_tiles=tiles)
         loss.backward()
     assert weight.grad.shape == (V, H)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from bitsandbytes.optim import AdamW as BitsandbytesAdamW
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.techniques import precision
@@ -111,7 +113,7 @@ def test_a_tiny_learning_rate_loses_nearly_all_in_bfloat16_and_warns_once(optimi
     assert 0.95 < meter.total_fraction < 1
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
-    assert "model.dtype=float32" in warnings[0]
+    assert "optimizer.master=split24" in warnings[0]
     assert "1e-06" in warnings[0]
 
 
@@ -149,7 +151,7 @@ def test_it_equals_a_count_over_every_element_of_a_small_tensor():
     assert meter.total_fraction == lost / updates
 
 
-def test_the_sample_speaks_for_the_whole_and_stays_bounded():
+def test_the_sample_speaks_for_the_whole_and_stays_bounded(monkeypatch):
     large, small = (
         weights((1000, 500)),
         nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)),
@@ -157,9 +159,14 @@ def test_the_sample_speaks_for_the_whole_and_stays_bounded():
     optimizer = torch.optim.AdamW([large, small], lr=1e-4, weight_decay=0.0)
     meter = enable_lost_update_meter(optimizer)
     sizes = []
-    optimizer.register_step_pre_hook(
-        lambda *_: sizes.extend(sample.bits.numel() for sample in meter._samples)
-    )
+    take = precision._Sample.take
+
+    def take_and_note(*args, **kwargs):
+        sample = take(*args, **kwargs)
+        sizes.append(sample.bits.numel())
+        return sample
+
+    monkeypatch.setattr(precision._Sample, "take", take_and_note)
     before = [parameter.detach().clone() for parameter in (large, small)]
     step(optimizer)
     lost = sum(int((old == new).sum()) for old, new in zip(before, (large, small), strict=True))
@@ -205,6 +212,45 @@ def test_it_sees_steps_that_go_through_accelerate(accelerator_of):
     meter = enable_lost_update_meter(optimizer)
     step(wrapped)
     assert meter.fraction > 0.95
+
+
+class Announcing:
+    """An optimizer that says which part of a weight it updates when, in backward for one."""
+
+    def __init__(self):
+        self.hooks = OrderedDict()
+
+    def register_update_hook(self, hook):
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+    def update(self, parameter, start, stop, change, lr=1e-3):
+        part, gradient = parameter.detach().view(-1)[start:stop], torch.ones(stop - start)
+        afters = [hook(parameter, start, part, gradient, {"lr": lr}) for hook in self.hooks.values()]
+        part.add_(change)
+        for after in afters:
+            if after is not None:
+                after()
+
+
+def test_updates_piece_by_piece_are_counted_as_one_step():
+    optimizer, first, second = (
+        Announcing(),
+        *(nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in "ab"),
+    )
+    meter = enable_lost_update_meter(optimizer)
+    for _ in range(2):  # a new step begins when a part comes again
+        optimizer.update(first, 0, 32, 1.0)
+        optimizer.update(first, 32, 64, 1e-6)
+        optimizer.update(second, 0, 64, 1e-6)
+        assert meter.fraction == 96 / 128
+    optimizer.update(first, 0, 32, 1e-6)
+    assert meter.fraction == 1
+    optimizer.update(first, 32, 64, 1.0, lr=0.0)
+    assert meter.fraction == 1
+    meter.remove()
+    assert not optimizer.hooks
 
 
 def test_remove_stops_measuring_and_keeps_the_result():

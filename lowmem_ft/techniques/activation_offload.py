@@ -1,0 +1,289 @@
+"""Activations that wait for the backward pass in host memory, copied out and back beside the computing."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowmem_ft.errors import ModelError
+from lowmem_ft.handle import Handle
+from lowmem_ft.memory.host_copies import CopyEngine, Moment
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.techniques.config import OffloadConfig
+from lowmem_ft.techniques.decoder_layers import decoder_layers
+from lowmem_ft.techniques.reversible import set_attribute
+
+log = logging.getLogger(__name__)
+
+SMALLEST_BYTES = 64 * 1024
+"""Of a tensor that ``offload.activations=all`` moves: the copy of a smaller one costs more than its memory is worth."""
+
+
+_ON_THEIR_WAY = {"inputs": 1, "all": 4}
+"""Tensors that are still on the device when the next one is saved: one layer's time is enough to copy its input."""
+
+
+def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: HostMemory) -> Handle:
+    """Makes activations wait in host memory: the inputs of checkpointed layers, or all that backward needs.
+
+    Each leaves the device on a stream of its own while the layer computes, and comes back one ahead of its use.
+
+    Frees: inputs: of each checkpointed layer its input (batch x tokens x hidden); two of them are on the device at any
+    time. all: every activation of 64 KiB or more, but those on their way.
+    Costs: host memory for what waits, taken when first needed and kept, and two copies of it over PCIe. Those of the
+    inputs hide behind a layer's computing; those of ``all`` hardly, for a layer's activations take longer to copy than
+    to compute.
+    Equals: the same losses and gradients bit for bit.
+    Limits: on a CPU the copies are made too, and free nothing. Tensors with gaps or overlaps in memory stay.
+    Source: ZeRO, 2019 (arXiv:1910.02054), whose P_a+cpu moves the checkpoints of activations to the host.
+
+    Args:
+        model: a causal LM from transformers, wrapped or not; for ``inputs`` with its checkpointing switched on.
+        config: which activations.
+        host: where they wait.
+
+    Returns:
+        A handle whose ``remove()`` keeps them on the device again.
+
+    Raises:
+        ModelError: if ``inputs`` is asked for and no layer is checkpointed.
+    """
+    if config.activations == "none":
+        return Handle()
+    waiting_room = _WaitingRoom(host, _ON_THEIR_WAY[config.activations])
+    if config.activations == "inputs":
+        return _offload_inputs(model, waiting_room)
+    return _offload_all(model, waiting_room)
+
+
+def _offload_inputs(model: nn.Module, waiting_room: _WaitingRoom) -> Handle:
+    layers = [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
+    if not layers:
+        raise ModelError(
+            "offload.activations=inputs needs checkpointed layers, whose inputs wait; none is. Set "
+            "checkpointing.mode=full, or offload.activations=none."
+        )
+    log.info("activation offload: the inputs of %d checkpointed layers wait in host memory", len(layers))
+    undo = [
+        set_attribute(
+            layer,
+            "_gradient_checkpointing_func",
+            _WithInputAway(layer._gradient_checkpointing_func, waiting_room),  # type: ignore[arg-type]
+        )
+        for layer in layers
+    ]
+    return Handle(*undo)
+
+
+class _WithInputAway:
+    """A checkpointing function whose first argument, the hidden states, waits in host memory."""
+
+    def __init__(self, checkpoint: Callable[..., Any], waiting_room: _WaitingRoom) -> None:
+        self._checkpoint = checkpoint
+        self._waiting_room = waiting_room
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        if not args or not isinstance(args[0], Tensor):
+            raise ModelError(
+                "offload.activations=inputs needs layers that are called with their hidden states first, by position; "
+                "this model's are not. Set offload.activations=none."
+            )
+        hidden_storage = args[0].untyped_storage()._cdata
+
+        def pack(tensor: Tensor) -> Tensor | _Away:
+            is_hidden = tensor.untyped_storage()._cdata == hidden_storage
+            return self._waiting_room.leave(tensor) if is_hidden and _is_dense(tensor) else tensor
+
+        # What the function itself saves is the checkpoint's affair, whose hooks come inside these.
+        with saved_tensors_hooks(pack, self._waiting_room.back):
+            return self._checkpoint(function, *args)
+
+
+def _offload_all(model: Any, waiting_room: _WaitingRoom) -> Handle:
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    stock_forward = causal_lm.forward
+
+    # Trainer reads the signature to learn which columns forward takes.
+    @functools.wraps(stock_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        weights = {
+            tensor.untyped_storage()._cdata for tensor in (*causal_lm.parameters(), *causal_lm.buffers())
+        }
+
+        def pack(tensor: Tensor) -> Tensor | _Away:
+            stays = (
+                tensor.nbytes < SMALLEST_BYTES
+                or tensor.device.type != waiting_room.device.type
+                or tensor.untyped_storage()._cdata in weights
+                or not _is_dense(tensor)
+            )
+            return tensor if stays else waiting_room.leave(tensor)
+
+        with saved_tensors_hooks(pack, waiting_room.back):
+            return stock_forward(*args, **kwargs)
+
+    log.warning(
+        "offload.activations=all copies every activation to the host and back, which takes longer than to compute it "
+        "again: checkpointing.mode=full with offload.activations=inputs frees more in less time."
+    )
+    return Handle(set_attribute(causal_lm, "forward", forward))
+
+
+class _Away:
+    """A saved tensor that waits on the host, until nothing in the graph needs it any more.
+
+    Attributes:
+        buffer: host memory that holds its values.
+        on_device: the tensor before it has left, and when it has been sent for.
+        left: when its copy is on the host.
+        arrives: when it is back on the device; None if it has not been sent for.
+        returned: the tensor that backward got.
+        saved_before: what was saved before this and will be needed after it.
+    """
+
+    def __init__(self, tensor: Tensor, buffer: Tensor, room: _WaitingRoom) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.buffer = buffer
+        self.on_device: Tensor | None = tensor.detach()
+        self.left = Moment()
+        self.arrives: Moment | None = None
+        self.returned: weakref.ref[Tensor] | None = None
+        self.saved_before: weakref.ref[_Away] | None = None
+        self._room = room
+
+    @property
+    def host(self) -> Tensor:
+        """The values in host memory, in the order of the tensor's memory."""
+        num_bytes = self.shape.numel() * self.dtype.itemsize
+        return self.buffer[:num_bytes].view(self.dtype)
+
+    def __del__(self) -> None:
+        self._room.forget(self)
+
+
+class _WaitingRoom:
+    """Where tensors wait on the host.
+
+    Args:
+        host: its memory.
+        num_leaving: how many of the last tensors saved are still on the device.
+    """
+
+    def __init__(self, host: HostMemory, num_leaving: int) -> None:
+        self.device = host.device
+        self._num_leaving = num_leaving
+        self._copies = CopyEngine(host.device)
+        self._buffers = _Buffers(host)
+        self._leaving: deque[_Away] = deque()
+        self._last_saved: weakref.ref[_Away] | None = None
+        self._away: weakref.WeakValueDictionary[tuple[Any, ...], _Away] = weakref.WeakValueDictionary()
+
+    def leave(self, tensor: Tensor) -> _Away:
+        """Send a dense tensor to the host, unless that was done when it was saved before."""
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        # Not the storage's address, which may be another's later.
+        key = (weakref.ref(tensor.untyped_storage()), *place)
+        away = self._away.get(key)
+        if away is None:
+            away = self._away[key] = self._send(tensor)
+        return away
+
+    def back(self, saved: Tensor | _Away) -> Tensor:
+        """What was saved, on the device; the one saved before it, which is needed next, is sent for."""
+        if isinstance(saved, Tensor):
+            return saved
+        self._let_go(0, forget=False)
+        tensor = None if saved.returned is None else saved.returned()
+        if tensor is None:
+            tensor = self._sent_for(saved)
+            self._wait_for_arrival(saved)
+            saved.on_device, saved.returned = None, weakref.ref(tensor)
+        earlier = None if saved.saved_before is None else saved.saved_before()
+        if earlier is not None and earlier.returned is None:
+            self._sent_for(earlier)
+        return tensor
+
+    def forget(self, away: _Away) -> None:
+        """Nothing needs a tensor any more: another may wait in its place."""
+        self._wait_for_arrival(away)  # if it was sent for in vain
+        self._buffers.give_back(away.buffer)
+
+    def _send(self, tensor: Tensor) -> _Away:
+        away = _Away(tensor, self._buffers.take(tensor.nbytes), self)
+        away.left = self._copies.to_host(_flat(tensor), away.host, keep=False)
+        away.saved_before, self._last_saved = self._last_saved, weakref.ref(away)
+        self._let_go(self._num_leaving - 1, forget=True)
+        self._leaving.append(away)
+        return away
+
+    def _let_go(self, num_left: int, *, forget: bool) -> None:
+        """Let the computing stream wait for copies to the host, behind which their tensors' memory may be used again.
+
+        Args:
+            num_left: of the last ones not to wait for.
+            forget: whether to drop the tensors; in backward they are about to be asked for.
+        """
+        while len(self._leaving) > num_left:
+            away = self._leaving.popleft()
+            self._copies.wait(away.left)
+            if forget:
+                away.on_device = None
+
+    def _sent_for(self, away: _Away) -> Tensor:
+        """The tensor on the device, perhaps still on its way."""
+        if away.on_device is None:
+            away.on_device = torch.empty_strided(
+                away.shape, away.stride, dtype=away.dtype, device=self.device
+            )
+            after = (self._copies.now(), away.left)
+            away.arrives = self._copies.to_device(away.host, _flat(away.on_device), after=after)
+        return away.on_device
+
+    def _wait_for_arrival(self, away: _Away) -> None:
+        if away.arrives is not None:
+            self._copies.wait(away.arrives)
+            away.arrives = None
+
+
+class _Buffers:
+    """Host memory that is used again: as many buffers as were ever needed at once, of the sizes last needed.
+
+    A buffer may be given back while a copy still reads it: the next copy into it waits for all computing so far, which
+    has waited for that one.
+    """
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The smallest free buffer that is large enough; else a new one, in place of the largest free one."""
+        self._free.sort(key=len)
+        for index, buffer in enumerate(self._free):
+            if len(buffer) >= num_bytes:
+                return self._free.pop(index)
+        if self._free:
+            self._free.pop()
+        return self._host.allocate(num_bytes, torch.uint8, "activation")
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their part of memory without gaps or overlaps, in whatever order of dimensions."""
+    by_stride = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)
+    return tensor.permute(by_stride).is_contiguous()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())

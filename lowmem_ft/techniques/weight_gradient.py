@@ -1,0 +1,86 @@
+"""The gradient of a linear layer's weight from tokens that come in pieces, rounded once.
+
+Axes: C tokens of a piece, N tokens of several pieces, O outputs of the layer, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+_ROWS_AT_ONCE = 8192
+"""Rows of a gradient that pass through a temporary together, so that the temporary stays small."""
+
+
+class WeightGradient:
+    """The sum over pieces of ``d_output.T @ input``, as exact as one product over all tokens.
+
+    A half-precision gradient to which each piece is added would round with every piece, and a sum in fp32 takes
+    4 * O * I bytes that are read and written for every piece. So the factors wait for one product at the end where they
+    take less than that sum; where they take more, a quarter of it waits to be added at a time.
+
+    Args:
+        shape: O x I.
+        dtype: of the finished gradient, which is the weight's.
+        device: where.
+        num_tokens: of all pieces together.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, num_tokens: int) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._num_tokens = num_tokens
+        self._sum_dtype = torch.promote_types(dtype, torch.float32)
+        self._sum_OI: Tensor | None = None
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._waiting_tokens = 0
+
+    def add(self, d_output_CO: Tensor, input_CI: Tensor) -> None:
+        """Take one piece. Both tensors may have to wait: they are not to be written to any more."""
+        self._waiting.append((d_output_CO, input_CI))
+        self._waiting_tokens += len(input_CI)
+        if self._waiting_tokens > self._most_waiting_tokens(input_CI.dtype):
+            self._sum_OI = self._with_waiting_added(self._sum_OI, self._sum_dtype)
+
+    def _most_waiting_tokens(self, factor_dtype: torch.dtype) -> int:
+        if self._dtype == self._sum_dtype:
+            return 0  # the sum is the gradient itself: waiting would take memory beside it
+        sum_bytes = self._shape.numel() * self._sum_dtype.itemsize
+        tokens_of_that_size = sum_bytes // (sum(self._shape) * factor_dtype.itemsize)
+        return self._num_tokens if self._num_tokens <= tokens_of_that_size else tokens_of_that_size // 4
+
+    def finish(self) -> Tensor:
+        """The gradient, O x I, in a storage of its own; zeros without any piece."""
+        if self._sum_OI is None:
+            return self._with_waiting_added(None, self._dtype)
+        sum_OI = self._with_waiting_added(self._sum_OI, self._sum_dtype)
+        self._sum_OI = None
+        return sum_OI.to(self._dtype)
+
+    def _with_waiting_added(self, sum_OI: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if sum_OI is None:
+            sum_OI = torch.zeros(self._shape, dtype=dtype, device=self._device)
+        if self._waiting:
+            d_outputs, inputs = zip(*self._waiting, strict=True)
+            self._waiting, self._waiting_tokens = [], 0
+            _add_product_(sum_OI, d_outputs, _joined(inputs))
+        return sum_OI
+
+
+def row_slices(tensor: Tensor) -> Iterator[slice]:
+    """The rows of a tensor, a few thousand at a time."""
+    return (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(tensor), _ROWS_AT_ONCE))
+
+
+def _add_product_(sum_OI: Tensor, d_outputs: Sequence[Tensor], input_NI: Tensor) -> None:
+    for rows in row_slices(sum_OI):
+        d_output_NO = _joined([d_output_CO[:, rows] for d_output_CO in d_outputs])
+        if sum_OI.dtype == input_NI.dtype:
+            sum_OI[rows].addmm_(d_output_NO.t(), input_NI)
+        else:
+            sum_OI[rows] += d_output_NO.t() @ input_NI
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
