@@ -12,6 +12,7 @@ import lowmem_ft
 COMMANDS = {
     "train": "fine-tune a model: lowmem-ft train recipe=NAME|PATH [key=value ...]",
     "estimate": "say what a run will need, and where it fits: lowmem-ft estimate model=NAME --gpu all",
+    "merge": "add a LoRA adapter to its base model: lowmem-ft merge ADAPTER_DIR OUT_DIR",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
     "models": "list the models whose architecture ships with lowmem_ft, or show one",
     "recipes": "list the shipped recipes, or show one with every key explained",

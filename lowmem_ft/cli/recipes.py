@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if arguments.recipe is None:
         for name in shipped_recipes():
-            print(f"{name:<12}{load_recipe(name).description}")
+            print(f"{name:<16}{load_recipe(name).description}")
         return 0
     recipe = load_recipe(arguments.recipe.removeprefix("recipe="), arguments.settings)
     print(

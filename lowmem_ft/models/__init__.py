@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from lowmem_ft.models.architecture import hub_id_of
     from lowmem_ft.models.config import ModelConfig
     from lowmem_ft.models.loading import (
         compute_dtype,
@@ -18,16 +19,28 @@ if TYPE_CHECKING:
         vocab_size,
         weights_dtype,
     )
-    from lowmem_ft.models.saving import save_model, verify_saved_model
+    from lowmem_ft.models.quantization import (
+        check_quantization,
+        log_quantization,
+        quantization_config,
+        quantize_linear_layers,
+    )
+    from lowmem_ft.models.saving import save_model, save_tokenizer, verify_saved_model
 
 __all__ = [
     "ModelConfig",
+    "check_quantization",
     "compute_dtype",
+    "hub_id_of",
     "load_model",
     "load_model_config",
     "load_tokenizer",
+    "log_quantization",
     "max_positions",
+    "quantization_config",
+    "quantize_linear_layers",
     "save_model",
+    "save_tokenizer",
     "verify_saved_model",
     "vocab_size",
     "weights_dtype",
@@ -37,12 +50,18 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "ModelConfig": "config",
+        "check_quantization": "quantization",
         "compute_dtype": "loading",
+        "hub_id_of": "architecture",
         "load_model": "loading",
         "load_model_config": "loading",
         "load_tokenizer": "loading",
+        "log_quantization": "quantization",
         "max_positions": "loading",
+        "quantization_config": "quantization",
+        "quantize_linear_layers": "quantization",
         "save_model": "saving",
+        "save_tokenizer": "saving",
         "verify_saved_model": "saving",
         "vocab_size": "loading",
         "weights_dtype": "loading",

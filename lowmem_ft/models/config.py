@@ -25,8 +25,14 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = knob(
         "float32",
         "Type the weights are kept in; auto: the checkpoint's own.",
-        frees="bfloat16: 2 bytes a parameter for weights, 2 for gradients, 4 for AdamW's state",
-        costs="bfloat16: updates smaller than about 1/512 of a weight round away; the run measures how many",
+        frees="bfloat16: 2 bytes a parameter for weights and 2 for gradients",
+        costs="bfloat16: activations and gradients of 8 bits; master weights beside them (see optimizer.master)",
+    )
+    quantization: Literal["none", "nf4", "int8"] = knob(
+        "none",
+        "Frozen weights of the decoder layers in 4 bits (NF4, double quantisation) or 8 (LLM.int8); needs an adapter.",
+        frees="nf4: 1.48 of bf16's 2 bytes a weight of a linear layer; int8: 1",
+        costs="rounded weights, unpacked anew for each use",
     )
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = knob(
         "auto", "Attention kernel; auto picks the leanest that is installed and logs why."

@@ -29,6 +29,12 @@ from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
 from lowmem_ft.models.architecture import catalogue_config, hub_id_of, nearest_names, refuse_incomplete
 from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config, lazy_weights
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.quantization import (
+    keep_one_layout,
+    log_quantization,
+    quantization_config,
+    quantize_linear_layers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +100,11 @@ def load_model(
     attn_implementation: str,
     device: torch.device,
     seed: int,
+    mixed_precision: str = "no",
 ) -> PreTrainedModel:
-    """The model with its weights on ``device`` at ``model.dtype``.
+    """The model with its weights on ``device`` at ``model.dtype``, or in ``model.quantization``'s 4 or 8 bits.
+
+    A weight is quantised as soon as it is read: no copy of the model in 16 bits comes first.
 
     Args:
         config: the recipe's model group.
@@ -103,12 +112,18 @@ def load_model(
         attn_implementation: the attention kernel chosen for this run.
         device: where the weights go; each tensor is copied there as it is read.
         seed: seeds the initial weights when ``model.weights`` is ``random``.
+        mixed_precision: of the run; decides the type that quantised weights are unpacked to.
 
     Raises:
         ModelError: if weights are missing, are no safetensors, or do not match the architecture.
     """
+    bits = quantization_config(config, compute_dtype(weights_dtype(config, hf_config), mixed_precision))
     if config.weights == "random":
-        return _random_model(config, hf_config, attn_implementation, device, seed)
+        model = _random_model(config, hf_config, attn_implementation, device, seed)
+        if bits is not None:
+            quantize_linear_layers(model, bits)
+            log_quantization(model, config.quantization)
+        return model
     source = _source(config)
     options = {
         "config": hf_config,
@@ -118,6 +133,8 @@ def load_model(
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are in the report, which is refused below with its names
     }
+    if bits is not None:
+        options["quantization_config"] = bits
     try:
         read = _from_gguf if "gguf_file" in source else _from_safetensors
         model, report = read(source.pop("path"), source, options)
@@ -126,6 +143,9 @@ def load_model(
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise _explained(config, error) from error
     _refuse_missing_weights(config, report)
+    if bits is not None:
+        keep_one_layout(model)
+        log_quantization(model, config.quantization)
     return model
 
 

@@ -29,8 +29,14 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     """
     with _quiet_transformers():
         model.save_pretrained(folder, max_shard_size=MAX_SHARD_BYTES)
-        tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     verify_saved_model(model, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer and its chat template."""
+    with _quiet_transformers():
+        tokenizer.save_pretrained(folder)
 
 
 def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:

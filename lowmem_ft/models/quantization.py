@@ -1,0 +1,115 @@
+"""Frozen weights of linear layers in 4 or 8 bits, by bitsandbytes through transformers.
+
+The head and the embeddings keep their type: they are a small part of the weights and the most sensitive one. Norms keep
+theirs too. PEFT's ``prepare_model_for_kbit_training`` would copy all of these to float32, 2.1 GB more for a model of 8B
+parameters, so that 16-bit training gets exact norms; the norms of transformers compute in float32 by themselves, and
+gradients of frozen weights are never made.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from lowmem_ft.errors import MissingPackageError
+from lowmem_ft.memory.logical_size import logical_numel
+from lowmem_ft.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_quantization(config: ModelConfig) -> None:
+    """Refuse early what loading could not do.
+
+    Raises:
+        MissingPackageError: if bitsandbytes is needed and not installed.
+    """
+    if config.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingPackageError(f"model.quantization={config.quantization}", "bitsandbytes", "bitsandbytes")
+
+
+def quantization_config(config: ModelConfig, compute_dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """What ``from_pretrained`` takes to quantise each weight as it is read; None where weights stay as they are.
+
+    Args:
+        config: the recipe's model group.
+        compute_dtype: type that 4-bit weights are unpacked to for each product.
+
+    Returns:
+        NF4 with its scales quantised too (Dettmers et al., "QLoRA", 2023), or LLM.int8 (Dettmers et al., 2022).
+    """
+    if config.quantization == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute_dtype,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if config.quantization == "int8" else None
+
+
+def quantize_linear_layers(model: PreTrainedModel, bits: BitsAndBytesConfig) -> None:
+    """Quantise in place the layers that ``from_pretrained`` would: for weights that come from no checkpoint.
+
+    Args:
+        model: its weights may be on the meta device; there the layers change, and hold nothing.
+        bits: from :func:`quantization_config`.
+    """
+    from transformers.quantizers import AutoHfQuantizer  # imports bitsandbytes, which takes a second
+
+    quantizer: Any = AutoHfQuantizer.from_config(bits, pre_quantized=False)
+    originals = dict(model.named_modules())
+    quantizer.preprocess_model(model, device_map=None)
+    for name, module in model.named_modules():
+        if module is not originals.get(name) and name in originals:
+            _fill(module, originals.pop(name))
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    keep_one_layout(model)
+
+
+def keep_one_layout(model: nn.Module) -> None:
+    """Keep 4-bit weights on a CPU in the one layout that backward can read.
+
+    On processors with AVX512-BF16 bitsandbytes repacks a layer's weight in its first evaluation, for a faster kernel
+    that has no derivative; training would go on with products that hand no gradient down (bitsandbytes 0.50.2,
+    ``Linear4bit.forward``).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def log_quantization(model: nn.Module, quantization: str) -> None:
+    """Say how much of a model is quantised; fused experts, which are no linear layers, are not."""
+    sizes = [(logical_numel(parameter), parameter.is_floating_point()) for parameter in model.parameters()]
+    logger.info(
+        "model.quantization=%s: %s of %s weights quantised; the head, embeddings and norms keep their type",
+        quantization,
+        f"{sum(numel for numel, is_float in sizes if not is_float):,}",
+        f"{sum(numel for numel, _ in sizes):,}",
+    )
+
+
+def _fill(module: Any, original: Any) -> None:
+    """Give a layer that transformers has put in another's place its weight and bias."""
+    from bitsandbytes import nn as bitsandbytes_nn
+
+    values: Tensor = original.weight.data
+    if module.source_cls is not nn.Linear:
+        values = values.T  # GPT-2's Conv1D keeps its weight the other way round
+    device = values.device
+    parameter_class: Any = getattr(bitsandbytes_nn, type(module.weight).__name__)
+    if parameter_class is bitsandbytes_nn.Int8Params and not values.is_meta:
+        values = values.cpu()  # it quantises on its way from there
+    settings = {key: value for key, value in vars(module.weight).items() if key != "SCB"}
+    weight: Any = parameter_class(values, requires_grad=False, **settings)
+    module.weight = weight if values.is_meta else weight.to(device)
+    if original.bias is not None:
+        module.bias = original.bias.requires_grad_(False)
+    module.training = original.training

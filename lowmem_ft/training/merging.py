@@ -1,0 +1,120 @@
+"""A base model with a trained adapter added to its weights: a plain model folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, save_model
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.techniques.lora import CONFIG_FILE, WEIGHTS_FILE, merge_adapter
+from lowmem_ft.training.checkpoint import explaining_write_errors
+from lowmem_ft.training.durable import whole_folder
+from lowmem_ft.training.run_folder import MODEL_FOLDER, RECIPE_FILE
+
+logger = logging.getLogger(__name__)
+
+
+def merge_into_base(
+    adapter: Path,
+    target: Path,
+    *,
+    base: str | None = None,
+    dtype: str = "auto",
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> None:
+    """Write a model folder that ``from_pretrained`` loads: the base's weights with the adapter's products added.
+
+    The base is held in host memory in its own type; one matrix at a time is merged in float32 and rounded once. A base
+    that was quantised while training is merged as it was before that.
+
+    Args:
+        adapter: a folder in PEFT's format.
+        target: the new folder; not there yet, or empty.
+        base: hub id or folder of the base model; None: what the adapter says.
+        dtype: of the merged weights, such as ``bfloat16``; ``auto``: the base's own.
+        track: wraps the list of layers that is gone through, to show how far it is.
+
+    Raises:
+        UserError: if the adapter is none, or one of another kind or model; or if the target holds anything.
+        ModelError: if the base cannot be read.
+        CheckpointError: if the folder cannot be written.
+    """
+    settings = _read_adapter_config(adapter)
+    _refuse_to_replace(target)
+    config = _base_config(adapter, settings, base)
+    hf_config = load_model_config(config)
+    tokenizer = _tokenizer_of(adapter, config)
+    model = load_model(config, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0)
+    merged_dtype = model.dtype if dtype == "auto" else getattr(torch, dtype)
+    _warn_of_rounded_base(adapter)
+    num_layers = merge_adapter(model, adapter, merged_dtype, track)
+    with explaining_write_errors(target), whole_folder(target) as partial:
+        save_model(model, tokenizer, partial)
+    logger.info(
+        "%d layers merged in float32 and rounded to %s; the model is in %s.",
+        num_layers,
+        str(merged_dtype).removeprefix("torch."),
+        target,
+    )
+
+
+def _read_adapter_config(adapter: Path) -> dict[str, Any]:
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (adapter / name).is_file()]
+    if missing:
+        inside = adapter / MODEL_FOLDER
+        hint = f" Did you mean {inside}?" if (inside / CONFIG_FILE).is_file() else ""
+        raise UserError(
+            f"An adapter's folder holds {CONFIG_FILE} and {WEIGHTS_FILE}; {adapter} lacks {' and '.join(missing)}."
+            f"{hint} A run with adapter.name=lora writes one to its {MODEL_FOLDER}/."
+        )
+    try:
+        settings = json.loads((adapter / CONFIG_FILE).read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(f"{adapter / CONFIG_FILE} is no JSON: {error}. Save the adapter again.") from error
+    if settings.get("peft_type") != "LORA":
+        raise UserError(
+            f"Merging takes LoRA adapters, got {settings.get('peft_type')} in {adapter / CONFIG_FILE}. "
+            "Merge it with peft's own merge_and_unload."
+        )
+    return settings
+
+
+def _refuse_to_replace(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is there already, and not empty. Name a new folder for the merged model.")
+
+
+def _base_config(adapter: Path, settings: dict[str, Any], base: str | None) -> ModelConfig:
+    name = base or settings.get("base_model_name_or_path")
+    if not name:
+        raise UserError(f"{adapter / CONFIG_FILE} does not name its base model. Name it with --base.")
+    return ModelConfig(name_or_path=name, revision=None if base else settings.get("revision"), dtype="auto")
+
+
+def _tokenizer_of(adapter: Path, config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The adapter's own, which is what it was trained with; the base's if it brings none."""
+    if not (adapter / "tokenizer_config.json").is_file():
+        return load_tokenizer(config)
+    return load_tokenizer(ModelConfig(name_or_path=config.name_or_path, tokenizer_name_or_path=str(adapter)))
+
+
+def _warn_of_rounded_base(adapter: Path) -> None:
+    """A run's recipe lies beside its model and its checkpoints."""
+    file = adapter.resolve().parent / RECIPE_FILE
+    if not file.is_file():
+        return
+    quantization = load_recipe(str(file)).model.quantization
+    if quantization != "none":
+        logger.warning(
+            "The adapter was trained beside weights rounded by model.quantization=%s, and is merged into the weights "
+            "before that rounding: the merged model differs a little from the one that was evaluated.",
+            quantization,
+        )

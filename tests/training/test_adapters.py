@@ -1,0 +1,192 @@
+"""Runs that train adapters, beside whole and quantised weights: what they leave behind, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+
+import peft
+
+from lowmem_ft.errors import CheckpointError, RecipeError
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.training import train
+from lowmem_ft.training.merging import merge_into_base
+from lowmem_ft.training.run_folder import RunFolder
+
+SHORT = (
+    "training.max_steps=6",
+    "training.save_steps=3",
+    "training.eval_steps=null",
+    "training.logging_steps=1",
+)
+LORA = ("adapter.name=lora", "adapter.r=4", "adapter.lora_dropout=0.1")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A small model that has learnt a little, as a checkpoint."""
+    run = tmp_path_factory.mktemp("base") / "run"
+    settings = ("training.num_train_epochs=1", "training.save_steps=null", "training.eval_steps=null")
+    recipe = load_recipe("tiny", [f"training.output_dir={run}", "training.use_cpu=true", *settings])
+    return train(recipe).model_folder
+
+
+@pytest.fixture
+def adapted(tiny, base):
+    """A recipe that trains adapters beside that model."""
+
+    def load(*overrides, output_dir):
+        return tiny(
+            f"model={base}", "model.weights=pretrained", *SHORT, *LORA, *overrides, output_dir=output_dir
+        )
+
+    return load
+
+
+def assert_same_adapter(one: Path, other: Path):
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+KINDS = [
+    (),
+    ("adapter.use_dora=true",),
+    ("model.quantization=nf4",),
+    ("model.quantization=nf4", "model.dtype=bfloat16", "training.mixed_precision=bf16"),
+    ("model.quantization=int8",),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(adapted, metrics, tmp_path, monkeypatch, kind):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(adapted(*kind, output_dir=whole))
+    write = RunFolder.write_metrics
+
+    def write_and_stop(self, record):
+        write(self, record)
+        if record["step"] == 4 and "loss" in record:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_metrics", write_and_stop)
+        with pytest.raises(SystemExit):
+            train(adapted(*kind, output_dir=stopped))
+    train(adapted(*kind, "training.resume_from_checkpoint=auto", output_dir=stopped))
+    assert metrics(stopped) == metrics(whole)
+    assert metrics(stopped, "grad_norm") == metrics(whole, "grad_norm")
+    assert_same_adapter(whole / "model", stopped / "model")
+
+
+def test_the_finished_model_is_an_adapter_that_vanilla_peft_loads(adapted, base, tmp_path):
+    recipe = adapted("training.eval_steps=6", output_dir=tmp_path / "run")
+    result = train(recipe)
+    assert not (result.model_folder / "model.safetensors").exists()
+    config = json.loads((result.model_folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(result.model_folder)
+    assert _held_out_loss(model, recipe, tmp_path) == pytest.approx(result.evaluation.loss, rel=1e-5)
+    card = (result.model_folder / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert "LoRA adapters fine-tuned from" in card
+
+
+def test_the_merged_model_is_the_one_that_was_evaluated(adapted, tmp_path):
+    recipe = adapted("training.eval_steps=6", output_dir=tmp_path / "run")
+    result = train(recipe)
+    merge_into_base(result.model_folder, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert _held_out_loss(model, recipe, tmp_path) == pytest.approx(result.evaluation.loss, rel=1e-5)
+
+
+def _held_out_loss(model, recipe, tmp_path):
+    from lowmem_ft.data import load_data
+    from lowmem_ft.models import load_tokenizer
+
+    data = load_data(
+        recipe.data,
+        load_tokenizer(recipe.model),
+        max_positions=None,
+        vocab_size=None,
+        seed=recipe.training.seed,
+        attn_implementation="sdpa",
+    )
+    loss_sum, count = 0.0, 0
+    for index in range(data.evaluation.num_rows):
+        batch = data.collate([data.evaluation.read(index)])
+        with torch.no_grad():
+            loss = model(input_ids=batch.input_ids_BT, labels=batch.labels_BT).loss
+        loss_sum, count = loss_sum + float(loss) * batch.num_label_tokens, count + batch.num_label_tokens
+    return loss_sum / count
+
+
+def test_it_learns_beside_4_bit_weights(adapted, metrics, tmp_path):
+    kind = (
+        "model.quantization=nf4",
+        "training.max_steps=21",
+        "training.learning_rate=0.05",
+        "adapter.lora_dropout=0.0",
+    )
+    train(adapted(*kind, output_dir=tmp_path / "run"))
+    losses = metrics(tmp_path / "run")
+    assert sum(losses[-5:]) < sum(losses[:5]) - 0.5
+
+
+@pytest.mark.parametrize("change", ["adapter.r=8", "model.quantization=nf4", "model.weights=random"])
+def test_a_run_of_adapters_goes_on_with_its_own_base_and_rank_alone(adapted, tmp_path, change):
+    run = tmp_path / "run"
+    train(adapted(output_dir=run))
+    with pytest.raises(CheckpointError, match=change.split("=")[0].replace(".", r"\.")):
+        RunFolder.open(adapted(change, "training.resume_from_checkpoint=auto", output_dir=run))
+
+
+def test_two_processes_train_the_same_adapters_with_every_parameter_used(adapted, metrics, base, tmp_path):
+    """Through DDP, which would wait for gradients of frozen or unused parameters."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    settings = ("adapter.lora_dropout=0.0", "training.max_steps=3", "training.save_steps=null")
+    train(adapted(*settings, output_dir=one))
+    script = Path(__file__).parents[2] / "scripts" / "finetune.py"
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        str(script),
+    ]
+    overrides = [*SHORT, *LORA, *settings, f"model={base}", "model.weights=pretrained"]
+    overrides += [
+        f"training.output_dir={two}",
+        "training.gradient_accumulation_steps=1",
+        "training.use_cpu=true",
+    ]
+    done = subprocess.run([*launch, "recipe=tiny", *overrides], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert metrics(two) == pytest.approx(metrics(one), rel=1e-4)
+
+
+def test_4_bit_weights_that_would_be_trained_are_refused(tiny):
+    with pytest.raises(RecipeError, match=r"model\.quantization=nf4 freezes .* adapter\.name=lora"):
+        tiny("model.quantization=nf4")
+    with pytest.raises(RecipeError, match=r"quantises safetensors, got the GGUF file a\.gguf"):
+        tiny("model=a.gguf", "model.quantization=nf4", "adapter.name=lora")
+
+
+def test_a_float16_base_needs_the_loss_scale_and_adapters_allow_it(tiny):
+    tiny("model.dtype=float16", "training.mixed_precision=fp16", "adapter.name=lora")
+    with pytest.raises(RecipeError, match="mixed_precision=fp16 needs model"):
+        tiny("model.dtype=bfloat16", "training.mixed_precision=fp16", "adapter.name=lora")
