@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import bisect
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
@@ -55,6 +58,10 @@ def cheapest_changes(
     A way is as dear as the dearest change in it, in the order of ``ways_out_of``, and holds no change that it could do
     without. Each does without the dearest change of those before it.
 
+    An estimate takes seconds, so the dearest change is found by bisection: what fits is taken to fit with further
+    changes too. Where that is not so (more rows may wait in vertical order) a cheaper way can be missed; each that is
+    returned does fit.
+
     Args:
         recipe: what does not fit.
         gpu: where, as for ``estimate_memory``.
@@ -64,19 +71,16 @@ def cheapest_changes(
         The changes.
     """
     search = _Search(recipe, gpu, budget)
-    ways = [way for way in ways_out_of(recipe) if search.can_run(way)]
+    ways = search.that_run(list(ways_out_of(recipe)))
     all_together = search.change(ways) if ways else None
     found: list[Change] = []
-    spent: list[WayOut] = []
-    for index, dearest in enumerate(ways):
-        combines = all_together is not None and all_together.estimate.fits
-        cheaper = [way for way in ways[:index] if way not in spent] if combines else []
-        change = search.cheapest_with(dearest, cheaper)
-        if change is not None:
-            found.append(change)
-            spent.append(dearest)
-        if len(found) == NUM_CHANGES or (found and search.num_estimates >= ENOUGH_ESTIMATES):
+    while len(found) < NUM_CHANGES and search.fits(ways):
+        if found and search.num_estimates >= ENOUGH_ESTIMATES:
             break
+        prefixes = range(1, len(ways))
+        dearest = bisect.bisect_left(prefixes, True, key=lambda length: search.fits(ways[:length]))
+        found.append(search.cheapest_with(ways[dearest], ways[:dearest]))
+        ways = [*ways[:dearest], *ways[dearest + 1 :]]
     return Changes(fitting=tuple(found), all_together=all_together)
 
 
@@ -87,45 +91,72 @@ class _Search:
         self._recipe = recipe
         self._gpu = gpu
         self._budget = budget
-        self._changes: dict[tuple[str, ...], Change] = {}
+        self._estimates: dict[tuple[str, ...], MemoryEstimate | UserError] = {}
 
     @property
     def num_estimates(self) -> int:
-        return len(self._changes)
+        return len(self._estimates)
 
-    def can_run(self, way: WayOut) -> bool:
-        """Whether the device can; not bf16 where it has none, for instance."""
-        try:
-            self.change([way])
-        except UserError:
+    def that_run(self, ways: Sequence[WayOut]) -> list[WayOut]:
+        """Those that the device and the model can be trained with; not bf16 where it has none, for instance."""
+        if not ways or self._runs(ways):
+            return list(ways)
+        kept: list[WayOut] = []
+        for way in ways:
+            if self._runs([*kept, way]):
+                kept.append(way)
+        return kept
+
+    def fits(self, ways: Sequence[WayOut]) -> bool:
+        """Whether the recipe does with these changes, of which there is one at least."""
+        if not ways:
             return False
-        return True
+        estimate = self._estimate(ways)
+        return not isinstance(estimate, UserError) and estimate.fits
 
-    def cheapest_with(self, dearest: WayOut, cheaper: Sequence[WayOut]) -> Change | None:
-        """The dearest change with as few and as cheap others as it needs; None if all of them are not enough."""
-        alone = self.change([dearest])
-        if alone.estimate.fits or not cheaper:
-            return alone if alone.estimate.fits else None
+    def cheapest_with(self, dearest: WayOut, cheaper: Sequence[WayOut]) -> Change:
+        """The dearest change with as few and as cheap others as it needs, where all of them together fit."""
+        if self.fits([dearest]):
+            return self.change([dearest])
         needed = [*cheaper, dearest]
-        if not self.change(needed).estimate.fits:
-            return None
         for way in reversed(cheaper):
             without = [other for other in needed if other is not way]
-            if self.change(without).estimate.fits:
+            if self.fits(without):
                 needed = without
         return self.change(needed)
 
-    def change(self, ways: Iterable[WayOut]) -> Change:
-        """The recipe with some changes; of two for one key the later counts."""
-        ways = list({frozenset(way.settings): way for way in ways}.values())
-        overrides = tuple(override for way in ways for override in way.overrides)
-        if overrides not in self._changes:
+    def change(self, ways: Sequence[WayOut]) -> Change:
+        """The recipe with some changes, which can run."""
+        estimate = self._estimate(ways)
+        assert not isinstance(estimate, UserError), "only changes that run get so far"
+        return Change(
+            overrides=_overrides(self._recipe, ways),
+            why="; ".join(way.why for way in ways),
+            estimate=estimate,
+        )
+
+    def _runs(self, ways: Sequence[WayOut]) -> bool:
+        return not isinstance(self._estimate(ways), UserError)
+
+    def _estimate(self, ways: Sequence[WayOut]) -> MemoryEstimate | UserError:
+        overrides = _overrides(self._recipe, ways)
+        if overrides not in self._estimates:
             recipe = self._recipe
             for way in ways:
                 recipe = way.applied_to(recipe)
-            self._changes[overrides] = Change(
-                overrides=overrides,
-                why="; ".join(way.why for way in ways),
-                estimate=estimate_memory(recipe, self._gpu, budget=self._budget),
-            )
-        return self._changes[overrides]
+            try:
+                self._estimates[overrides] = estimate_memory(recipe, self._gpu, budget=self._budget)
+            except UserError as error:
+                self._estimates[overrides] = error
+        return self._estimates[overrides]
+
+
+def _overrides(recipe: Recipe, ways: Sequence[WayOut]) -> tuple[str, ...]:
+    """What to type for some changes; of two values for one key the later counts."""
+    settings: dict[str, Any] = {}
+    for way in ways:
+        settings |= way.settings
+    return WayOut(
+        settings={key: value for key, value in settings.items() if value != operator.attrgetter(key)(recipe)},
+        why="",
+    ).overrides

@@ -131,16 +131,14 @@ def _estimate(
     surroundings = Surroundings(
         host_base_bytes=host_base_bytes(traced.trace, on_gpu=gpu is not None),
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
-        micro_batches_per_step=recipe.training.gradient_accumulation_steps,
+        micro_batches_per_step=_untraced_micro_batches(recipe),
     )
     if gpu is None:
         estimate = estimate_on_cpu(
             traced.trace, processor_name(), limits(None, budget), surroundings, trace_seconds
         )
     else:
-        outside = process_overhead_bytes(
-            gpu, uses_bitsandbytes=OPTIMIZERS[recipe.optimizer.name].needs_bitsandbytes, num_processes=1
-        )
+        outside = process_overhead_bytes(gpu, uses_bitsandbytes=_uses_bitsandbytes(recipe), num_processes=1)
         surroundings = dataclasses.replace(
             surroundings, outside_bytes=outside, allowed_bytes=allocator_cap(budget)
         )
@@ -157,9 +155,29 @@ def _estimate(
     return dataclasses.replace(estimate, choices=tuple(choice for choice in choices if choice))
 
 
+def _untraced_micro_batches(recipe: Recipe) -> int | None:
+    """Micro-batches of a step, where only the first of them are traced; in vertical order a trace has all."""
+    if recipe.accumulation.order == "vertical":
+        return None
+    return recipe.training.gradient_accumulation_steps
+
+
+def _uses_bitsandbytes(recipe: Recipe) -> bool:
+    return recipe.model.quantization != "none" or OPTIMIZERS[recipe.optimizer.name].needs_bitsandbytes
+
+
 def _window(recipe: Recipe) -> str:
     num_micro_batches = recipe.training.gradient_accumulation_steps
     return "one a step" if num_micro_batches == 1 else f"{num_micro_batches} a step"
+
+
+def _adapter(recipe: Recipe) -> list[str]:
+    if recipe.adapter.name == "none":
+        return []
+    quantized = (
+        [] if recipe.model.quantization == "none" else [f"linear layers in {recipe.model.quantization}"]
+    )
+    return [*quantized, f"adapters of rank {recipe.adapter.r}"]
 
 
 def _settings(recipe: Recipe) -> str:
@@ -168,6 +186,7 @@ def _settings(recipe: Recipe) -> str:
     return ", ".join(
         (
             f"{recipe.model.dtype} weights",
+            *_adapter(recipe),
             f"mixed precision {training.mixed_precision}",
             f"optimizer {recipe.optimizer.name}",
             f"checkpointing {recipe.checkpointing.mode}",

@@ -23,6 +23,7 @@ from lowmem_ft.estimator.layers import ShallowModel, shallow_model, with_num_lay
 from lowmem_ft.estimator.worst_batch import row_length, worst_batch
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.techniques.parameter_streaming import ParameterStreaming
 from lowmem_ft.training.build import Plan, build_session, plan_session
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
@@ -41,7 +42,8 @@ NUM_STEPS = 2
 """State is made in the first step, so the second is the first to hold all of it."""
 
 NUM_MICRO_BATCHES = 2
-"""At most: from the second on, each meets the gradients of the ones before, and nothing else changes."""
+"""At most, in horizontal order: from the second on, each meets the gradients of the ones before, and nothing else
+changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,8 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
         try:
             with machine.during("load"):
                 session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
+            if session.streaming is not None:
+                _mark_streamed_weights(session.streaming, machine)
             _take_steps(recipe, plan, session, machine)
             _evaluate(recipe, plan, session, machine)
         except (
@@ -160,6 +164,14 @@ def _cannot_trace(recipe: Recipe, hf_config: PretrainedConfig, operator: str) ->
     )
 
 
+def _mark_streamed_weights(streaming: ParameterStreaming, machine: VirtualMachine) -> None:
+    """Memory that layers share has no owner that could be seen; what waits on the host belongs to its layer."""
+    for memory in streaming.layers.slot_memory:
+        machine.mark(memory, "parameter")
+    for slab in streaming.layers.slabs:
+        machine.mark(slab.memory, "parameter", of=slab.parameters[0])
+
+
 def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
     num_rows = recipe.training.per_device_train_batch_size
     machine.step_is_over()
@@ -168,7 +180,8 @@ def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMa
             _batch(recipe, plan, num_rows, machine)
             for _ in range(recipe.training.gradient_accumulation_steps)
         ]
-        train_step(session, window[:NUM_MICRO_BATCHES])  # the others only wait, in the host's memory
+        # In horizontal order the others only wait, in the host's memory.
+        train_step(session, window if session.vertical else window[:NUM_MICRO_BATCHES])
         del window
         machine.step_is_over()
 
@@ -178,6 +191,7 @@ def _evaluate(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMach
     if data.eval_path is None and data.eval_split is None and data.eval_size is None:
         return
     num_rows = training.per_device_eval_batch_size or training.per_device_train_batch_size
+    session.flush()
     session.model.eval()
     with machine.during("evaluation"):
         evaluation_loss(session, [_batch(recipe, plan, num_rows, machine)])

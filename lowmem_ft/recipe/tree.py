@@ -10,7 +10,14 @@ from lowmem_ft.knob import knob
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.optimizers.config import OptimizerConfig
 from lowmem_ft.recipe.training_config import TrainingConfig
-from lowmem_ft.techniques.config import CheckpointingConfig, LossConfig
+from lowmem_ft.techniques.config import (
+    AccumulationConfig,
+    AdapterConfig,
+    CheckpointingConfig,
+    LossConfig,
+    OffloadConfig,
+    TilingConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +27,13 @@ class Recipe:
     name: str = knob("recipe", "Name of the recipe; in a file, null means the file's name.")
     description: str = knob("", "One line for `lowmem-ft recipes`.")
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    tiling: TilingConfig = field(default_factory=TilingConfig)
     budget: Budget = field(default_factory=Budget)

@@ -12,9 +12,10 @@ from lowmem_ft.knob import knob
 class CheckpointingConfig:
     """Which decoder layers keep only their input between forward and backward."""
 
-    mode: Literal["none", "full"] = knob(
+    mode: Literal["none", "full", "selective"] = knob(
         "none",
-        "full: a checkpointed layer keeps only its input and runs forward again in backward.",
+        "full: a checkpointed layer keeps only its input and runs forward again in backward; selective: it keeps the "
+        "attention's output too, which is not computed again.",
         frees="a layer's activations but its input: about 47 bytes * tokens * hidden in bf16 (Llama 3's shape, sdpa)",
         costs="one more forward of each checkpointed layer: about a third more time with all of them",
     )
@@ -53,14 +54,155 @@ class LossConfig:
         1024,
         "Label tokens whose logits exist at once; null: the model's own loss, over all logits at once.",
         frees="12 bytes * tokens * vocabulary at the peak become 6 bytes * chunk_tokens * vocabulary",
-        costs="with half-precision products, 4 bytes * vocabulary * hidden (the head's gradient, summed in fp32)",
+        costs="with a half-precision head, 2 bytes * label tokens * vocabulary, at most 4 * hidden * vocabulary",
+    )
+    label_smoothing_factor: float = knob(
+        0.0,
+        "Share of each label that is spread over the whole vocabulary while training; evaluation has none.",
     )
 
     def problems(self) -> list[str]:
         """What is wrong with these values in themselves; empty if nothing is."""
-        if self.chunk_tokens is None or self.chunk_tokens >= 1:
-            return []
+        problems = []
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            problems.append(
+                f"loss.chunk_tokens must be at least 1, got {self.chunk_tokens}. "
+                "Set it to 1024, or to null for the model's own loss."
+            )
+        if not 0 <= self.label_smoothing_factor < 1:
+            problems.append(
+                f"loss.label_smoothing_factor is from 0 to below 1, got {self.label_smoothing_factor}. "
+                "Try 0.1, or 0 for none."
+            )
+        if self.label_smoothing_factor and self.chunk_tokens is None:
+            problems.append(
+                f"loss.label_smoothing_factor={self.label_smoothing_factor} needs loss.chunk_tokens, got null: the "
+                "model's own loss does not smooth. Set loss.chunk_tokens=1024 or loss.label_smoothing_factor=0."
+            )
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What waits in host memory instead of the device's."""
+
+    activations: Literal["none", "inputs", "all"] = knob(
+        "none",
+        "inputs: the inputs of checkpointed layers; all: every activation that backward needs.",
+        frees="inputs: 2 bytes * tokens * hidden a checkpointed layer in bf16",
+        costs="two copies over PCIe; hidden behind compute for inputs, rarely for all",
+    )
+    optimizer: Literal["device", "host"] = knob(
+        "device",
+        "host: optimizer state and master weights wait in host memory; the step runs on the device, chunk by chunk.",
+        frees="all of the optimizer's state and the low halves of master weights, but a few chunks",
+        costs="the state crosses PCIe twice a step",
+    )
+    parameters: Literal["device", "stream"] = knob(
+        "device",
+        "stream: weights live in host memory and visit the device layer by layer.",
+        frees="all weights but two layers and resident_layers",
+        costs="the weights cross PCIe twice a step (once with their updates)",
+    )
+    resident_layers: int = knob(
+        0,
+        "With parameters=stream, so many of the last decoder layers stay on the device.",
+        costs="memory: the weights of n layers",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong with these values in themselves; empty if nothing is."""
+        problems = []
+        if self.resident_layers < 0:
+            problems.append(
+                f"offload.resident_layers must be at least 0, got {self.resident_layers}. Set it to 0 to stream all."
+            )
+        if self.resident_layers > 0 and self.parameters == "device":
+            problems.append(
+                f"offload.resident_layers={self.resident_layers} needs offload.parameters=stream, got device. "
+                "Set offload.parameters=stream or leave offload.resident_layers out."
+            )
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulationConfig:
+    """In which order the micro-batches of one optimizer step pass through the model."""
+
+    order: Literal["horizontal", "vertical"] = knob(
+        "horizontal",
+        "horizontal: one micro-batch after the other through all layers; vertical: all of them through one layer "
+        "after the other.",
+        frees="vertical: gradients are finished layer by layer, so that the optimizer can step inside backward",
+        costs="vertical: the layers' inputs of all micro-batches live at once",
+    )
+    dtype: Literal["float32", "weights"] = knob(
+        "float32",
+        "Type in which the gradients of several micro-batches are summed; weights: the weights' own.",
+        frees="weights: 2 bytes a parameter with bfloat16 weights and horizontal order",
+        costs="weights: each micro-batch's share is rounded to the sum's 8 bits",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilingConfig:
+    """Parts of a layer that are worked on piece by piece."""
+
+    mlp: int = knob(
+        1,
+        "Pieces of the sequence that pass through each MLP one after the other; 1: all at once.",
+        frees="the MLP's inner activations but those of one piece, while a layer is recomputed",
+        costs="smaller matrix products",
+    )
+    head: int = knob(
+        1,
+        "Pieces of the vocabulary that the head is worked on with; 1: all at once.",
+        frees="what is held beside the head's weight and gradient for its logits, but for one piece",
+        costs="the head's logits are computed twice",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong with these values in themselves; empty if nothing is."""
         return [
-            f"loss.chunk_tokens must be at least 1, got {self.chunk_tokens}. "
-            "Set it to 1024, or to null for the model's own loss."
+            f"tiling.{name} must be at least 1, got {getattr(self, name)}. Set it to 1 for no tiles."
+            for name in ("mlp", "head")
+            if getattr(self, name) < 1
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Small trained matrices beside frozen weights, by PEFT's names (``peft.LoraConfig``)."""
+
+    name: Literal["none", "lora"] = knob(
+        "none",
+        "lora: the model's own weights are frozen, and low-rank matrices beside them are trained.",
+        frees="gradients and optimizer state of all but the adapters (less than 1 % of the parameters)",
+        costs="other mathematics: the update of each matrix has rank r",
+    )
+    r: int = knob(16, "Rank of the adapters.")
+    lora_alpha: float = knob(32.0, "The adapters' product counts lora_alpha / r times (rsLoRA: / sqrt(r)).")
+    lora_dropout: float = knob(0.0, "Dropout before the adapters.")
+    target_modules: tuple[str, ...] = knob(
+        ("all-linear",), "Names of the layers that get adapters; all-linear: every linear layer but the head."
+    )
+    use_dora: bool = knob(False, "DoRA: adapters for the direction of each row, and a trained length.")
+    use_rslora: bool = knob(False, "rsLoRA: scale by sqrt(r), so that high ranks learn as fast as low ones.")
+
+    def problems(self) -> list[str]:
+        """What is wrong with these values in themselves; empty if nothing is."""
+        problems = []
+        if self.name == "none" and self != AdapterConfig():
+            problems.append("adapter settings need adapter.name=lora, got none. Set it, or leave them out.")
+        if self.r < 1:
+            problems.append(f"adapter.r must be at least 1, got {self.r}. Try 16.")
+        if not self.lora_alpha > 0:
+            problems.append(f"adapter.lora_alpha must be above 0, got {self.lora_alpha}. Try 2 * adapter.r.")
+        if not 0 <= self.lora_dropout < 1:
+            problems.append(f"adapter.lora_dropout is from 0 to below 1, got {self.lora_dropout}. Try 0.05.")
+        if not self.target_modules or ("all-linear" in self.target_modules and len(self.target_modules) > 1):
+            problems.append(
+                "adapter.target_modules is [all-linear], or names of layers such as [q_proj, v_proj]; got "
+                f"[{', '.join(self.target_modules)}]. Set it to [all-linear]."
+            )
+        return problems

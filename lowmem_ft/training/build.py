@@ -1,29 +1,44 @@
 """From a recipe to a session: the one ordered list of what is read, chosen, switched on and wrapped.
 
 The order matters and is all here. What can fail fast comes first: precision and attention, then tokenizer and data, and
-only then the weights. Techniques that change the model's forward come before the optimizer sees its parameters, and
-Accelerate wraps last.
+only then the weights. Techniques that change the model's forward come before the optimizer sees its parameters, from
+the inside out: tiles of an MLP inside a checkpointed layer, that inside the loop over micro-batches, that inside the
+visit of streamed weights. Accelerate wraps last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
 from pathlib import Path
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig, PreTrainedModel, get_scheduler
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.handle import Handle
-from lowmem_ft.models import compute_dtype, load_model_config, weights_dtype
-from lowmem_ft.optimizers import check_optimizer, create_optimizer
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.memory.logical_size import logical_numel
+from lowmem_ft.models import check_quantization, compute_dtype, hub_id_of, load_model_config, weights_dtype
+from lowmem_ft.optimizers import ChunkedOptimizer, check_optimizer, create_optimizer, may_lose_updates
 from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
-from lowmem_ft.techniques.chunked_loss import enable_chunked_loss
+from lowmem_ft.techniques.chunked_loss import ChunkedLoss, enable_chunked_loss
+from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
+from lowmem_ft.techniques.lora import Lora, check_adapter, enable_lora
+from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
+from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
+from lowmem_ft.techniques.parameter_streaming import enable_parameter_streaming
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
+from lowmem_ft.techniques.tiled_mlp import enable_tiled_mlp
+from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
@@ -44,7 +59,13 @@ class Plan:
 
 
 def resumed(recipe: Recipe, checkpoint: Path) -> Recipe:
-    """The recipe with architecture, weights and tokenizer from a checkpoint, wherever they once came from."""
+    """The recipe with architecture, weights and tokenizer from a checkpoint, wherever they once came from.
+
+    A checkpoint of adapters has their weights and the tokenizer alone: the model comes from its own source.
+    """
+    if recipe.adapter.name != "none":
+        model = dataclasses.replace(recipe.model, tokenizer_name_or_path=str(checkpoint))
+        return dataclasses.replace(recipe, model=model)
     model = dataclasses.replace(
         recipe.model,
         name_or_path=str(checkpoint),
@@ -73,8 +94,16 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
     """
     hf_config = hf_config or load_model_config(recipe.model)
     dtype = weights_dtype(recipe.model, hf_config)
-    check_precision(str(dtype).removeprefix("torch."), recipe.training.mixed_precision, runtime.device)
+    check_quantization(recipe.model)
+    check_adapter(recipe.adapter)
+    check_precision(
+        str(dtype).removeprefix("torch."),
+        recipe.training.mixed_precision,
+        runtime.device,
+        frozen=recipe.adapter.name != "none",
+    )
     check_optimizer(recipe.optimizer, runtime.device)
+    _check_processes(recipe, dtype, runtime.num_processes)
     attention = choose_attention(
         recipe.model.attn_implementation,
         config=hf_config,
@@ -84,6 +113,29 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
     )
     logger.info("Attention: %s (%s).", attention.implementation, attention.reason)
     return Plan(hf_config=hf_config, attention=attention)
+
+
+def _check_processes(recipe: Recipe, dtype: torch.dtype, num_processes: int) -> None:
+    """Refuse what reads a gradient before it has been summed over all processes, or in another type than it was."""
+    if num_processes == 1:
+        return
+    problems = [
+        f"{key}={value} works in one process, got {num_processes}. Set {key}={instead}, or start one process."
+        for key, value, instead, is_set in (
+            ("optimizer.in_backward", "true", "false", recipe.optimizer.in_backward),
+            ("offload.optimizer", "host", "device", recipe.offload.optimizer == "host"),
+            ("offload.parameters", "stream", "device", recipe.offload.parameters == "stream"),
+        )
+        if is_set
+    ]
+    accumulates = recipe.training.gradient_accumulation_steps > 1 and recipe.accumulation.dtype == "float32"
+    if accumulates and dtype.itemsize < 4 and recipe.adapter.name == "none":
+        problems.append(
+            "accumulation.dtype=float32 works in one process where weights are bfloat16, for DDP sums gradients in the "
+            f"weights' type, got {num_processes} processes. Set accumulation.dtype=weights or model.dtype=float32."
+        )
+    if problems:
+        raise UserError(*problems)
 
 
 def build_session(
@@ -104,45 +156,128 @@ def build_session(
     Returns:
         A session ready to train; the optimizer's state is fresh (see ``checkpoint.load_checkpoint``).
     """
+    host_memory = runtime.host_memory(recipe.budget)
     model = runtime.load_model(
         recipe.model,
         plan.hf_config,
         attn_implementation=plan.attention.implementation,
         seed=recipe.training.seed,
+        on_host=recipe.offload.parameters == "stream",
     )
     model.train()
-    handles: list[Handle] = []
-    if recipe.checkpointing.mode != "none":
-        handles.append(enable_checkpointing(model, recipe.checkpointing))
-    if recipe.loss.chunk_tokens is not None:
-        handles.append(enable_chunked_loss(model, recipe.loss))
-    else:
-        _refuse_mean_of_means(model)
-    optimizer = create_optimizer(model, recipe.optimizer, learning_rate=recipe.training.learning_rate)
-    scheduler = get_scheduler(
-        recipe.training.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=num_warmup_steps(recipe.training, num_training_steps),
-        num_training_steps=num_training_steps,
-        scheduler_specific_kwargs=recipe.training.lr_scheduler_kwargs,
+    adapter = _enable_adapter(model, recipe)
+    handles, loss = _enable_in_forward(model, recipe, plan, host_memory)
+    streaming = None
+    if recipe.offload.parameters == "stream":
+        streaming = enable_parameter_streaming(
+            model,
+            recipe.offload,
+            device=runtime.device,
+            host=host_memory,
+            trained=adapter is None,
+            loss=loss,
+        )
+    optimizer = create_optimizer(
+        model,
+        recipe.optimizer,
+        learning_rate=recipe.training.learning_rate,
+        seed=recipe.training.seed,
     )
-    lost_updates = None
-    if model.dtype.itemsize < 4:
-        lost_updates = enable_lost_update_meter(optimizer)
-        handles.append(lost_updates)
+    with contextlib.nullcontext() if streaming is None else streaming.at_rest():
+        handles += _place_optimizer_state(optimizer, recipe, host_memory)
+    if streaming is not None:
+        handles.append(
+            streaming
+        )  # goes before the state comes back: to the weights' side, which is then the host
+    if recipe.accumulation.dtype == "float32" and recipe.training.gradient_accumulation_steps > 1:
+        takes_float32 = isinstance(optimizer, ChunkedOptimizer)
+        handles.append(enable_float32_accumulation(optimizer, takes_float32=takes_float32))
+    scheduler = _scheduler(optimizer, recipe.training, num_training_steps)
+    lost_updates = enable_lost_update_meter(optimizer) if may_lose_updates(optimizer) else None
+    in_backward = _enable_in_backward(optimizer, recipe, runtime.device, host_memory)
+    if streaming is not None and in_backward is not None:
+        streaming.update_with(in_backward)
+    handles += [handle for handle in (lost_updates, in_backward) if handle is not None]
     prepared_model, prepared_optimizer = runtime.prepare(model, optimizer)
     _log_size(model)
     return Session(
         model=prepared_model,
         unwrapped_model=model,
+        adapter=adapter,
         optimizer=prepared_optimizer,
         unwrapped_optimizer=optimizer,
         scheduler=scheduler,
         runtime=runtime,
         max_grad_norm=recipe.training.max_grad_norm,
-        chunked_loss=recipe.loss.chunk_tokens is not None,
+        chunked_loss=loss is not None,
         lost_updates=lost_updates,
         handles=tuple(handles),
+        host_memory=host_memory,
+        vertical=recipe.accumulation.order == "vertical",
+        in_backward=in_backward,
+        streaming=streaming,
+    )
+
+
+def _enable_adapter(model: PreTrainedModel, recipe: Recipe) -> Lora | None:
+    if recipe.adapter.name == "none":
+        return None
+    base_name = hub_id_of(recipe.model.name_or_path or "")
+    return enable_lora(model, recipe.adapter, base_name=base_name, base_revision=recipe.model.revision)
+
+
+def _enable_in_forward(
+    model: PreTrainedModel, recipe: Recipe, plan: Plan, host_memory: HostMemory
+) -> tuple[list[Handle], ChunkedLoss | None]:
+    """What changes the way through the layers, from the inside out, and then the loss."""
+    handles: list[Handle] = []
+    if recipe.tiling.mlp > 1:
+        handles.append(enable_tiled_mlp(model, recipe.tiling))
+    if recipe.checkpointing.mode != "none":
+        handles.append(enable_checkpointing(model, recipe.checkpointing))
+    if recipe.offload.activations != "none":
+        handles.append(enable_activation_offload(model, recipe.offload, host_memory))
+    if recipe.accumulation.order == "vertical":
+        handles.append(enable_vertical_accumulation(model, _rows_per_micro_batch(recipe, plan)))
+    if recipe.loss.chunk_tokens is None:
+        _refuse_mean_of_means(model)
+        return handles, None
+    loss = enable_chunked_loss(model, recipe.loss, recipe.tiling)
+    assert isinstance(loss, ChunkedLoss), "there is a chunk size"
+    return [*handles, loss], loss
+
+
+def _place_optimizer_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory) -> list[Handle]:
+    """Allocate the state where it will wait; bitsandbytes' optimizers do it in their first step."""
+    if not isinstance(optimizer, ChunkedOptimizer):
+        return []
+    on_host = recipe.offload.optimizer == "host"
+    handles: list[Handle] = [enable_optimizer_offload(optimizer, host_memory)] if on_host else []
+    optimizer.allocate_state()
+    return handles
+
+
+def _scheduler(optimizer: Optimizer, config: TrainingConfig, num_training_steps: int) -> LRScheduler:
+    return get_scheduler(
+        config.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=num_warmup_steps(config, num_training_steps),
+        num_training_steps=num_training_steps,
+        scheduler_specific_kwargs=config.lr_scheduler_kwargs,
+    )
+
+
+def _enable_in_backward(
+    optimizer: Optimizer, recipe: Recipe, device: torch.device, host_memory: HostMemory
+) -> InBackward | None:
+    if not recipe.optimizer.in_backward:
+        return None
+    assert isinstance(optimizer, ChunkedOptimizer), "the recipe's rules refuse others"
+    return enable_optimizer_in_backward(
+        optimizer,
+        device=device,
+        max_grad_norm=recipe.training.max_grad_norm,
+        memory=host_memory if recipe.offload.optimizer == "host" else None,
     )
 
 
@@ -151,6 +286,12 @@ def num_warmup_steps(config: TrainingConfig, num_training_steps: int) -> int:
     if config.warmup_steps >= 1:
         return int(config.warmup_steps)
     return -int(-config.warmup_steps * num_training_steps // 1)
+
+
+def _rows_per_micro_batch(recipe: Recipe, plan: Plan) -> int:
+    """As the collator lays them out: for flash attention the documents of packed rows lie end to end in one."""
+    in_one_row = recipe.data.packing and "flash" in plan.attention.implementation
+    return 1 if in_one_row else recipe.training.per_device_train_batch_size
 
 
 def _refuse_mean_of_means(model: PreTrainedModel) -> None:
@@ -168,7 +309,7 @@ def _refuse_mean_of_means(model: PreTrainedModel) -> None:
 
 
 def _log_size(model: nn.Module) -> None:
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(map(logical_numel, model.parameters()))
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
         "%s: %s parameters, %s of them trainable.", type(model).__name__, f"{total:,}", f"{trainable:,}"

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or not there, and that continue bit for bit.
 
-``checkpoint-N/`` is an ordinary model folder (weights as safetensors, config, tokenizer) with the rest of the run
-beside it: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written last, ``checkpoint.json``: the
-progress, every number that is no tensor, and the size of every file. No pickle anywhere.
+``checkpoint-N/`` is an ordinary model folder (weights as safetensors, config, tokenizer; of adapters PEFT's files and
+the tokenizer) with the rest of the run beside it: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written
+last, ``checkpoint.json``: the progress, every number that is no tensor, and the size of every file. No pickle anywhere.
 
 The main process alone writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. A folder without
 a ``checkpoint.json`` that matches its files is never picked up, and an older checkpoint is deleted only after the newer
@@ -16,20 +16,19 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data import DataPosition
 from lowmem_ft.errors import CheckpointError
-from lowmem_ft.models import save_model
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
 from lowmem_ft.training.durable import whole_folder
 from lowmem_ft.training.random_state import export_random_state, import_random_state
@@ -83,6 +82,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: if it cannot be written, the disk being full for one; earlier checkpoints are untouched.
     """
+    session.flush()
     folder = output_dir / f"checkpoint-{progress.step}"
     random_states = runtime.gather([export_random_state(runtime.device)])
     with runtime.failing_together():
@@ -90,7 +90,7 @@ def save_checkpoint(
             with explaining_write_errors(folder), whole_folder(folder) as partial:
                 for process_index, state in enumerate(random_states):
                     _write_json(partial / _random_state_file(process_index), state)
-                save_model(session.unwrapped_model, tokenizer, partial)
+                session.save(tokenizer, partial)
                 optimizer_scalars = _save_optimizer(session, partial)
                 _write_manifest(partial, runtime, progress, optimizer_scalars)
     return folder
@@ -119,20 +119,24 @@ def read_progress(folder: Path) -> Progress:
 
 
 def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) -> None:
-    """Restore all but the weights (the model was built from ``folder``): optimizer, schedule, loss scale, random state.
+    """Restore adapters, optimizer, schedule, loss scale and random state; the model itself was built from ``folder``.
 
     The learning rate goes on at the checkpoint's step of the *present* recipe's schedule, so that a run can be made
     longer or be given another rate.
 
     Raises:
-        CheckpointError: if the optimizer's state is not this run's.
+        CheckpointError: if the adapters or the optimizer's state are not this run's.
     """
     manifest = read_manifest(folder)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("optimizer-*.safetensors")):
-        tensors.update(load_file(file))
-    state = OptimizerState(tensors=tensors, scalars=manifest["optimizer"])
-    import_optimizer_state(session.unwrapped_optimizer, session.unwrapped_model.named_parameters(), state)
+    if session.adapter is not None:
+        session.adapter.load(folder)
+    state = OptimizerState(
+        tensors=_TensorsOfFiles(sorted(folder.glob("optimizer-*.safetensors"))), scalars=manifest["optimizer"]
+    )
+    weights = _TensorsOfFiles(sorted(folder.glob("model*.safetensors")))
+    named_parameters = session.unwrapped_model.named_parameters()
+    with session.at_rest():
+        import_optimizer_state(session.unwrapped_optimizer, named_parameters, state, weights.get)
     progress = manifest["progress"]
     _go_on_with_schedule(session.scheduler, progress["step"] - progress["skipped_steps"])
     if runtime.accelerator.scaler is not None and manifest["loss_scaler"]:
@@ -211,6 +215,25 @@ def checkpoints_after(output_dir: Path, step: int) -> list[Path]:
     ]
 
 
+class _TensorsOfFiles(Mapping[str, torch.Tensor]):
+    """The tensors of safetensors files by name, each read when it is asked for and not kept."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files: dict[str, Any] = {}
+        for file in files:
+            opened: Any = safe_open(file, framework="pt", backend="pread")
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
 def _is_complete(folder: Path) -> bool:
     try:
         read_manifest(folder)
@@ -241,7 +264,7 @@ def _save_optimizer(session: Session, folder: Path) -> dict[str, Any]:
     return state.scalars
 
 
-def _shards(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors.items():

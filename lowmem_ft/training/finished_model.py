@@ -6,22 +6,22 @@ import logging
 
 import torch
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.models import save_model
-from lowmem_ft.models.architecture import hub_id_of
+from lowmem_ft.models import hub_id_of
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.training.checkpoint import explaining_write_errors
 from lowmem_ft.training.durable import whole_folder
 from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.hub_upload import upload_model
 from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.session import Session
 
 logger = logging.getLogger(__name__)
 
 
 def save_finished_model(
-    model: PreTrainedModel,
+    session: Session,
     tokenizer: PreTrainedTokenizerBase,
     folder: RunFolder,
     recipe: Recipe,
@@ -40,9 +40,17 @@ def save_finished_model(
     target = folder.model_folder
     card = model_card(recipe, steps=steps, tokens=tokens, loss=loss, evaluation=evaluation)
     with explaining_write_errors(target), whole_folder(target) as partial:
-        save_model(model, tokenizer, partial)
+        session.save(tokenizer, partial)
         (partial / "README.md").write_text(card, "utf-8")
-    logger.info("The model is in %s; from_pretrained loads it.", target)
+    if session.adapter is None:
+        logger.info("The model is in %s; from_pretrained loads it.", target)
+    else:
+        logger.info(
+            "The adapter is in %s; peft.AutoPeftModelForCausalLM loads it with its base, `lowmem-ft merge %s OUT_DIR` "
+            "adds it to the base.",
+            target,
+            target,
+        )
     if recipe.training.push_to_hub:
         upload_model(target, recipe.training, default_name=folder.path.name)
 
@@ -58,15 +66,17 @@ def model_card(
         results["held-out loss"] = f"{evaluation.loss:.4f}"
         results["held-out perplexity"] = f"{evaluation.perplexity:.2f}"
     rows = "\n".join(f"| {name} | {value} |" for name, value in results.items())
+    is_adapter = recipe.adapter.name != "none"
+    library, what = ("peft", "LoRA adapters fine-tuned") if is_adapter else ("transformers", "Fine-tuned")
     return f"""---
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-generation
 tags: [lowmem_ft]
 {_base_model_line(recipe)}---
 
 # {recipe.name}
 
-Fine-tuned from `{recipe.model.name_or_path}` on `{recipe.data.path}` with lowmem_ft, torch {torch.__version__} and
+{what} from `{recipe.model.name_or_path}` on `{recipe.data.path}` with lowmem_ft, torch {torch.__version__} and
 transformers {transformers.__version__}.
 
 | result | |

@@ -29,6 +29,7 @@ from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.checkpoint import (
     Progress,
     delete_old_checkpoints,
+    find_checkpoint,
     load_checkpoint,
     read_progress,
     save_checkpoint,
@@ -210,6 +211,8 @@ class TrainingRun:
         if result.applied:
             self.progress.skipped_in_a_row = 0
             return
+        if self.session.in_backward is not None and self.session.in_backward.updates_at_once:
+            self._refuse_half_a_step(result, sample_ids)
         self.progress.skipped_steps += 1
         if result.overflow:
             logger.info(
@@ -231,6 +234,19 @@ class TrainingRun:
                 f"last at step {self.progress.step}. The weights are as they were before. Lower "
                 "training.learning_rate, look at the examples named above, or compute in float32."
             )
+
+    def _refuse_half_a_step(self, result: StepResult, sample_ids: list[int]) -> None:
+        """Weights that were updated before the step turned out not to be finite cannot be brought back."""
+        checkpoint = find_checkpoint(self.folder.path)
+        way_back = (
+            "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
+        )
+        raise UserError(
+            f"Step {self.progress.step} was not finite (loss {float(result.loss)}, gradient norm "
+            f"{float(result.grad_norm)}; examples {sorted(sample_ids)}), and without clipping optimizer.in_backward "
+            f"had updated part of the weights by then: {way_back}. Set training.max_grad_norm, with which such a step "
+            "is skipped as a whole, or optimizer.in_backward=false."
+        )
 
     def _evaluate_if_due(self) -> None:
         """Unless the run was interrupted after this very evaluation; the last one is not made here."""
@@ -308,7 +324,7 @@ class TrainingRun:
         with self.runtime.failing_together():
             if self.runtime.is_main:
                 save_finished_model(
-                    self.session.unwrapped_model,
+                    self.session,
                     self.tokenizer,
                     self.folder,
                     self.recipe,

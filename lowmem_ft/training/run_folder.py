@@ -174,14 +174,19 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
 
 
 _MAY_CHANGE = re.compile(
-    r"name|description|data\.(path|num_proc|eval_path|eval_split)|model\.(?!dtype)\w+"
-    r"|training\.(?!seed)\w+|(checkpointing|loss|budget)\.\w+"
+    r"name|description|data\.(path|num_proc|eval_path|eval_split)|model\.(?!quantization)\w+"
+    r"|training\.(?!seed)\w+|optimizer\.(state|master|in_backward)"
+    r"|(checkpointing|offload|accumulation|loss|tiling|budget)\.\w+"
 )
 """Settings that a run can go on with; others decide what its data, its weights and its optimizer's state mean.
 
+State is read into other formats, exactly where both hold float32 weights in full (``optimizers/state_conversion.py``).
 Paths may change, as a run moves to another machine: model and tokenizer come from the checkpoint, and other data is
 noticed by its size.
 """
+
+_DECIDES_THE_BASE = re.compile(r"model\.(weights|revision|gguf_file)")
+"""Settings that a run of adapters cannot go on without: its checkpoints do not hold the model."""
 
 _OF_THE_CALL = {
     f"training.{name}" for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
@@ -199,7 +204,7 @@ def _compare_recipes(recipe: Recipe, run: Path) -> None:
         for name, value in present.items()
         if value != saved.get(name) and name not in _OF_THE_CALL
     }
-    refused = [text for name, text in changed.items() if not _MAY_CHANGE.fullmatch(name)]
+    refused = [text for name, text in changed.items() if not _may_change(name, recipe)]
     if refused:
         raise CheckpointError(
             f"{run} holds a run of another recipe ({'; '.join(refused)}), which this one cannot continue. "
@@ -207,6 +212,12 @@ def _compare_recipes(recipe: Recipe, run: Path) -> None:
         )
     if changed:
         logger.warning("Going on with other settings: %s.", "; ".join(changed.values()))
+
+
+def _may_change(name: str, recipe: Recipe) -> bool:
+    if recipe.adapter.name != "none" and _DECIDES_THE_BASE.fullmatch(name):
+        return False
+    return _MAY_CHANGE.fullmatch(name) is not None
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:

@@ -29,9 +29,14 @@ from accelerate.utils import (
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lowmem_ft.budget import Budget
 from lowmem_ft.errors import MissingPackageError, UserError
+from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import ModelConfig, load_model
 from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.techniques.gradient_norm import clip_grad_norm
+from lowmem_ft.training.loss_scaling import unscale
+from lowmem_ft.units import parse_bytes
 
 
 class Runtime(Protocol):
@@ -41,9 +46,19 @@ class Runtime(Protocol):
     num_processes: int
 
     def load_model(
-        self, config: ModelConfig, hf_config: PretrainedConfig, *, attn_implementation: str, seed: int
+        self,
+        config: ModelConfig,
+        hf_config: PretrainedConfig,
+        *,
+        attn_implementation: str,
+        seed: int,
+        on_host: bool = False,
     ) -> PreTrainedModel:
-        """The model on the device, its weights read from the checkpoint or, on a virtual device, only sized."""
+        """The model on the device or the host, its weights read from the checkpoint or, in a trace, only sized."""
+        ...
+
+    def host_memory(self, budget: Budget) -> HostMemory:
+        """Where tensors of the device wait; on a virtual device it has no end."""
         ...
 
     def prepare(
@@ -68,6 +83,10 @@ class Runtime(Protocol):
         """Unscale the gradients, scale them to ``max_norm`` if their global norm is above it; the norm before that."""
         ...
 
+    def unscale(self, values: torch.Tensor) -> None:
+        """Divide what came from gradients by the fp16 loss scale, in place; see ``training/loss_scaling.py``."""
+        ...
+
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over all processes, element by element."""
         ...
@@ -82,6 +101,10 @@ class Runtime(Protocol):
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
         """Step if the gradients are finite; else leave the weights alone and lower the loss scale, if there is one."""
+        ...
+
+    def update_loss_scale(self) -> None:
+        """End a step that :meth:`unscale` has seen the gradients of, and :meth:`update_weights` has not."""
         ...
 
 
@@ -131,19 +154,38 @@ class AccelerateRuntime:
         return AccelerateRuntime(accelerator)
 
     def load_model(
-        self, config: ModelConfig, hf_config: PretrainedConfig, *, attn_implementation: str, seed: int
+        self,
+        config: ModelConfig,
+        hf_config: PretrainedConfig,
+        *,
+        attn_implementation: str,
+        seed: int,
+        on_host: bool = False,
     ) -> PreTrainedModel:
-        """Read the weights straight to the device; see :func:`lowmem_ft.models.load_model`."""
+        """Read the weights straight to where they go; see :func:`lowmem_ft.models.load_model`."""
         return load_model(
-            config, hf_config, attn_implementation=attn_implementation, device=self.device, seed=seed
+            config,
+            hf_config,
+            attn_implementation=attn_implementation,
+            device=torch.device("cpu") if on_host else self.device,
+            seed=seed,
+            mixed_precision=self.accelerator.mixed_precision,
         )
+
+    def host_memory(self, budget: Budget) -> HostMemory:
+        """What the machine, its container and ``budget.host`` leave."""
+        budget_bytes = None if budget.host is None else parse_bytes(budget.host)
+        return HostMemory(self.device, budget_bytes=budget_bytes)
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap the model for data parallelism and the optimizer for loss scaling, where the run needs them."""
         own_forward = {name: value for name, value in vars(model).items() if name == "forward"}
-        prepared_model, prepared_optimizer = self.accelerator.prepare(model, optimizer)
+        # Weights and state are where they belong, on the host some of them.
+        prepared_model, prepared_optimizer = self.accelerator.prepare(
+            model, optimizer, device_placement=[False, False]
+        )
         # Under mixed precision Accelerate wraps the model's forward, and its wrapper copies all outputs to fp32, logits
         # too: 4 bytes for each of vocab * tokens. The step opens autocast itself, so the wrapper goes.
         for name in ("forward", "_original_forward"):
@@ -164,10 +206,14 @@ class AccelerateRuntime:
         self.accelerator.backward(loss)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Accelerate's ``clip_grad_norm_``, which unscales fp16 gradients first."""
-        norm = self.accelerator.clip_grad_norm_(parameters, max_norm)
-        assert norm is not None  # only DeepSpeed returns None, and create() refuses it
-        return norm
+        """Unscales fp16 gradients, then :func:`lowmem_ft.techniques.gradient_norm.clip_grad_norm`."""
+        self.accelerator.unscale_gradients()
+        return clip_grad_norm(parameters, max_norm)
+
+    def unscale(self, values: torch.Tensor) -> None:
+        """By Accelerate's ``GradScaler``, where there is one."""
+        if self.accelerator.scaler is not None:
+            unscale(self.accelerator.scaler, values)
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """All-reduce, or the value itself in a single process."""
@@ -188,7 +234,12 @@ class AccelerateRuntime:
         """Step; under fp16 and not finite, the scaler alone moves on from what it found while unscaling."""
         if finite:
             optimizer.step()
-        elif self.accelerator.scaler is not None:
+        else:
+            self.update_loss_scale()
+
+    def update_loss_scale(self) -> None:
+        """By what the scaler found while unscaling."""
+        if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()
 
     def any_process(self, flag: bool) -> bool:

@@ -7,13 +7,12 @@ token by how short its micro-batch happens to be.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lowmem_ft.data import Batch
+from lowmem_ft.data import Batch, merged
 from lowmem_ft.training.session import Session
 
 
@@ -25,7 +24,7 @@ class StepResult:
         loss: mean negative log-likelihood over the window's label tokens, in nats; 0-d, fp32.
         grad_norm: global gradient norm before clipping; 0-d.
         num_tokens: tokens of the window that are not padding, in all processes.
-        applied: False if the weights were left alone.
+        applied: False if the step was not finite, and the weights were left alone.
         overflow: True if only the fp16 loss scale can be to blame, which has been lowered by now.
     """
 
@@ -39,16 +38,20 @@ class StepResult:
 def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     """Forward and backward over every micro-batch, clip, update the weights, advance the schedule.
 
-    A non-finite loss or gradient norm leaves weights, optimizer state and schedule as they were.
+    A non-finite loss or gradient norm leaves weights, optimizer state and schedule as they were, except where weights
+    are updated in backward without clipping (``Session.in_backward``).
 
     Args:
         session: model, optimizer, schedule and surroundings; changed in place.
-        window: this process's micro-batches; every process passes equally many.
+        window: this process's micro-batches; every process passes equally many. In vertical order the model gets all of
+            them at once, and its layers take them one after the other.
 
     Returns:
         The result; equal in all processes.
     """
     runtime = session.runtime
+    if session.vertical:
+        window = [merged(window)]
     num_label_tokens, num_tokens = _count_tokens(session, window)
     loss = torch.zeros((), dtype=torch.float32, device=runtime.device)
     for index, batch in enumerate(window):
@@ -58,11 +61,10 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
             runtime.backward(micro_loss * runtime.num_processes)
         loss += micro_loss.detach()
     loss = runtime.sum_over_processes(loss)
-    max_norm = math.inf if session.max_grad_norm is None else session.max_grad_norm
-    grad_norm = runtime.clip_grad_norm(session.trainable_parameters(), max_norm)
+    grad_norm = session.clip_grad_norm()
     finite = runtime.is_finite(loss + grad_norm)
     overflow = not finite and runtime.is_finite(loss) and runtime.loss_scale_may_overflow()
-    runtime.update_weights(session.optimizer, finite=finite)
+    session.update_weights(finite=finite)
     if finite:
         session.scheduler.step()
     session.optimizer.zero_grad()
@@ -93,6 +95,8 @@ def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
 
 def _forward(session: Session, batch: Batch, num_items: int) -> torch.Tensor:
     """The micro-batch's summed loss divided by ``num_items``."""
+    if session.streaming is not None:
+        session.streaming.expect(batch.input_ids_BT)
     batch = batch.to(session.runtime.device)
     inputs = dict(batch.model_inputs(), labels=batch.labels_BT, use_cache=False, num_items_in_batch=num_items)
     if session.chunked_loss:

@@ -7,10 +7,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_ft.optimizers.config import OWN_OPTIMIZERS
 from lowmem_ft.recipe import Recipe
+
+CHUNK_TOKENS = 1024
 
 SHORTEST_LENGTH = 512
 """Tokens of a row below which no suggestion goes."""
+
+LONG_ROWS = 2048
+"""Tokens of a row from which an MLP's activations are worth pieces."""
+
+Settings = dict[str, Any]
+"""New values by dotted key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +37,10 @@ class WayOut:
     @property
     def overrides(self) -> tuple[str, ...]:
         """The settings as they are typed."""
-        return tuple(f"{key}={value}" for key, value in self.settings.items())
+        return tuple(
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in self.settings.items()
+        )
 
     @property
     def overrides_text(self) -> str:
@@ -47,44 +59,134 @@ class WayOut:
 def ways_out_of(recipe: Recipe) -> Iterator[WayOut]:
     """Changes that need less device memory, from no cost in time or fidelity to the most.
 
+    Each brings along what it needs (``optimizer.in_backward``, say, the checkpointing of every layer), so that it works
+    alone as well as after any of those before it; of two values for one key the later counts.
+
     Args:
         recipe: changes it has made already are not suggested again.
 
     Yields:
-        The changes; each can be combined with those before it.
+        The changes.
     """
+    yield from _at_no_cost(recipe)
+    yield from _for_time(recipe)
+    if recipe.adapter.name == "none":
+        yield from _of_the_optimizer(recipe)
+    yield from _over_the_host_link(recipe)
+    yield from _with_other_mathematics(recipe)
+
+
+def _at_no_cost(recipe: Recipe) -> Iterator[WayOut]:
+    """The same mathematics as fast, at most in other types; what the types lose is kept beside the weights."""
     training = recipe.training
     if recipe.loss.chunk_tokens is None:
-        yield WayOut(settings={"loss.chunk_tokens": 1024}, why="keeps no logits")
+        yield WayOut(settings={"loss.chunk_tokens": CHUNK_TOKENS}, why="keeps no logits")
     if training.per_device_train_batch_size > 1:
-        accumulated = training.per_device_train_batch_size * training.gradient_accumulation_steps
         yield WayOut(
             settings={
                 "training.per_device_train_batch_size": 1,
-                "training.gradient_accumulation_steps": accumulated,
+                "training.gradient_accumulation_steps": _rows_per_step(recipe),
+                **(_finished_gradients(recipe) if recipe.optimizer.in_backward else {}),
             },
             why="the same mathematics in smaller pieces",
         )
     if training.mixed_precision == "no" and recipe.model.dtype == "float32":
         yield WayOut(settings={"training.mixed_precision": "bf16"}, why="about half of the activations")
-    if recipe.checkpointing.mode == "none":
+    if training.mixed_precision == "fp16":  # whoever scales the loss has no bfloat16, or does without
+        return
+    if recipe.adapter.name != "none" and recipe.model.dtype != "bfloat16":
+        yield WayOut(settings={"model.dtype": "bfloat16"}, why="2 of 4 bytes a frozen weight")
+    if recipe.adapter.name == "none" and _master_bytes(recipe) > 2:
         yield WayOut(
-            settings={"checkpointing.mode": "full"},
+            settings=_bfloat16_with_master(recipe, "split16"),
+            why="float32 weights in two halves: gradients and products take one, master keeps the other",
+        )
+
+
+def _for_time(recipe: Recipe) -> Iterator[WayOut]:
+    """The same numbers, some of them computed again or in smaller pieces."""
+    config = recipe.checkpointing
+    if config.mode == "none":
+        yield WayOut(
+            settings=_every_layer(recipe),
             why="the activations inside the layers, for a second forward pass",
         )
-    elif recipe.checkpointing.every_n_layers != 1 or recipe.checkpointing.skip_last_layers != 0:
+    elif _every_layer(recipe):
+        yield WayOut(settings=_every_layer(recipe), why="every layer is recomputed")
+    if config.mode == "selective":
         yield WayOut(
-            settings={"checkpointing.every_n_layers": 1, "checkpointing.skip_last_layers": 0},
-            why="every layer is recomputed",
+            settings={"checkpointing.mode": "full"}, why="the attention's outputs, which are computed again"
         )
-    if recipe.optimizer.name == "adamw":
+    length = recipe.data.max_length
+    may_be_tiled = recipe.model.quantization != "int8" and (length is None or length >= LONG_ROWS)
+    if recipe.tiling.mlp == 1 and may_be_tiled:
+        yield WayOut(settings={"tiling.mlp": 4}, why="3 of 4 of the activations inside the MLP of a layer")
+    if recipe.tiling.head == 1:
         yield WayOut(
-            settings={"optimizer.name": "adamw_bnb_8bit"}, why="6 of AdamW's 8 state bytes a parameter"
+            settings={"loss.chunk_tokens": recipe.loss.chunk_tokens or CHUNK_TOKENS, "tiling.head": 8},
+            why="what the head holds for its logits, which are computed twice",
         )
-    if not recipe.optimizer.name.startswith("paged"):
+
+
+def _of_the_optimizer(recipe: Recipe) -> Iterator[WayOut]:
+    """What lies beside trained weights: gradients, averages, and the lower bits of the weights themselves."""
+    optimizer, training = recipe.optimizer, recipe.training
+    if not optimizer.in_backward and _may_step_in_backward(recipe):
         yield WayOut(
-            settings={"optimizer.name": "paged_adamw_8bit"},
-            why="state moves to the host when the device is full",
+            settings=_in_backward(recipe),
+            why="gradients are spent as backward finishes them; with max_grad_norm they wait in the weights' type",
+        )
+    has_averages = optimizer.name != "adafactor" and optimizer.momentum != 0
+    if has_averages and optimizer.state != "8bit" and not optimizer.name.endswith("8bit"):
+        yield WayOut(
+            settings={**_own_optimizer(recipe), "optimizer.state": "8bit"},
+            why="6 of AdamW's 8 state bytes a parameter; averages are rounded, without bias",
+        )
+    if training.mixed_precision != "fp16" and _master_bytes(recipe) > 1:
+        yield WayOut(
+            settings=_bfloat16_with_master(recipe, "split24"),
+            why="1 of the 2 bytes beside a bfloat16 weight; 24 of 32 bits stay, without bias",
+        )
+
+
+def _over_the_host_link(recipe: Recipe) -> Iterator[WayOut]:
+    """What waits in host memory."""
+    offload, trained = recipe.offload, recipe.adapter.name == "none"
+    if offload.activations == "none":
+        yield WayOut(
+            settings={**_every_layer(recipe), "offload.activations": "inputs"},
+            why="the inputs of checkpointed layers wait on the host",
+        )
+    if trained and offload.optimizer == "device":
+        yield WayOut(
+            settings={**_own_optimizer(recipe), "offload.optimizer": "host"},
+            why="state and master wait on the host, and cross PCIe twice a step",
+        )
+    if offload.parameters == "device" and (not trained or _may_stream(recipe)):
+        yield WayOut(
+            settings={**(_streamed(recipe) if trained else {}), "offload.parameters": "stream"},
+            why="all weights but two layers, which visit the device in turn",
+        )
+    elif offload.resident_layers > 0:
+        yield WayOut(settings={"offload.resident_layers": 0}, why="every layer's weights visit the device")
+
+
+def _with_other_mathematics(recipe: Recipe) -> Iterator[WayOut]:
+    """Another model, or other data."""
+    frozen: Settings = {}
+    if recipe.adapter.name == "none":
+        frozen = {"adapter.name": "lora", "optimizer.master": "fp32"}
+        if recipe.training.mixed_precision != "fp16":
+            frozen |= {"model.dtype": "bfloat16", "training.mixed_precision": "bf16"}
+        yield WayOut(
+            settings=frozen,
+            why="gradients and state of all but low-rank adapters; wants a higher learning rate",
+        )
+    is_gguf = bool(recipe.model.gguf_file) or (recipe.model.name_or_path or "").endswith(".gguf")
+    if recipe.model.quantization == "none" and not is_gguf:
+        yield WayOut(
+            settings={**frozen, "model.quantization": "nf4"},
+            why="1.5 of 2 bytes a frozen weight, which is rounded and unpacked anew for each use",
         )
     length = recipe.data.max_length
     if length is None or length > SHORTEST_LENGTH:
@@ -93,8 +195,75 @@ def ways_out_of(recipe: Recipe) -> Iterator[WayOut]:
             settings={"data.max_length": shorter},
             why="activations grow with the length of rows; cuts examples",
         )
-    if recipe.model.dtype == "float32" and training.mixed_precision != "fp16":
-        yield WayOut(
-            settings={"model.dtype": "bfloat16"},
-            why="2 bytes a weight and 2 a gradient; small updates round away, and the run counts them",
-        )
+
+
+def _rows_per_step(recipe: Recipe) -> int:
+    return recipe.training.per_device_train_batch_size * recipe.training.gradient_accumulation_steps
+
+
+def _every_layer(recipe: Recipe) -> Settings:
+    """What checkpoints every layer; empty if it is so."""
+    config = recipe.checkpointing
+    if config.mode == "none":
+        return {"checkpointing.mode": "full"}
+    if (config.every_n_layers, config.skip_last_layers) == (1, 0):
+        return {}
+    return {"checkpointing.every_n_layers": 1, "checkpointing.skip_last_layers": 0}
+
+
+def _own_optimizer(recipe: Recipe) -> Settings:
+    """Ours in place of bitsandbytes', with state of the same size, which alone has the formats and the hooks."""
+    optimizer = recipe.optimizer
+    if optimizer.name in OWN_OPTIMIZERS:
+        return {}
+    own: Settings = {"optimizer.name": "lion" if "lion" in optimizer.name else "adamw"}
+    if optimizer.name.endswith("8bit"):
+        own["optimizer.state"] = "8bit"
+    if recipe.model.dtype == "bfloat16" and recipe.adapter.name == "none":
+        own["optimizer.master"] = "split16"
+    return own
+
+
+def _master_bytes(recipe: Recipe) -> int:
+    """Bytes beside 16 bits of a trained weight: float32 weights count as bfloat16 ones with a whole copy."""
+    if recipe.model.dtype != "bfloat16":
+        return 4 if recipe.optimizer.master == "fp32" else 2
+    if recipe.optimizer.name not in OWN_OPTIMIZERS:
+        return 0
+    return {"fp32": 4, "split16": 2, "split24": 1}.get(recipe.optimizer.master, 0)
+
+
+def _bfloat16_with_master(recipe: Recipe, master: str) -> Settings:
+    """Without autocast: weights and products are bfloat16 already."""
+    settings = {**_own_optimizer(recipe), "optimizer.master": master}
+    if recipe.model.dtype != "bfloat16":
+        settings |= {"model.dtype": "bfloat16", "training.mixed_precision": "no"}
+    return settings
+
+
+def _may_step_in_backward(recipe: Recipe) -> bool:
+    """A loss scale has to be known to fit first: while the weights wait for the norm."""
+    return recipe.training.mixed_precision != "fp16" or recipe.training.max_grad_norm is not None
+
+
+def _finished_gradients(recipe: Recipe) -> Settings:
+    """One gradient of a weight a step: those of several micro-batches are summed in vertical order."""
+    if _rows_per_step(recipe) == 1 or recipe.accumulation.order == "vertical":
+        return {}
+    return {**_every_layer(recipe), "accumulation.order": "vertical"}
+
+
+def _in_backward(recipe: Recipe) -> Settings:
+    if recipe.optimizer.in_backward:
+        return {}
+    return {**_own_optimizer(recipe), **_finished_gradients(recipe), "optimizer.in_backward": True}
+
+
+def _may_stream(recipe: Recipe) -> bool:
+    return recipe.training.mixed_precision != "fp16" and recipe.optimizer.name != "adafactor"
+
+
+def _streamed(recipe: Recipe) -> Settings:
+    """What trained weights need that are on the device for a moment only."""
+    on_host = {} if recipe.offload.optimizer == "host" else {"offload.optimizer": "host"}
+    return {**_own_optimizer(recipe), **_every_layer(recipe), **_in_backward(recipe), **on_host}

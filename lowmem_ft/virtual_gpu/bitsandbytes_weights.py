@@ -5,8 +5,8 @@ Nothing here imports bitsandbytes: layers of it exist only where the program has
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-
-from lowmem_ft.virtual_gpu.device import DEVICE_TYPE
 
 
 def place_bitsandbytes(module: nn.Module, device: torch.device) -> list[Tensor]:
@@ -38,12 +36,6 @@ def place_bitsandbytes(module: nn.Module, device: torch.device) -> list[Tensor]:
     if isinstance(weight, bitsandbytes.nn.Int8Params) and not weight.has_fp16_weights:
         return _place_int8(bitsandbytes.functional, module, weight, device)
     return []
-
-
-def logical_numel(parameter: Tensor) -> int:
-    """How many weights a parameter stands for: a byte of a 4-bit one holds two."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def statistics_of(parameter: Tensor) -> list[Tensor]:
@@ -107,11 +99,16 @@ def _quantized(functional: Any, weight: Any, values: Tensor) -> Any:
 @torch.no_grad()
 def _place_int8(functional: Any, module: nn.Module, weight: Any, device: torch.device) -> list[Tensor]:
     values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    module._parameters["weight"] = parameter = _quantized_to_8bit(functional, weight, values)
+    return [parameter.SCB]
+
+
+def _quantized_to_8bit(functional: Any, weight: Any, values: Tensor) -> Any:
+    """An 8-bit parameter like ``weight``, made from values on the virtual device."""
     rows, scales, _ = functional.int8_vectorwise_quant(values.to(torch.float16))
     parameter = _fake_parameter(rows, like=weight)
     parameter.CB, parameter.SCB = rows, scales
-    module._parameters["weight"] = parameter
-    return [scales]
+    return parameter
 
 
 def _fake_parameter(tensor: Tensor, *, like: nn.Parameter, requires_grad: bool = False) -> Any:
@@ -127,16 +124,40 @@ def _fake_parameter(tensor: Tensor, *, like: nn.Parameter, requires_grad: bool =
 def _fake_class(parameter_class: type) -> type:
     if issubclass(parameter_class, FakeTensor):
         return parameter_class
-    methods = {"to": _to, "detach": _detach}
+    methods = {"to": _to, "detach": _detach, "__deepcopy__": _deepcopy}
     return type(parameter_class.__name__, (FakeTensor, parameter_class), methods)
 
 
 def _to(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """``to`` that makes no new parameter where nothing moves; the virtual device quantises a 4-bit one."""
+    """``to`` that makes no new parameter where nothing moves; it quantises one that holds plain values yet."""
     moved = torch.Tensor.to(self, *args, **kwargs)
-    if getattr(self, "bnb_quantized", True) or moved.device.type != DEVICE_TYPE:
+    functional = sys.modules["bitsandbytes.functional"]
+    if not self.is_floating_point() or moved.device.type == "meta" or moved.dtype != self.dtype:
         return moved
-    return _quantized(sys.modules["bitsandbytes.functional"], self, moved)
+    if hasattr(self, "bnb_quantized"):
+        return moved if self.bnb_quantized else _quantized(functional, self, moved)
+    is_from_host = self.device.type == "cpu" and not self.has_fp16_weights
+    return _quantized_to_8bit(functional, self, moved) if is_from_host else moved
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Tensor:
+    """With storages of its own: PEFT copies a 4-bit layer for DoRA."""
+    copied = _fake_parameter(
+        torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device), like=self
+    )
+    if getattr(self, "quant_state", None) is not None:
+        copied.quant_state = _copied_state(self.quant_state)
+    return copied
+
+
+def _copied_state(state: Any) -> Any:
+    copied = copy.copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor):
+            setattr(copied, name, value.clone())
+        elif isinstance(value, type(state)):
+            setattr(copied, name, _copied_state(value))
+    return copied
 
 
 def _detach(self: Any) -> Tensor:

@@ -124,8 +124,9 @@ class Clock:
         self._entries = entries
         self._is_kernel = np.array([entry.kind == "kernel" for entry in entries], dtype=bool)
         self._is_copy = np.array([entry.kind == "copy" for entry in entries], dtype=bool)
-        self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
-        self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
+        self._times = np.array([entry.times for entry in entries], dtype=np.float64)
+        self._flops = np.array([entry.flops * entry.times for entry in entries], dtype=np.float64)
+        self._bytes = np.array([entry.num_bytes * entry.times for entry in entries], dtype=np.float64)
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
         self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
 
@@ -145,7 +146,8 @@ class Clock:
         durations = np.maximum(compute, traffic) + copies
 
         main = self._busiest_stream(durations)
-        replay = _Replay(durations, main, copying=set(self._streams[self._is_copy].tolist()))
+        issue: Seconds = self._times * HOST_SECONDS_PER_OPERATOR
+        replay = _Replay(durations, issue, main, copying=set(self._streams[self._is_copy].tolist()))
         for first, last in self._runs():
             if self._is_kernel[first]:
                 replay.run_kernels(first, last, int(self._streams[first]))
@@ -207,15 +209,17 @@ class _Replay:
 
     Args:
         durations: of each entry.
+        issue: the host's part of each entry.
         main: the stream whose stalls count.
         copying: the streams that carry copies.
     """
 
-    def __init__(self, durations: Seconds, main: int, copying: set[int]) -> None:
+    def __init__(self, durations: Seconds, issue: Seconds, main: int, copying: set[int]) -> None:
         self.starts = np.zeros_like(durations)
         self.ends = np.zeros_like(durations)
         self.copy_stalls = np.zeros_like(durations)
         self._durations = durations
+        self._issue = issue
         self._main = main
         self._copying = copying
         self._host = 0.0
@@ -227,7 +231,7 @@ class _Replay:
         """Kernels that follow each other on one stream: each starts when it is issued and the one before has ended."""
         durations = self._durations[first:last]
         before = np.cumsum(durations) - durations
-        issued = self._host + HOST_SECONDS_PER_OPERATOR * np.arange(1, last - first + 1)
+        issued = self._host + np.cumsum(self._issue[first:last])
         delays = issued - before
         delays[0] = max(delays[0], self._stream_ready.get(stream, 0.0))
         starts = before + np.maximum.accumulate(delays)
@@ -253,7 +257,7 @@ class _Replay:
             self.starts[index] = self.ends[index] = self._host
 
     def _copy(self, index: int, entry: Work, ready: float) -> None:
-        self._host += HOST_SECONDS_PER_OPERATOR
+        self._host += float(self._issue[index])
         start = max(self._host, ready, self._engine_ready[entry.to_host])
         end = start + float(self._durations[index])
         self.starts[index], self.ends[index] = start, end

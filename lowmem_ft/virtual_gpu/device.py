@@ -89,6 +89,11 @@ class VirtualStream:
         self.id = next(self._ids) if stream_id is None else stream_id
         self.device = torch.device(DEVICE_TYPE, 0)
 
+    @classmethod
+    def number_from(cls, number: int) -> None:
+        """Count new streams from here."""
+        cls._ids = itertools.count(number)
+
     def wait_event(self, event: VirtualEvent) -> None:
         """Let further work on this stream wait for the event."""
         event.wait(self)

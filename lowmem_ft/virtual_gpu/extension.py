@@ -179,11 +179,11 @@ class _Cut:
         if births is None or (longer is not None and len(births) != len(longer)):
             raise NotRegularError(f"layer {at.layer} has nothing to be copied from")
         if longer is None:
-            return [self._moved(birth, None, at, extra) for birth in births]
+            return [self._moved(birth, None, ordinal, at, extra) for ordinal, birth in enumerate(births)]
         is_repeated = 0 <= at.source - self.pivot < self.layers.period
         return [
-            self._moved(birth if is_repeated else _grown(birth, by, extra), by, at, extra)
-            for birth, by in zip(births, longer, strict=True)
+            self._moved(birth if is_repeated else _grown(birth, by, extra), by, ordinal, at, extra)
+            for ordinal, (birth, by) in enumerate(zip(births, longer, strict=True))
         ]
 
     def _source(self, layer: int, extra: int) -> int:
@@ -195,7 +195,7 @@ class _Cut:
             return self.pivot + (layer - self.pivot) % period
         return layer - period * extra
 
-    def _moved(self, birth: _Birth, by: _Birth | None, at: _Turn, extra: int) -> _Birth:
+    def _moved(self, birth: _Birth, by: _Birth | None, ordinal: int, at: _Turn, extra: int) -> _Birth:
         """A birth as a layer of the extended model has it; ``by`` is the same birth in the longer trace."""
         allocation = birth.allocation
         if at.layer != at.source:
@@ -203,28 +203,39 @@ class _Cut:
             allocation = dataclasses.replace(allocation, module=module)
         dies_before = birth.dies_before
         if dies_before is not None and dies_before[1] >= 0:
-            number, dies_in, ordinal = dies_before
-            layer = self._layer_of_death(number, dies_in, at, extra)
+            number, dies_in, death_ordinal = dies_before
+            layer = self._layer_of_death(birth, ordinal, at, extra)
             is_before_repetition = 0 <= at.source < self.pivot + self.layers.period
             if (
                 is_before_repetition
                 and by
-                and by.dies_before == (number, dies_in + self.layers.period, ordinal)
+                and by.dies_before == (number, dies_in + self.layers.period, death_ordinal)
             ):
                 layer = dies_in + extra * self.layers.period  # as far from the last layer as here
-            dies_before = (number, layer, ordinal)
+            dies_before = (number, layer, death_ordinal)
         return _Birth(allocation, dies_before, birth.work)
 
-    def _layer_of_death(self, number: int, dies_in: int, at: _Turn, extra: int) -> int:
-        """The layer in whose turn a birth of the extended model dies: as far from its own as here."""
+    def _layer_of_death(self, birth: _Birth, ordinal: int, at: _Turn, extra: int) -> int:
+        """The layer in whose turn a birth of the extended model dies: as far from its own as here.
+
+        What goes at one moment for all layers, as a list of their norms does, goes so in the extended model too.
+        """
+        assert birth.dies_before is not None
+        number, dies_in, _ = birth.dies_before
         from_pass_to_pass = (
             number != at.segment
             and at.source == list(self.segments[at.segment].parts)[-1]
             and dies_in == next(iter(self.segments[number].parts))
         )
-        if at.source < 0 or from_pass_to_pass:
+        if at.source < 0 or from_pass_to_pass or self._dies_with_its_like(birth, ordinal, at):
             return self._met_first(number, dies_in, extra)
         return dies_in + at.layer - at.source
+
+    def _dies_with_its_like(self, birth: _Birth, ordinal: int, at: _Turn) -> bool:
+        """Whether the same birth of a layer one period on dies at the same moment, whoever's turn that is."""
+        parts = self.segments[at.segment].parts
+        likes = parts.get(at.source + self.layers.period) or parts.get(at.source - self.layers.period) or []
+        return ordinal < len(likes) and likes[ordinal].dies_before == birth.dies_before
 
     def _met_first(self, number: int, layer: int, extra: int) -> int:
         """The layer of the extended model that a pass meets where it meets a layer here, whoever else is meant."""

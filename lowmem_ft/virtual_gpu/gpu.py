@@ -57,6 +57,7 @@ class VirtualGPU(VirtualMachine):
                 "that block first."
             )
         backend.active = self
+        VirtualStream.number_from(1)  # two traces of one program are the same
         stack.callback(setattr, backend, "active", None)
         stack.enter_context(cuda_is_virtual(backend))
         stack.enter_context(flash_attention_2_as_on_cuda())

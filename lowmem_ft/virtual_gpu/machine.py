@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.estimate import ModelSize
+from lowmem_ft.memory.logical_size import logical_numel
+from lowmem_ft.repetition import abridged_for
 from lowmem_ft.virtual_gpu.attribution import Attribution
 from lowmem_ft.virtual_gpu.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
-from lowmem_ft.virtual_gpu.bitsandbytes_weights import logical_numel, statistics_of
+from lowmem_ft.virtual_gpu.bitsandbytes_weights import statistics_of
 from lowmem_ft.virtual_gpu.checkpoints import checkpoints_without_values
 from lowmem_ft.virtual_gpu.cuda_names import on_virtual_device
 from lowmem_ft.virtual_gpu.disguise import FakeMode, fake_tensors_in_disguise
@@ -89,18 +91,23 @@ class VirtualMachine:
         stack.enter_context(experts_as_if_real())
         stack.enter_context(bitsandbytes_on_virtual_gpu())
         stack.enter_context(self.attribution)
+        stack.enter_context(abridged_for(self.work))
         stack.enter_context(self.recorder)
 
-    def place(self, model: ModuleT) -> ModuleT:
+    def place(self, model: ModuleT, device: torch.device | None = None) -> ModuleT:
         """Put a model built on the meta device on this one, in place.
 
         Make the optimizer afterwards: it holds the parameters themselves.
+
+        Args:
+            model: any module.
+            device: the machine's device or the host beside it; None: the former.
 
         Returns:
             The model.
         """
         with self.attribution.during("load"):
-            place_module(model, self.device, self._placed)
+            place_module(model, device or self.device, self._placed)
         self.attribution.name_modules(model)
         return model
 
@@ -131,9 +138,18 @@ class VirtualMachine:
         """Say that nothing of the last optimizer step is left, so that it could begin anew."""
         self.work.mark(BETWEEN_STEPS)
 
-    def mark(self, tensor: Tensor, category: Category) -> None:
-        """Say what a tensor is for, where the machine cannot know."""
-        self.recorder.mark(tensor, category)
+    def mark(self, tensor: Tensor, category: Category, *, of: nn.Parameter | None = None) -> None:
+        """Say what a tensor is for, where the machine cannot know, and to whose module it belongs."""
+        owner = None if of is None else self.attribution.owner_of(of)
+        self.recorder.mark(tensor, category, owner)
+
+    def mark_state(self, optimizer: Optimizer) -> None:
+        """Say that what an optimizer keeps of its parameters is its state."""
+        for parameter, state in optimizer.state.items():
+            owner = self.attribution.owner_of(parameter)
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self.recorder.mark(value, "optimizer_state", owner)
 
     def trace(self, model_name: str = "") -> Trace:
         """What has been recorded so far.
@@ -184,11 +200,7 @@ class VirtualMachine:
 
     def _after_optimizer_step(self, optimizer: Optimizer) -> None:
         self.work.mark(STEP_END)
-        for parameter, state in optimizer.state.items():
-            owner = self.attribution.owner_of(parameter)
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self.recorder.mark(value, "optimizer_state", owner)
+        self.mark_state(optimizer)
 
 
 @contextlib.contextmanager

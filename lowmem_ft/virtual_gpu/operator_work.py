@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.virtual_gpu.flops import flops_of, is_free
+from lowmem_ft.virtual_gpu.format_operators import bytes_moved_by_format
 from lowmem_ft.virtual_gpu.work import Work
 
 aten = torch.ops.aten
@@ -77,6 +78,9 @@ def work_of(
 
 
 def _bytes_moved(func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
+    of_format = bytes_moved_by_format(func, inputs)
+    if of_format is not None:
+        return of_format
     written = sum(tensor.nbytes for tensor in results)
     if func in _READ_ROWS:
         return 2 * written

@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
             position=self.work.position,
         )
         if work is not None:
-            self.work.entries.append(work)
+            self.work.add(work)
         for index in scratch:
             self.let_go(index)
         return result

@@ -12,9 +12,20 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lowmem_ft.budget import Budget
 from lowmem_ft.errors import ModelError
-from lowmem_ft.models import ModelConfig, weights_dtype
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.models import (
+    ModelConfig,
+    compute_dtype,
+    log_quantization,
+    quantization_config,
+    quantize_linear_layers,
+    weights_dtype,
+)
 from lowmem_ft.recipe import TrainingConfig
+from lowmem_ft.techniques.gradient_norm import clip_grad_norm
+from lowmem_ft.training.loss_scaling import unscale
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,6 +62,17 @@ def _model_from_config(
     return cast(PreTrainedModel, model)
 
 
+def _bytes_of_weights(model: PreTrainedModel) -> int:
+    """As ``from_pretrained`` counts them: half a byte for a 4-bit weight, one for an 8-bit one, no scales."""
+    bytes_by_type = {"Params4bit": 0.5, "Int8Params": 1}
+    return int(
+        sum(
+            parameter.numel() * bytes_by_type.get(type(parameter).__name__, parameter.element_size())
+            for parameter in model.parameters()
+        )
+    )
+
+
 class VirtualRuntime:
     """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, no values.
 
@@ -65,6 +87,7 @@ class VirtualRuntime:
         self.machine = machine
         self.device = machine.device
         self.num_processes = 1
+        self._mixed_precision = config.mixed_precision
         self._autocast_dtype = _AUTOCAST_DTYPES.get(config.mixed_precision)
         self._scaler = (
             torch.amp.GradScaler(self.device.type) if config.mixed_precision == "fp16" else None  # type: ignore[attr-defined]
@@ -72,23 +95,47 @@ class VirtualRuntime:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def load_model(
-        self, config: ModelConfig, hf_config: PretrainedConfig, *, attn_implementation: str, seed: int
+        self,
+        config: ModelConfig,
+        hf_config: PretrainedConfig,
+        *,
+        attn_implementation: str,
+        seed: int,
+        on_host: bool = False,
     ) -> PreTrainedModel:
         """Build the model from its config alone and give every tensor a storage on the machine."""
+        device = torch.device("cpu") if on_host else self.device
         if config.weights == "random":
             # Initialised where they will be: a tied head has weights of its own until the end.
-            model = _model_from_config(config, hf_config, attn_implementation, self.device)
+            model = _model_from_config(config, hf_config, attn_implementation, device)
+            self._quantize(model, config, hf_config)
         else:
             with _disable_current_modes():
                 model = model_on_meta(config, hf_config, attn_implementation)
-            self.machine.warm_up_allocator(sum(parameter.nbytes for parameter in model.parameters()))
-        return self.machine.place(model)
+                self._quantize(model, config, hf_config)
+            if not on_host:
+                self.machine.warm_up_allocator(_bytes_of_weights(model))
+        model = self.machine.place(model, device)
+        if config.quantization != "none":
+            log_quantization(model, config.quantization)
+        return model
+
+    def _quantize(self, model: PreTrainedModel, config: ModelConfig, hf_config: PretrainedConfig) -> None:
+        dtype = compute_dtype(weights_dtype(config, hf_config), self._mixed_precision)
+        bits = quantization_config(config, dtype)
+        if bits is not None:
+            quantize_linear_layers(model, bits)
+
+    def host_memory(self, budget: Budget) -> HostMemory:
+        """As much as is asked for: the estimate says whether it is within the budget."""
+        return HostMemory(self.device, is_limited=False)
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """One process wraps nothing."""
         self._optimizer = optimizer
+        self.machine.mark_state(optimizer)
         return model, optimizer
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -106,11 +153,16 @@ class VirtualRuntime:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Torch's ``clip_grad_norm_``; fp16 gradients are unscaled first."""
+        """As in a real run; fp16 gradients are unscaled first."""
         if self._scaler is not None:
             assert self._optimizer is not None
             self._scaler.unscale_(self._optimizer)
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return clip_grad_norm(parameters, max_norm)
+
+    def unscale(self, values: torch.Tensor) -> None:
+        """By torch's ``GradScaler`` under fp16."""
+        if self._scaler is not None:
+            unscale(self._scaler, values)
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """The value: there is one process."""
@@ -132,4 +184,9 @@ class VirtualRuntime:
             optimizer.step()
         else:
             self._scaler.step(optimizer)
+            self.update_loss_scale()
+
+    def update_loss_scale(self) -> None:
+        """Under fp16."""
+        if self._scaler is not None:
             self._scaler.update()

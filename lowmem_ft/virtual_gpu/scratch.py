@@ -9,6 +9,7 @@ Shapes: B batch, H heads, T query tokens, S key tokens, D head size; of a matrix
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -19,6 +20,11 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.virtual_gpu.format_operators import (
+    SCRATCH_BYTES,
+    scratch_of_format,
+    scratch_of_signed_blocks,
+)
 from lowmem_ft.virtual_gpu.torch_version import TORCH_VERSION
 
 aten = torch.ops.aten
@@ -346,4 +352,6 @@ _SCRATCH: dict[Any, _Rule] = {
     aten._index_put_impl_.default: _index_put,
     aten.copy_.default: _copy,
     aten._to_copy.default: _to_copy,
+    torch.ops.lowmem_ft.read_blocks.default: scratch_of_signed_blocks,
+    **{func: functools.partial(scratch_of_format, func=func) for func in SCRATCH_BYTES},
 }

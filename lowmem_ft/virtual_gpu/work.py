@@ -25,6 +25,7 @@ class Work:
         event: of ``record``, ``wait``, ``synchronize``.
         blocking: of a copy: whether the host waits for its end.
         to_host: of a copy: its direction; each has a copy engine of its own.
+        times: how many entries like this one it stands for, one after the other.
     """
 
     kind: Literal["kernel", "copy", "record", "wait", "synchronize", "mark"]
@@ -37,6 +38,7 @@ class Work:
     event: int = -1
     blocking: bool = False
     to_host: bool = False
+    times: int = 1
 
     def at(self, position: int) -> Work:
         """The same at another place of the timeline; seven times as fast as ``dataclasses.replace``."""
@@ -51,6 +53,7 @@ class Work:
             self.event,
             self.blocking,
             self.to_host,
+            self.times,
         )
 
 
@@ -62,10 +65,22 @@ MICRO_BATCH_BEGIN, MICRO_BATCH_END = "micro-batch begin", "micro-batch end"
 
 @dataclass
 class WorkLog:
-    """All work in the order in which the host issued it, beside the timeline of memory."""
+    """All work in the order in which the host issued it, beside the timeline of memory.
+
+    Args:
+        timeline: of memory.
+        entries: the log.
+        times: how many rounds of a loop what is added now stands for (``lowmem_ft.repetition``).
+    """
 
     timeline: Timeline
     entries: list[Work] = field(default_factory=list)
+    times: int = 1
+
+    def add(self, work: Work) -> None:
+        """Log a kernel or a copy."""
+        work.times = self.times
+        self.entries.append(work)
 
     @property
     def position(self) -> int:

@@ -10,6 +10,15 @@ from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe, load_recipe
 from lowmem_ft.recipe.conflicts import CONFLICTS, SCHEDULES_THAT_NEED_ARGUMENTS
 from lowmem_ft.recipe.keys import recipe_keys
 
+STREAMED = [
+    "offload.parameters=stream",
+    "offload.optimizer=host",
+    "optimizer.in_backward=true",
+    "accumulation.order=vertical",
+]
+
+IN_BACKWARD = ["optimizer.in_backward=true", "accumulation.order=vertical"]
+
 # For each rule: settings of `tiny` that break it, and the same with the way out taken.
 BROKEN_AND_MENDED = {
     "model_is_named": (["model=null"], ["model=x"]),
@@ -17,6 +26,55 @@ BROKEN_AND_MENDED = {
     "fp16_needs_float32_weights": (
         ["training.mixed_precision=fp16", "model.dtype=float16"],
         ["training.mixed_precision=fp16", "model.dtype=float32"],
+    ),
+    "quantization_needs_an_adapter": (
+        ["model.quantization=nf4"],
+        ["model.quantization=nf4", "adapter.name=lora"],
+    ),
+    "quantization_needs_safetensors": (
+        ["model=weights.gguf", "model.quantization=nf4", "adapter.name=lora"],
+        ["model=weights.gguf", "model.quantization=none", "adapter.name=lora"],
+    ),
+    "master_needs_bfloat16_weights": (
+        ["optimizer.master=split16"],
+        ["optimizer.master=split16", "model.dtype=bfloat16"],
+    ),
+    "host_state_needs_chunks": (
+        ["offload.optimizer=host", "optimizer.name=lion_8bit"],
+        ["offload.optimizer=host", "optimizer.name=lion", "optimizer.state=8bit"],
+    ),
+    "streamed_weights_need_their_updates": (["offload.parameters=stream"], STREAMED),
+    "streamed_head_has_no_loss_scale": (
+        [*STREAMED, "training.mixed_precision=fp16"],
+        [*STREAMED, "training.mixed_precision=no"],
+    ),
+    "in_backward_needs_finished_gradients": (
+        ["optimizer.in_backward=true"],
+        ["optimizer.in_backward=true", "accumulation.order=vertical"],
+    ),
+    "loss_scaling_needs_two_phases": (
+        [*IN_BACKWARD, "training.mixed_precision=fp16", "training.max_grad_norm=null"],
+        [*IN_BACKWARD, "training.mixed_precision=fp16", "training.max_grad_norm=1.0"],
+    ),
+    "vertical_needs_checkpointing": (
+        ["accumulation.order=vertical", "checkpointing.mode=none"],
+        ["accumulation.order=vertical", "checkpointing.mode=full"],
+    ),
+    "selective_needs_fused_attention": (
+        ["checkpointing.mode=selective", "model.attn_implementation=eager"],
+        ["checkpointing.mode=selective", "model.attn_implementation=auto"],
+    ),
+    "offloaded_inputs_need_checkpointing": (
+        ["offload.activations=inputs", "checkpointing.mode=none"],
+        ["offload.activations=inputs", "checkpointing.mode=full"],
+    ),
+    "head_tiles_need_chunked_loss": (
+        ["tiling.head=4", "loss.chunk_tokens=null"],
+        ["tiling.head=4", "loss.chunk_tokens=1024"],
+    ),
+    "tiled_mlp_treats_tokens_alone": (
+        ["tiling.mlp=4", "model.quantization=int8", "adapter.name=lora"],
+        ["tiling.mlp=4", "model.quantization=nf4", "adapter.name=lora"],
     ),
     "streaming_needs_max_steps": (
         ["data.streaming=true", "data.eval_size=null", "data.eval_path=x"],

@@ -17,11 +17,15 @@ def test_every_field_of_every_group_is_a_key_with_an_explanation():
     assert [path for path, key in keys.items() if not key.help.strip()] == []
     assert list(recipe_groups()) == [
         "model",
+        "adapter",
         "data",
         "training",
         "optimizer",
         "checkpointing",
+        "offload",
+        "accumulation",
         "loss",
+        "tiling",
         "budget",
     ]
 

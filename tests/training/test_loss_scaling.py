@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowmem_ft.data import Batch, DataPosition
+from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.training import checkpoint, loop, train
@@ -46,6 +47,7 @@ def make_session(tmp_path, monkeypatch):
         session = Session(
             model=prepared_model,
             unwrapped_model=model,
+            adapter=None,
             optimizer=prepared_optimizer,
             unwrapped_optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
@@ -54,6 +56,7 @@ def make_session(tmp_path, monkeypatch):
             chunked_loss=True,
             lost_updates=None,
             handles=(),
+            host_memory=HostMemory(runtime.device),
         )
         return session, scaler
 
@@ -136,7 +139,7 @@ def test_a_loss_that_is_not_finite_is_skipped_though_every_gradient_is(make_sess
 
 
 def test_the_scale_goes_on_from_a_checkpoint(make_session, batch, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "save_model", lambda *args: None)
+    monkeypatch.setattr(Session, "save", lambda *args: None)
     session, scaler = make_session(init_scale=8.0, growth_interval=3)
     train_step(session, [batch])
     progress = Progress(position=DataPosition(seed=1), step=1)

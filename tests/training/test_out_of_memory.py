@@ -23,7 +23,9 @@ def test_the_error_names_what_the_recipe_has_not_done_yet(tiny):
         "training.per_device_train_batch_size=1 training.gradient_accumulation_steps=8",
         "training.mixed_precision=bf16",
         "checkpointing.mode=full",
-        "optimizer.name=adamw_bnb_8bit",
+        "optimizer.master=split16 model.dtype=bfloat16",
+        "optimizer.state=8bit",
+        "offload.optimizer=host",
         "data.max_length",
     ):
         assert way_out in str(bare)
@@ -33,18 +35,21 @@ def test_the_error_names_what_the_recipe_has_not_done_yet(tiny):
 def test_what_is_done_already_is_not_suggested(tiny):
     lean = tiny(
         "training.per_device_train_batch_size=1",
-        "training.mixed_precision=bf16",
-        "optimizer.name=adamw_bnb_8bit",
+        "model.dtype=bfloat16",
+        "optimizer.master=split24",
+        "optimizer.state=8bit",
+        "tiling.head=4",
         "data.max_length=128",
     )
     message = str(does_not_fit(lean, MEMORY, "at step 1"))
-    assert "paged_adamw_8bit" in message
+    assert "offload.optimizer=host" in message
     for done in (
         "chunk_tokens",
         "per_device",
-        "mixed_precision",
+        "split",
         "checkpointing",
-        "adamw_bnb_8bit",
+        "state=",
+        "tiling",
         "max_length",
     ):
         assert done not in message

@@ -63,6 +63,12 @@ SHORT = ("training.max_steps=9", "training.save_steps=4", "training.eval_steps=n
         ("optimizer.name=adamw_bnb_8bit",),
         ("model.dtype=bfloat16", "training.lr_scheduler_type=linear", "training.warmup_steps=3"),
         ("training.mixed_precision=bf16", "checkpointing.mode=none", "loss.chunk_tokens=null"),
+        (
+            "model.dtype=bfloat16",
+            "optimizer.state=8bit",
+            "optimizer.master=split24",
+            "offload.optimizer=host",
+        ),
         ("data.streaming=true", "data.eval_size=null"),
     ],
     ids=lambda overrides: " ".join(overrides) or "plain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -200,3 +201,35 @@ def test_other_data_is_noticed_by_its_size(tiny, tmp_path, recipes_folder):
     other.write_text("\n".join(lines[:-8]))
     with pytest.raises(CheckpointError, match=r"stands in training data of \d+ tokens.* now has \d+"):
         train(tiny(*SHORT, f"data={other}", AUTO, output_dir=run))
+
+
+EXACT_FORMATS = ["optimizer.master=fp32", "optimizer.master=split16"]
+
+
+@pytest.mark.parametrize("first,second", [EXACT_FORMATS, EXACT_FORMATS[::-1]])
+def test_a_run_goes_on_in_another_exact_format_bit_for_bit(tiny, metrics, tmp_path, caplog, first, second):
+    bfloat16 = (*SHORT, "model.dtype=bfloat16", "training.lr_scheduler_type=constant")
+    straight, changed = tmp_path / "straight", tmp_path / "changed"
+    train(tiny(*bfloat16, first, output_dir=straight))
+    train(tiny(*bfloat16, first, "training.max_steps=4", output_dir=changed))
+    train(tiny(*bfloat16, second, AUTO, output_dir=changed))
+    assert "optimizer.master was" in caplog.text
+    assert metrics(changed) == metrics(straight)
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+def test_float32_weights_go_on_as_bfloat16_with_their_lower_halves_and_compact_state(
+    tiny, tmp_path, caplog, state
+):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, "training.max_steps=4", output_dir=run))
+    recipe = tiny(
+        *SHORT,
+        AUTO,
+        "model.dtype=bfloat16",
+        "optimizer.master=split16",
+        f"optimizer.state={state}",
+        output_dir=run,
+    )
+    assert math.isfinite(train(recipe).loss)
+    assert "its master begins from that" not in caplog.text  # it began from the float32 weights of the file

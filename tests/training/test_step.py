@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lowmem_ft.data import Batch
+from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
@@ -80,6 +81,7 @@ def make_session(runtime):
         return Session(
             model=prepared_model,
             unwrapped_model=model,
+            adapter=None,
             optimizer=prepared_optimizer,
             unwrapped_optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
@@ -88,6 +90,7 @@ def make_session(runtime):
             chunked_loss=chunk_tokens is not None,
             lost_updates=None,
             handles=(),
+            host_memory=HostMemory(runtime.device),
         )
 
     return make

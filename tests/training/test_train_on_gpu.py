@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 
 from lowmem_ft.recipe import load_recipe
@@ -52,6 +53,24 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, metrics, overrides):
     assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
     one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "resumed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_each_rung_of_the_ladder_trains_as_the_one_below(tmp_path, metrics):
+    """Copies, streams and events are only real here; a race would show as other losses."""
+    losses = {}
+    for index, rung in enumerate(RUNGS[3:]):
+        folder = tmp_path / str(index)
+        train(
+            recipe(
+                folder, *settings_of(rung), "training.full_determinism=true", "training.max_grad_norm=null"
+            )
+        )
+        losses[rung.name] = metrics(folder)
+    resident, in_backward, on_host, streamed, tiled = losses.values()
+    assert on_host == in_backward
+    assert streamed == in_backward
+    assert in_backward == pytest.approx(resident, rel=5e-3)
+    assert tiled == pytest.approx(resident, rel=5e-3)
 
 
 def test_a_budget_caps_the_allocator(tmp_path):

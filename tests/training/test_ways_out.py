@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from lowmem_ft.recipe import load_recipe
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
 from lowmem_ft.training.ways_out import SHORTEST_LENGTH, WayOut, ways_out_of
 
+RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 GREEDY = [
     "model=any",
     "loss.chunk_tokens=null",
@@ -12,58 +17,150 @@ GREEDY = [
     "training.gradient_accumulation_steps=2",
     "data.max_length=4096",
 ]
-LEAN = [
-    "model=any",
-    "training.per_device_train_batch_size=1",
-    "training.mixed_precision=bf16",
-    "checkpointing.mode=full",
-    "optimizer.name=paged_adamw_8bit",
-    f"data.max_length={SHORTEST_LENGTH}",
-    "model.dtype=bfloat16",
-]
+HAND_MADE = {
+    "defaults": ["model=any"],
+    "greedy": GREEDY,
+    "bitsandbytes": [*GREEDY, "optimizer.name=adamw_bnb_8bit"],
+    "bitsandbytes-bfloat16": ["model=any", "optimizer.name=paged_lion_32bit", "model.dtype=bfloat16"],
+    "adafactor": [*GREEDY, "optimizer.name=adafactor"],
+    "plain-sgd": [*GREEDY, "optimizer.name=sgd", "optimizer.momentum=0"],
+    "loss-scaler": [*GREEDY, "training.mixed_precision=fp16"],
+    "loss-scaler-unclipped": [
+        "model=any",
+        "training.mixed_precision=fp16",
+        "training.max_grad_norm=null",
+        "training.gradient_accumulation_steps=4",
+    ],
+    "the-checkpoints-own-type": ["model=any", "model.dtype=auto", "optimizer.master=split24"],
+    "float16-checkpoint": ["model=any", "model.dtype=float16"],
+    "some-layers": ["model=any", "checkpointing.mode=selective", "checkpointing.every_n_layers=3"],
+    "in-backward": ["model=any", "optimizer.in_backward=true", "training.per_device_train_batch_size=4"],
+    "some-resident": [
+        "model=any",
+        "checkpointing.mode=full",
+        "optimizer.in_backward=true",
+        "offload.optimizer=host",
+        "offload.parameters=stream",
+        "offload.resident_layers=3",
+    ],
+    "lora": [*GREEDY, "adapter.name=lora"],
+    "lora-loss-scaler": ["model=any", "adapter.name=lora", "training.mixed_precision=fp16"],
+    "int8": ["model=any", "adapter.name=lora", "model.quantization=int8"],
+    "gguf": ["model=any.gguf"],
+}
+
+each_recipe = pytest.mark.parametrize("recipe", [*RECIPES, *HAND_MADE])
+
+
+def loaded(name: str, *overrides: str) -> Recipe:
+    if name in HAND_MADE:
+        return load_recipe(None, [*HAND_MADE[name], *overrides])
+    return load_recipe(name, overrides)
 
 
 def overrides(*settings: str) -> list[str]:
     return [way.overrides_text for way in ways_out_of(load_recipe(None, list(settings)))]
 
 
-def test_they_go_from_no_cost_to_the_loss_of_precision():
+def test_they_go_from_no_cost_to_other_mathematics():
     assert overrides(*GREEDY) == [
         "loss.chunk_tokens=1024",
         "training.per_device_train_batch_size=1 training.gradient_accumulation_steps=8",
         "training.mixed_precision=bf16",
+        "optimizer.master=split16 model.dtype=bfloat16 training.mixed_precision=no",
         "checkpointing.mode=full",
-        "optimizer.name=adamw_bnb_8bit",
-        "optimizer.name=paged_adamw_8bit",
+        "tiling.mlp=4",
+        "loss.chunk_tokens=1024 tiling.head=8",
+        "checkpointing.mode=full accumulation.order=vertical optimizer.in_backward=true",
+        "optimizer.state=8bit",
+        "optimizer.master=split24 model.dtype=bfloat16 training.mixed_precision=no",
+        "checkpointing.mode=full offload.activations=inputs",
+        "offload.optimizer=host",
+        "checkpointing.mode=full accumulation.order=vertical optimizer.in_backward=true offload.optimizer=host "
+        "offload.parameters=stream",
+        "adapter.name=lora optimizer.master=fp32 model.dtype=bfloat16 training.mixed_precision=bf16",
+        "adapter.name=lora optimizer.master=fp32 model.dtype=bfloat16 training.mixed_precision=bf16 "
+        "model.quantization=nf4",
         "data.max_length=2048",
-        "model.dtype=bfloat16",
     ]
 
 
-def test_what_has_been_done_is_not_suggested_again():
-    assert overrides(*LEAN) == []
+@each_recipe
+def test_each_gives_a_recipe_that_works_alone_and_after_those_before_it(recipe):
+    plain = together = loaded(recipe)
+    for way in ways_out_of(plain):
+        check_recipe(way.applied_to(plain))
+        together = way.applied_to(together)
+        check_recipe(together)
+
+
+@each_recipe
+def test_each_can_be_typed_and_changes_something(recipe):
+    plain = loaded(recipe)
+    for way in ways_out_of(plain):
+        assert way.applied_to(plain) == loaded(recipe, *way.overrides) != plain
+
+
+@each_recipe
+def test_what_has_been_done_is_not_suggested_again(recipe):
+    lean = loaded(recipe)
+    done: set[str] = set()
+    for way in ways_out_of(lean):
+        lean = way.applied_to(lean)
+        done |= set(way.settings)
+    again = {key for way in ways_out_of(lean) for key in way.settings}
+    assert again & done <= {"data.max_length"}
+
+
+@each_recipe
+def test_16_bits_of_a_trained_weight_never_come_without_the_others(recipe):
+    plain = loaded(recipe)
+    for way in ways_out_of(plain):
+        changed = way.applied_to(plain)
+        if "model.dtype" in way.settings and changed.adapter.name == "none":
+            assert changed.optimizer.master in ("split16", "split24")
+
+
+@pytest.mark.parametrize("recipe", ["loss-scaler", "loss-scaler-unclipped", "lora-loss-scaler"])
+def test_whoever_scales_the_loss_is_not_told_to_use_bfloat16(recipe):
+    texts = [way.overrides_text for way in ways_out_of(loaded(recipe))]
+    assert texts
+    assert not any("bf16" in text or "bfloat16" in text for text in texts)
+
+
+def test_float32_masters_of_bfloat16_weights_lose_the_half_that_is_there_twice():
+    assert "optimizer.master=split16" in overrides("model=any", "model.dtype=bfloat16")
+
+
+def test_frozen_weights_lose_their_lower_bits_and_the_optimizer_is_left_alone():
+    texts = overrides("model=any", "adapter.name=lora", "training.mixed_precision=bf16")
+    assert "model.dtype=bfloat16" in texts
+    assert "offload.parameters=stream" in texts
+    assert not any("optimizer" in text for text in texts)
+
+
+def test_8_bit_optimizers_of_others_become_ours_of_the_same_size():
+    texts = overrides("model=any", "optimizer.name=lion_8bit")
+    assert "optimizer.name=lion optimizer.state=8bit offload.optimizer=host" in texts
 
 
 def test_checkpointing_in_part_can_become_checkpointing_in_full():
-    assert "checkpointing.every_n_layers=1 checkpointing.skip_last_layers=0" in overrides(
-        "model=any", "checkpointing.mode=full", "checkpointing.skip_last_layers=2"
-    )
+    texts = overrides("model=any", "checkpointing.mode=selective", "checkpointing.skip_last_layers=2")
+    assert "checkpointing.every_n_layers=1 checkpointing.skip_last_layers=0" in texts
+    assert "checkpointing.mode=full" in texts
+
+
+def test_layers_that_stay_can_be_streamed():
+    assert "offload.resident_layers=0" in overrides(*HAND_MADE["some-resident"])
+
+
+def test_mlps_are_worked_on_in_pieces_where_rows_are_long():
+    assert "tiling.mlp=4" in overrides("model=any", "data.max_length=8192")
+    assert "tiling.mlp=4" not in overrides("model=any", "data.max_length=512")
 
 
 def test_rows_are_not_suggested_below_the_shortest_length():
     assert f"data.max_length={SHORTEST_LENGTH}" in overrides("model=any", "data.max_length=600")
-
-
-def test_16_bit_weights_are_not_suggested_to_the_loss_scaler():
-    assert "model.dtype=bfloat16" not in overrides("model=any", "training.mixed_precision=fp16")
-
-
-def test_each_can_be_typed_and_gives_the_same_recipe():
-    recipe = load_recipe(None, GREEDY)
-    ways = list(ways_out_of(recipe))
-    assert ways
-    for way in ways:
-        assert way.applied_to(recipe) == load_recipe(None, [*GREEDY, *way.overrides])
 
 
 def test_a_change_leaves_the_rest_of_the_recipe_alone():
