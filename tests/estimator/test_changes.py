@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import pytest
 from transformers import LlamaConfig
@@ -8,19 +9,25 @@ from transformers import LlamaConfig
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.estimator import changes as changes_module
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.changes import Change, cheapest_changes
+from lowmem_ft.estimator.changes import cheapest_changes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.training.ways_out import ways_out_of
 from lowmem_ft.units import MIB
 
+GREEDY = ["training.per_device_train_batch_size=4", "loss.chunk_tokens=null"]
 LEAN = [
     "loss.chunk_tokens=64",
+    "tiling.head=8",
     "checkpointing.mode=full",
-    "optimizer.name=paged_adamw_8bit",
-    "data.max_length=512",
+    "adapter.name=lora",
     "model.dtype=bfloat16",
+    "model.quantization=nf4",
+    "offload.activations=inputs",
+    "offload.parameters=stream",
+    "data.max_length=512",
 ]
 
 
@@ -40,7 +47,27 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def recipe(folder) -> Recipe:
-    return make_recipe(folder, "training.per_device_train_batch_size=4", "loss.chunk_tokens=null")
+    return make_recipe(folder, *GREEDY)
+
+
+@pytest.fixture
+def few_bytes(recipe, monkeypatch):
+    """An estimator at once: what each change frees of 100 bytes, and a device of some bytes."""
+    plain = estimate_memory(recipe, "l4")
+
+    def pretend(freed: dict[str, int], device: int) -> None:
+        def estimated(changed: Recipe, gpu, *, budget) -> MemoryEstimate:
+            needs = 100 - sum(count for override, count in freed.items() if has(changed, override))
+            return dataclasses.replace(plain, fits=needs <= device, process_peak_bytes=needs)
+
+        monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", estimated)
+
+    return pretend
+
+
+def has(recipe: Recipe, override: str) -> bool:
+    key, _, value = override.partition("=")
+    return str(operator.attrgetter(key)(recipe)).lower() == value
 
 
 def make_recipe(folder: str, *settings: str) -> Recipe:
@@ -55,62 +82,77 @@ def needs(recipe: Recipe) -> int:
     return estimate_memory(recipe, "l4").process_peak_bytes
 
 
-def applied(recipe: Recipe, overrides: tuple[str, ...]) -> Recipe:
-    for way in ways_out_of(recipe):
-        if set(way.overrides) <= set(overrides):
-            recipe = way.applied_to(recipe)
-    return recipe
+def dearest(recipe: Recipe, changed: Recipe) -> int:
+    """The place of the dearest change that has been made, in the order of costs."""
+    return max(index for index, way in enumerate(ways_out_of(recipe)) if way.applied_to(changed) == changed)
 
 
-def dearest(recipe: Recipe, change: Change) -> int:
-    """The place of the dearest change in it, in the order of costs."""
-    return max(
-        index for index, way in enumerate(ways_out_of(recipe)) if set(way.overrides) <= set(change.overrides)
-    )
-
-
-def test_single_changes_that_fit_come_first_and_really_fit(recipe):
-    chunked = applied(recipe, ("loss.chunk_tokens=1024",))
-    gpu = make_gpu(needs(chunked) + MIB)
+def test_single_changes_that_fit_come_first_and_really_fit(folder):
+    settings = [*GREEDY, "adapter.name=lora", "model.dtype=bfloat16"]
+    recipe = make_recipe(folder, *settings)
+    gpu = make_gpu(needs(make_recipe(folder, *settings, "loss.chunk_tokens=1024")) + MIB)
     assert not estimate_memory(recipe, gpu).fits
     changes = cheapest_changes(recipe, gpu).fitting
-    assert len(changes) == 3
     assert changes[0].overrides == ("loss.chunk_tokens=1024",)
-    order = [dearest(recipe, change) for change in changes]
-    assert order == sorted(set(order))
+    order = []
     for change in changes:
-        again = estimate_memory(applied(recipe, change.overrides), gpu)
+        changed = make_recipe(folder, *settings, *change.overrides)
+        order.append(dearest(recipe, changed))
+        again = estimate_memory(changed, gpu)
         assert again.fits
         assert again.process_peak_bytes == change.estimate.process_peak_bytes
+    assert order == sorted(set(order))
 
 
-def test_changes_combine_where_one_is_not_enough_and_none_is_needless(recipe):
-    ways = list(ways_out_of(recipe))
-    # Less than the tensors of the best single change alone: no emptied cache makes room for them.
-    singles = [estimate_memory(way.applied_to(recipe), "l4") for way in ways]
-    least = min(single.allocated_peak_bytes for single in singles)
-    gpu = dataclasses.replace(make_gpu(least - 1), context_bytes=0)
-    change = cheapest_changes(recipe, gpu).fitting[0]
-    used = [way for way in ways if set(way.overrides) <= set(change.overrides)]
-    assert len(used) > 1
-    assert estimate_memory(applied(recipe, change.overrides), gpu).fits
-    for needless in used:
-        rest = tuple(override for way in used if way is not needless for override in way.overrides)
-        assert not estimate_memory(applied(recipe, rest), gpu).fits
+def test_changes_combine_where_one_is_not_enough_and_none_is_needless(recipe, few_bytes):
+    few_bytes({"loss.chunk_tokens=1024": 10, "tiling.head=8": 5, "optimizer.state=8bit": 30}, device=60)
+    changes = cheapest_changes(recipe, "l4").fitting
+    assert [change.overrides for change in changes] == [("loss.chunk_tokens=1024", "optimizer.state=8bit")]
+    assert changes[0].estimate.process_peak_bytes == 60
 
 
-def test_where_nothing_helps_nothing_is_offered_and_what_is_missing_is_known(recipe):
-    changes = cheapest_changes(recipe, make_gpu(300 * MIB))
+def test_three_ways_are_found_each_without_the_dearest_change_of_the_others(recipe, few_bytes):
+    few_bytes(
+        {"loss.chunk_tokens=1024": 10, "checkpointing.mode=full": 50, "adapter.name=lora": 60}, device=50
+    )
+    changes = cheapest_changes(recipe, "l4").fitting
+    assert [change.overrides for change in changes] == [
+        ("checkpointing.mode=full",),
+        ("checkpointing.mode=full", "accumulation.order=vertical", "optimizer.in_backward=true"),
+        ("checkpointing.mode=full", "offload.activations=inputs"),
+    ]
+
+
+def test_where_nothing_helps_nothing_is_offered_and_what_is_missing_is_known(recipe, few_bytes):
+    few_bytes({"loss.chunk_tokens=1024": 10}, device=50)
+    changes = cheapest_changes(recipe, "l4")
     assert changes.fitting == ()
     together = changes.all_together
     assert together is not None
-    assert not together.estimate.fits
+    assert together.estimate.process_peak_bytes == 90
     keys = {key for way in ways_out_of(recipe) for key in way.settings}
-    assert {override.partition("=")[0] for override in together.overrides} == keys
+    assert keys - {override.partition("=")[0] for override in together.overrides} == {
+        "optimizer.master"  # of LoRA, as it was
+    }
+
+
+def test_an_answer_takes_few_estimates(recipe, few_bytes, monkeypatch):
+    few_bytes(
+        {"loss.chunk_tokens=1024": 10, "optimizer.state=8bit": 30, "data.max_length=512": 30}, device=40
+    )
+    made = []
+    estimated = changes_module.estimate_memory
+    monkeypatch.setattr(
+        changes_module,
+        "estimate_memory",
+        lambda *args, **kwargs: made.append(1) or estimated(*args, **kwargs),
+    )
+    assert cheapest_changes(recipe, "l4").fitting
+    assert len(made) < 25
 
 
 def test_what_the_gpu_cannot_run_is_not_offered(folder):
-    recipe = make_recipe(folder, "loss.chunk_tokens=null")
+    recipe = make_recipe(folder, "loss.chunk_tokens=null", "adapter.name=lora")
     gpu = make_gpu(needs(recipe) - MIB, like="t4")
     changes = cheapest_changes(recipe, gpu).fitting
     assert changes
@@ -123,21 +165,14 @@ def test_a_recipe_with_nothing_left_to_change_gets_no_offer(folder):
     assert (changes.fitting, changes.all_together) == ((), None)
 
 
-def test_a_budget_is_what_has_to_be_fitted(recipe):
-    chunked = applied(recipe, ("loss.chunk_tokens=1024",))
+def test_a_budget_is_what_has_to_be_fitted(folder, recipe):
+    chunked = make_recipe(folder, *GREEDY, "loss.chunk_tokens=1024")
     budget = Budget(device=f"{needs(chunked) // MIB + 1}MiB")
     change = cheapest_changes(recipe, "l4", budget=budget).fitting[0]
     assert change.overrides == ("loss.chunk_tokens=1024",)
 
 
-def test_a_change_between_the_needed_ones_is_left_out(recipe, monkeypatch):
-    """Chunks and checkpointing free 10 MiB each, nothing else does: what lies between them in cost is no help."""
-    plain = estimate_memory(recipe, "l4")
-
-    def estimated(changed: Recipe, gpu, *, budget) -> MemoryEstimate:
-        helps = (changed.loss.chunk_tokens is not None) + (changed.checkpointing.mode == "full")
-        return dataclasses.replace(plain, fits=helps == 2)
-
-    monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", estimated)
-    (change,) = cheapest_changes(recipe, "l4").fitting
+def test_a_change_between_the_needed_ones_is_left_out(recipe, few_bytes):
+    few_bytes({"loss.chunk_tokens=1024": 10, "checkpointing.mode=full": 10}, device=80)
+    change = cheapest_changes(recipe, "l4").fitting[0]
     assert change.overrides == ("loss.chunk_tokens=1024", "checkpointing.mode=full")

@@ -1,0 +1,89 @@
+"""State on the host in an estimate: its bytes move from the device to pinned memory, and copies hide behind work."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from ground_truth.comparison import compare, estimated_peaks
+from ground_truth.real_run import run_for_real
+
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.memory.host_memory import PAGE_BYTES
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS
+from lowmem_ft.virtual_gpu.clock import time_of
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+
+FORMATS = ("model.dtype=bfloat16", "optimizer.state=8bit", "optimizer.master=split24")
+BYTES_A_PARAMETER = 1 + 2 * (1 + 4 / 256)
+HOST = "offload.optimizer=host"
+
+
+@pytest.fixture
+def recipe_of(tmp_path, recipes_folder):
+    """The recipe `tiny` with wider layers, and as many as are asked for."""
+
+    def load(*overrides, layers=3):
+        config = json.loads((recipes_folder / "tiny" / "config.json").read_text())
+        config |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": layers}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return load_recipe("tiny", [f"model={tmp_path}", "model.weights=random", *FORMATS, *overrides])
+
+    return load
+
+
+@pytest.fixture
+def recipes_folder(request):
+    return request.config.rootpath / "recipes"
+
+
+def test_a_cpu_takes_what_was_estimated(recipe_of):
+    recipe = recipe_of(HOST)
+    measured = dataclasses.asdict(run_for_real(recipe))
+    comparisons = compare("host", measured, estimated_peaks(estimate_memory(recipe, "cpu")))
+    assert comparisons
+    assert [comparison for comparison in comparisons if abs(comparison.error) > 0.005] == []
+
+
+def test_state_leaves_the_device_but_for_three_chunks(recipe_of):
+    device, host = (estimate_memory(recipe_of(*where), "a100-80gb") for where in ((), (HOST,)))
+    state = device.model.parameters * BYTES_A_PARAMETER
+    assert device.by_category_at_peak["optimizer_state"] == pytest.approx(state, rel=0.05)
+    assert host.by_category_at_peak["optimizer_state"] == 0
+    assert device.host_pinned_bytes == 0
+    num_tensors = 5 * 30  # of some 30 parameters, each in pages of its own
+    assert state <= host.host_pinned_bytes <= state + num_tensors * PAGE_BYTES
+    assert host.host_peak_bytes - device.host_peak_bytes == host.host_pinned_bytes
+    slots = [
+        allocation.size_bytes
+        for allocation in host.timeline.allocations
+        if allocation.phase == "load" and allocation.category == "temporary" and allocation.place == "device"
+    ]
+    assert slots.count(max(slots)) >= NUM_SLOTS
+
+
+def test_a_trace_of_few_layers_stands_for_many(recipe_of):
+    recipe = recipe_of(HOST, layers=9)
+    extended, whole = (
+        trace_recipe(recipe, lambda: VirtualGPU("a100-80gb"), extend=extend).trace for extend in (True, False)
+    )
+    assert len(extended.work) == len(whole.work)
+    assert [a.size_bytes for a in extended.timeline.allocations] == [
+        a.size_bytes for a in whole.timeline.allocations
+    ]
+
+
+def test_both_directions_share_the_time_of_a_slow_link(recipe_of):
+    """So slow that a step is nothing but copies: it takes about as long as those of one direction."""
+    gpu = VirtualGPU("a100-80gb")
+    trace = trace_recipe(recipe_of(HOST), lambda: gpu).trace
+    times = time_of(trace.work, dataclasses.replace(gpu.spec, pcie_lanes=0.001))
+    first, last = trace.step_ends
+    took = times.ends - times.starts
+    copies = sum(took[index] for index in range(first, last) if trace.work[index].kind == "copy")
+    step = times.between(first, last)
+    assert step.bound_by == "host copies"
+    assert copies / 2 < step.seconds < 0.8 * copies  # chunks of unequal parameters
