@@ -44,10 +44,12 @@ format: setup ## Format, and fix what the linter can fix
 gpu-check: setup ## Tests that need a CUDA device, then the benchmarks and the memory of real runs on it
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python scripts/bench_step.py --device cuda
+	$(BIN)/python scripts/bench_ladder.py --device cuda --model llama-3.2-1b --budgets 24GiB 8GiB 4GiB --steps 6
 	$(BIN)/python scripts/measure_memory.py --device cuda --out tests/data/measured/measured-cuda.json
 
 bench: setup ## Step time and kept bytes beside the stock Trainer; host memory at load; seconds of an estimate
 	$(BIN)/python scripts/bench_step.py
+	$(BIN)/python scripts/bench_ladder.py
 	$(BIN)/python scripts/measure_load.py
 	$(BIN)/python scripts/bench_estimator.py
 

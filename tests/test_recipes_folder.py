@@ -13,7 +13,9 @@ from lowmem_ft.recipe.keys import recipe_keys
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
-NAMES = {"demo", "tiny", "1b-bf16", "3b-bf16", "7b-bf16", "8b-bf16"}
+FULL = {"1b-bf16", "3b-bf16", "7b-bf16", "8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"}
+ADAPTERS = {"7b-lora", "7b-qlora", "70b-qlora-24gb"}
+NAMES = {"demo", "demo-8bit", "tiny", *FULL, *ADAPTERS}
 
 
 def test_the_folder_holds_the_recipes_that_the_package_lists():
@@ -47,13 +49,23 @@ def test_each_memory_knob_that_a_recipe_sets_has_a_comment(path):
     assert [line for line in setting if " # " not in line] == []
 
 
-@pytest.mark.parametrize("name", sorted(NAMES - {"demo", "tiny"}))
+@pytest.mark.parametrize("name", sorted(FULL))
 def test_the_large_recipes_keep_the_mathematics(name):
     recipe = load_recipe(name)
-    assert recipe.model.dtype == "float32"
-    assert recipe.training.mixed_precision == "bf16"
+    assert recipe.model.dtype == "bfloat16"
+    assert recipe.optimizer.master in ("fp32", "split16", "split24")
+    assert recipe.accumulation.dtype == "float32"
+    assert recipe.training.max_grad_norm == 1.0
     assert recipe.checkpointing.mode == "full"
     assert recipe.loss.chunk_tokens is not None
+
+
+@pytest.mark.parametrize("name", sorted(ADAPTERS))
+def test_adapters_are_trained_without_float32_copies_of_their_inputs(name):
+    recipe = load_recipe(name)
+    assert recipe.adapter.name == "lora"
+    assert (recipe.model.dtype, recipe.training.mixed_precision) == ("bfloat16", "bf16")
+    assert recipe.model.quantization == ("nf4" if "qlora" in name else "none")
 
 
 def test_local_data_of_a_recipe_ships_with_it():

@@ -1,0 +1,253 @@
+"""The memory ladder, rung beside rung: bytes, seconds and losses of real steps, one table.
+
+    python scripts/bench_ladder.py [--model FOLDER] [--steps 20]
+    python scripts/bench_ladder.py --device cuda [--model llama-3.1-8b] [--budgets 24GiB 16GiB 12GiB 8GiB 4GiB]
+
+On a CPU: a small real model on the demo's examples. First each rung alone, for its bytes: what it keeps between two
+steps by kind, on the host and beside the computing, and the peak of a step; exact sums over tensor storages. Then all
+rungs in one process step by step in turn, for their seconds (as ratios) and losses: whatever else the machine does
+hits all alike.
+
+On CUDA: a model of the catalogue with random weights, each rung in a process of its own under each budget, which the
+allocator enforces; a rung that does not fit says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo.get_demo_model import default_cache_dir, get_demo_model
+from ladder_rungs import RUNGS, Rung, settings_of
+from measured_on import measured_on
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.meter import read_device_memory
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.models import load_model_config
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.training.session import Session
+from lowmem_ft.units import format_bytes
+
+TOKENS = 256
+TINY = Path(__file__).parents[1] / "recipes" / "tiny"
+
+
+def main() -> None:
+    """Run the ladder and print a table and one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--model", help="a folder (CPU; the demo's SmolLM2-135M if left out) or a name (CUDA)"
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--budgets", nargs="+", default=["24GiB", "16GiB", "12GiB", "8GiB", "4GiB"])
+    parser.add_argument("--tokens", type=int, default=2048, help="of a row (CUDA)")
+    parser.add_argument("--one", nargs=2, metavar=("RUNG", "BUDGET"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(_one_on_cuda(arguments, RUNGS[int(arguments.one[0])], arguments.one[1])))
+        return
+    rows = on_cuda(arguments) if arguments.device == "cuda" else on_cpu(arguments)
+    print(_table(rows))
+    print(json.dumps({**measured_on(torch.device(arguments.device)), "rows": rows}, indent=2))
+
+
+def on_cpu(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each rung."""
+    model_dir = Path(arguments.model) if arguments.model else get_demo_model(default_cache_dir())
+    with tempfile.TemporaryDirectory() as scratch:
+        recipes = [_cpu_recipe(rung, model_dir, Path(scratch), arguments) for rung in RUNGS]
+        rows = [{"rung": rung.name, **bytes_of(recipe)} for rung, recipe in zip(RUNGS, recipes, strict=True)]
+        for row, timed in zip(rows, _in_turn(recipes, arguments.steps), strict=True):
+            row.update(timed)
+    return rows
+
+
+def bytes_of(recipe: Recipe) -> dict[str, Any]:
+    """What a rung keeps after two steps, and the peak of the second, in bytes; the host's apart."""
+    with StorageTracker() as tracker:
+        run = TrainingRun(recipe)
+        run.folder.start(recipe, run.progress)
+        run.step()
+        tracker.reset_peak()
+        run.step()
+        host = run.session.host_memory.bytes_by_category
+        kept = {
+            "weights": _bytes(run.session.unwrapped_model.parameters()) - host.get("parameter", 0),
+            "optimizer state": _bytes(_state(run.session)) - host.get("optimizer_state", 0),
+            "host": sum(host.values()),
+        }
+        row = {"kept": kept, "peak_beside_host": tracker.peak_bytes - sum(host.values())}
+        run.session.close()
+    return row
+
+
+def _in_turn(recipes: list[Recipe], num_steps: int) -> Iterator[dict[str, Any]]:
+    """Seconds as a ratio to the first rung with the same number of passes, and losses; one step of each in turn."""
+    runs = [TrainingRun(recipe) for recipe in recipes]
+    for run, recipe in zip(runs, recipes, strict=True):
+        run.folder.start(recipe, run.progress)
+    seconds: list[list[float]] = [[] for _ in runs]
+    losses: list[list[float]] = [[] for _ in runs]
+    for _ in range(num_steps):
+        for index, run in enumerate(runs):
+            start = time.perf_counter()
+            losses[index].append(run.step()["loss"])
+            seconds[index].append(time.perf_counter() - start)
+    for own, curve in zip(seconds, losses, strict=True):
+        ratios = [mine / plain for mine, plain in zip(own[1:], seconds[0][1:], strict=True)]
+        yield {
+            "step_seconds": round(statistics.median(own[1:]), 3),
+            "median_ratio": round(statistics.median(ratios), 3),
+            "final_loss": round(statistics.mean(curve[-3:]), 4),
+            "largest_difference": round(max(abs(a - b) for a, b in zip(curve, losses[0], strict=True)), 4),
+        }
+
+
+def on_cuda(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each rung and budget, each from a process of its own."""
+    rows = []
+    for index, budget in ((i, budget) for i in range(len(RUNGS)) for budget in arguments.budgets):
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", str(index), budget]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        row = {"rung": RUNGS[index].name, "budget": budget}
+        if done.returncode == 0:
+            row.update(json.loads(done.stdout.splitlines()[-1]))
+        else:
+            row["failed"] = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "killed"
+        print(row, file=sys.stderr)
+        rows.append(row)
+    return rows
+
+
+def _one_on_cuda(arguments: argparse.Namespace, rung: Rung, budget: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        recipe = _cuda_recipe(rung, Path(scratch), arguments, budget)
+        try:
+            run = TrainingRun(recipe)
+            run.folder.start(recipe, run.progress)
+            run.step()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            before = run.progress.tokens
+            for _ in range(arguments.steps - 1):
+                run.step()
+            torch.cuda.synchronize()
+        except (UserError, torch.OutOfMemoryError) as error:
+            return {"fits": False, "why": str(error).splitlines()[0]}
+        memory = read_device_memory(run.runtime.device)
+        return {
+            "fits": True,
+            "tokens_per_second": (run.progress.tokens - before) / (time.perf_counter() - start),
+            "allocated_peak_bytes": memory.peak_bytes,
+            "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
+            "host_bytes": sum(run.session.host_memory.bytes_by_category.values()),
+        }
+
+
+def _cpu_recipe(rung: Rung, model_dir: Path, scratch: Path, arguments: argparse.Namespace) -> Recipe:
+    return load_recipe(
+        "demo",
+        [
+            f"model={model_dir}",
+            "training.use_cpu=true",
+            "training.per_device_train_batch_size=2",
+            f"training.gradient_accumulation_steps={arguments.accumulation}",
+            f"training.max_steps={arguments.steps}",
+            f"training.output_dir={scratch / str(RUNGS.index(rung))}",
+            "training.overwrite_output_dir=true",  # it runs once for its bytes and once for its time
+            "training.save_steps=null",
+            f"data.max_length={TOKENS}",
+            *settings_of(rung),
+        ],
+    )
+
+
+def _cuda_recipe(rung: Rung, scratch: Path, arguments: argparse.Namespace, budget: str) -> Recipe:
+    named = load_recipe(None, [f"model={arguments.model or 'llama-3.1-8b'}", "data=any"]).model
+    folder, rows = scratch / "model", scratch / "rows.jsonl"
+    load_model_config(named, architecture_only=True).save_pretrained(folder)
+    line = json.dumps({"text": "memory " * 2 * arguments.tokens})
+    rows.write_text("\n".join([line] * arguments.accumulation * arguments.steps))
+    return load_recipe(
+        None,
+        [
+            f"model={folder}",
+            "model.weights=random",
+            f"model.tokenizer_name_or_path={TINY}",  # any will do, and this one needs no network
+            f"data={rows}",
+            f"data.max_length={arguments.tokens}",
+            f"training.gradient_accumulation_steps={arguments.accumulation}",
+            f"training.max_steps={arguments.steps}",
+            f"training.output_dir={scratch / 'run'}",
+            f"budget.device={budget}",
+            *settings_of(rung),
+        ],
+    )
+
+
+def _state(session: Session) -> Iterator[torch.Tensor]:
+    for state in session.unwrapped_optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _bytes(tensors: Any) -> int:
+    """Of the storages behind tensors, each once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, as the README shows it."""
+    if "kept" not in rows[0]:
+        columns = (
+            "rung",
+            "budget",
+            "fits",
+            "tokens_per_second",
+            "allocated_peak_bytes",
+            "reserved_peak_bytes",
+            "host_bytes",
+        )
+        lines = [[str(row.get(column, "")) for column in columns] for row in rows]
+        return _markdown(list(columns), lines)
+    header = ["rung", "weights", "optimizer state", "peak of a step", "host", "time", "loss"]
+    return _markdown(
+        header,
+        [
+            [
+                row["rung"],
+                format_bytes(row["kept"]["weights"]),
+                format_bytes(row["kept"]["optimizer state"]),
+                format_bytes(row["peak_beside_host"]),
+                format_bytes(row["kept"]["host"]),
+                f"{row['median_ratio']:.2f}",
+                f"{row['final_loss']:.3f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _markdown(header: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *lines))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

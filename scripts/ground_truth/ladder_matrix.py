@@ -1,0 +1,199 @@
+"""Every technique of the memory ladder with every other: few runs in which any two choices that go together meet.
+
+What does not go together is said twice: by the recipe's own rules (``recipe/conflicts.py``), which refuse it, and here
+by ``NEEDS``, which steers the search. A test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+
+from ground_truth.cpu_matrix import Choice, Levels
+
+_CHECKPOINTED = {"full", "selective"}
+_OURS = {"adamw", "sgd", "lion", "adafactor"}
+
+FACTORS: dict[str, dict[str, Choice]] = {
+    "family": {name: (f"model={name}",) for name in ("llama", "qwen2", "gemma2", "gpt2", "qwen3_moe")},
+    "optimizer": {
+        name: (f"optimizer.name={name}",) for name in ("adamw", "sgd", "lion", "adafactor", "adamw_bnb_8bit")
+    },
+    "weights": {
+        "fp32": (),
+        "fp32-autocast": ("training.mixed_precision=bf16",),
+        **{
+            f"bf16-{master}": ("model.dtype=bfloat16", f"optimizer.master={master}")
+            for master in ("fp32", "split16", "split24", "stochastic_rounding", "none")
+        },
+    },
+    "state": {kind: (f"optimizer.state={kind}",) for kind in ("fp32", "bf16", "8bit")},
+    "update": {"after": (), "in_backward": ("optimizer.in_backward=true",)},
+    "optimizer_home": {home: (f"offload.optimizer={home}",) for home in ("device", "host")},
+    "parameters": {
+        "device": (),
+        "stream": ("offload.parameters=stream",),
+        "stream-1": ("offload.parameters=stream", "offload.resident_layers=1"),
+    },
+    "activations": {kind: (f"offload.activations={kind}",) for kind in ("none", "inputs", "all")},
+    "checkpointing": {
+        "none": (),
+        "full": ("checkpointing.mode=full",),
+        "selective": ("checkpointing.mode=selective",),
+        "half": ("checkpointing.mode=full", "checkpointing.every_n_layers=2"),
+    },
+    "window": {
+        "one": (),
+        "three": ("training.gradient_accumulation_steps=3",),
+        "three-vertical": ("training.gradient_accumulation_steps=3", "accumulation.order=vertical"),
+    },
+    "loss": {
+        "plain": ("loss.chunk_tokens=null",),
+        "chunked": ("loss.chunk_tokens=48",),
+        "tiled": ("loss.chunk_tokens=48", "tiling.head=3"),
+    },
+    "mlp": {"whole": (), "tiled": ("tiling.mlp=2",)},
+    "adapter": {
+        "none": (),
+        "lora": ("adapter.name=lora", "adapter.r=4"),
+        "dora": ("adapter.name=lora", "adapter.r=4", "adapter.use_dora=true"),
+        "qlora": ("adapter.name=lora", "adapter.r=4", "model.quantization=nf4"),
+    },
+    "clipping": {"clipped": ("training.max_grad_norm=0.5",), "unclipped": ("training.max_grad_norm=null",)},
+    "rows": {
+        "2x64": ("data.max_length=64", "data.packing=false"),
+        "2x72-packed": ("data.max_length=72", "data.packing=true"),
+    },
+}
+
+NEEDS: dict[tuple[str, str], dict[str, set[str]]] = {
+    ("update", "in_backward"): {"optimizer": _OURS, "window": {"one", "three-vertical"}},
+    ("optimizer_home", "host"): {"optimizer": _OURS},
+    ("window", "three-vertical"): {"checkpointing": _CHECKPOINTED},
+    ("activations", "inputs"): {"checkpointing": _CHECKPOINTED | {"half"}},
+    **{("state", kind): {"optimizer": _OURS} for kind in ("bf16", "8bit")},
+    **{
+        ("weights", f"bf16-{master}"): {"adapter": {"none"}, "optimizer": _OURS}
+        for master in ("split16", "split24", "stochastic_rounding", "none")
+    },
+}
+"""What a choice asks of other factors, whatever else is chosen."""
+
+NOT_WITH_FAMILY: set[tuple[str, str, str]] = {
+    (
+        "checkpointing",
+        "selective",
+        "gemma2",
+    ),  # caps its attention's scores, for which torch's sdpa has no place
+    ("adapter", "dora", "qwen3_moe"),  # PEFT has no DoRA for experts that are one tensor
+}
+"""Choices that only the model refuses, when it is there."""
+
+KEEPS_EVERY_BIT = ("update", "optimizer_home", "parameters", "activations", "checkpointing")
+"""Factors that change where bytes lie and when they are computed, and no number."""
+
+CHANGES_THE_ORDER_OF_SUMS = ("window", "loss", "mlp")
+"""Factors that add the same numbers in another order."""
+
+
+def is_possible(levels: Levels) -> bool:
+    """Whether recipe and model allow these choices, all of them or some."""
+    return is_allowed(levels) and not any(
+        levels.get(factor) == choice and levels.get("family") == family
+        for factor, choice, family in NOT_WITH_FAMILY
+    )
+
+
+def is_allowed(levels: Levels) -> bool:
+    """Whether the recipe's rules allow these choices."""
+    for (factor, choice), needed in NEEDS.items():
+        if levels.get(factor) == choice and any(
+            other in levels and levels[other] not in allowed for other, allowed in needed.items()
+        ):
+            return False
+    return _streaming_is_possible(levels)
+
+
+def _streaming_is_possible(levels: Levels) -> bool:
+    """Streamed weights that are trained need the whole machinery, a frozen base nothing."""
+    if levels.get("parameters", "device") == "device" or levels.get("adapter") != "none":
+        return True
+    needed = {
+        "checkpointing": _CHECKPOINTED,
+        "update": {"in_backward"},
+        "optimizer_home": {"host"},
+        "optimizer": _OURS - {"adafactor"},
+        "window": {"one", "three-vertical"},
+    }
+    return all(factor not in levels or levels[factor] in allowed for factor, allowed in needed.items())
+
+
+def plain(levels: Levels) -> Levels:
+    """The same mathematics without any technique that only moves bytes or reorders sums."""
+    first = {factor: next(iter(choices)) for factor, choices in FACTORS.items()}
+    replaced = {*KEEPS_EVERY_BIT, *CHANGES_THE_ORDER_OF_SUMS}
+    result = {factor: first[factor] if factor in replaced else level for factor, level in levels.items()}
+    return {**result, "window": levels["window"].removesuffix("-vertical")}
+
+
+def overrides_of(levels: Levels) -> Choice:
+    """The settings of one run."""
+    always = (
+        "model.weights=random",
+        "training.use_cpu=true",
+        "data=any",
+        "training.per_device_train_batch_size=2",
+    )
+    return (*always, *itertools.chain.from_iterable(FACTORS[f][level] for f, level in levels.items()))
+
+
+def random_levels(generator: random.Random) -> Levels:
+    """A choice of each factor, whether they go together or not."""
+    return {factor: generator.choice(list(choices)) for factor, choices in FACTORS.items()}
+
+
+def covering(seed: int = 0) -> tuple[list[Levels], list[Mapping[str, str]]]:
+    """Runs in which any two choices that go together meet at least once.
+
+    Args:
+        seed: another one finds other runs.
+
+    Returns:
+        The runs, and the pairs for which no run was found.
+    """
+    generator = random.Random(seed)
+    missing = set(_pairs())
+    runs: list[Levels] = []
+    excluded: list[Mapping[str, str]] = []
+    while missing:
+        pair = min(missing, key=sorted)
+        candidates = [found for _ in range(60) if (found := _completed(dict(pair), generator)) is not None]
+        if not candidates:
+            excluded.append(dict(pair))
+            missing.discard(pair)
+            continue
+        best = max(candidates, key=lambda levels: len(missing & _pairs_of(levels)))
+        missing -= _pairs_of(best)
+        runs.append({factor: best[factor] for factor in FACTORS})
+    return runs, excluded
+
+
+def _completed(levels: dict[str, str], generator: random.Random) -> dict[str, str] | None:
+    """The other factors filled in at random, in a random order; None at a dead end."""
+    for factor in generator.sample(list(FACTORS), len(FACTORS)):
+        if factor not in levels:
+            allowed = [choice for choice in FACTORS[factor] if is_possible({**levels, factor: choice})]
+            if not allowed:
+                return None
+            levels[factor] = generator.choice(allowed)
+    return levels if is_possible(levels) else None
+
+
+def _pairs() -> Iterator[frozenset[tuple[str, str]]]:
+    items = [(factor, choice) for factor, choices in FACTORS.items() for choice in choices]
+    return (frozenset(pair) for pair in itertools.combinations(items, 2) if pair[0][0] != pair[1][0])
+
+
+def _pairs_of(levels: Levels) -> set[frozenset[tuple[str, str]]]:
+    return {frozenset(pair) for pair in itertools.combinations(levels.items(), 2)}

@@ -1,0 +1,58 @@
+"""The rungs of the memory ladder: what each adds to the one before, as recipe settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One rung.
+
+    Args:
+        name: what it adds, for people.
+        adds: settings over those of the rung before.
+        exact: whether it computes what the rung before does, but for roundings of sums.
+    """
+
+    name: str
+    adds: tuple[str, ...]
+    exact: bool = True
+
+
+RUNGS = (
+    Rung(
+        name="float32 weights, bf16 autocast",
+        adds=(
+            "model.dtype=float32",
+            "training.mixed_precision=bf16",
+            "checkpointing.mode=none",
+            "loss.chunk_tokens=null",
+            "optimizer.name=adamw",
+            "optimizer.master=fp32",
+            "optimizer.state=fp32",
+        ),
+    ),
+    Rung(name="+ checkpointing, chunked loss", adds=("checkpointing.mode=full", "loss.chunk_tokens=256")),
+    Rung(
+        name="+ bf16 weights, split16 master",
+        adds=("model.dtype=bfloat16", "training.mixed_precision=no", "optimizer.master=split16"),
+        exact=False,  # activations between the layers are rounded to bf16
+    ),
+    Rung(
+        name="+ split24 master, 8-bit state",
+        adds=("optimizer.master=split24", "optimizer.state=8bit"),
+        exact=False,
+    ),
+    Rung(name="+ step in backward", adds=("optimizer.in_backward=true", "accumulation.order=vertical")),
+    Rung(name="+ state on the host", adds=("offload.optimizer=host",)),
+    Rung(name="+ weights streamed", adds=("offload.parameters=stream", "offload.activations=inputs")),
+    Rung(name="+ MLP and head in tiles", adds=("tiling.mlp=8", "tiling.head=8")),
+)
+
+
+def settings_of(rung: Rung) -> tuple[str, ...]:
+    """The settings of a rung and of all below it; a later one wins."""
+    below = RUNGS[: RUNGS.index(rung) + 1]
+    settings = [setting.split("=", 1) for each in below for setting in each.adds]
+    return tuple(f"{key}={value}" for key, value in dict(settings).items())
