@@ -115,7 +115,8 @@ def enable_lora(
     Costs: other mathematics (each matrix moves by a matrix of rank r); two small products more a layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
-    Limits: linear layers alone: fused experts of a mixture of experts are frozen. The adapters are float32, the frozen
+    Limits: experts that are one tensor have adapters where PEFT knows the family (with ``all-linear``), else they are
+    frozen; beside a layer's experts their sum is made whole in each forward. The adapters are float32, the frozen
     weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for its adapter; under
     autocast that copy is left out, since autocast would take it back.
     Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
@@ -131,7 +132,8 @@ def enable_lora(
         A handle that saves and loads the adapters; ``remove()`` gives the plain model back, and ``requires_grad``.
 
     Raises:
-        UserError: if a value is out of range, or a name in ``adapter.target_modules`` is no linear layer's.
+        UserError: if a value is out of range, a name in ``adapter.target_modules`` is no linear layer's, or the kind of
+            adapter does not go with a layer; the model is then as it was.
         MissingPackageError: if peft is not installed.
     """
     check_adapter(config)
@@ -154,7 +156,15 @@ def enable_lora(
             "ignore", message="fan_in_fan_out is set to False"
         )  # PEFT then does what is right
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        peft_model: Any = get_peft_model(model, lora_config)
+        try:
+            peft_model: Any = get_peft_model(model, lora_config)
+        except ValueError as error:
+            Handle(*undo, partial(_take_layers_off, model)).remove()
+            raise UserError(
+                f"PEFT has no such adapter for a layer of {type(model).__name__}: {error} Set "
+                "adapter.use_dora=false and adapter.lora_dropout=0, or name in adapter.target_modules linear layers "
+                "that are no experts, as [q_proj, k_proj, v_proj, o_proj]."
+            ) from error
     lora_config.base_model_name_or_path = base_name or lora_config.base_model_name_or_path
     lora_config.revision = base_revision
     layers = _adapted_layers(model)
@@ -195,10 +205,10 @@ def merge_adapter(
         ) from error
     layers = list(_adapted_layers(model).values())
     for layer in track(layers):
-        weight = layer.get_base_layer().weight
+        weight = _adapted_weight(layer)
         weight.data = weight.data.float()
         layer.merge(safe_merge=True)
-        weight = layer.get_base_layer().weight
+        weight = _adapted_weight(layer)
         weight.data = weight.data.to(dtype)
     peft_model.unload()
     model.to(dtype)  # type: ignore[call-arg]
@@ -232,6 +242,12 @@ def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -
         )
 
 
+def _take_layers_off(model: nn.Module) -> None:
+    """What PEFT leaves behind when it gives up half-way."""
+    for name, layer in _adapted_layers(model).items():
+        model.set_submodule(name, layer.get_base_layer())
+
+
 def _made_in_float32() -> Handle:
     """PEFT makes adapters in the type of their layer, and casts them to float32 later: a start rounded to 16 bits."""
     from peft.tuners.lora import LoraLayer
@@ -263,6 +279,11 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _adapted_weight(layer: Any) -> nn.Parameter:
+    """PEFT's layer says the parameter's name where it is not a linear layer's ``weight``: that of fused experts."""
+    return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
 def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

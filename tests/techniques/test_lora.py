@@ -293,6 +293,49 @@ def test_gpt2_whose_layers_lie_the_other_way_round(tmp_path):
     torch.testing.assert_close(loss_of(merged), loss_of(model))
 
 
+def tiny_mixture(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = hf.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        moe_intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def test_fused_experts_are_adapted_saved_and_merged(tmp_path):
+    model = tiny_mixture()
+    adapter = enable_lora(model, lora(), base_name="base")
+    assert any("mlp.experts" in name for name in adapter.parameters())
+    take_steps(model, list(adapter.parameters().values()))
+    adapter.save(tmp_path)
+    torch.testing.assert_close(
+        loss_of(peft.PeftModel.from_pretrained(tiny_mixture(), tmp_path)), loss_of(model)
+    )
+    merged = tiny_mixture()
+    merge_adapter(merged, tmp_path, torch.float32)
+    torch.testing.assert_close(loss_of(merged), loss_of(model))
+    assert not torch.equal(
+        merged.model.layers[0].mlp.experts.down_proj, tiny_mixture().model.layers[0].mlp.experts.down_proj
+    )
+
+
+@pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)
+def test_what_peft_cannot_put_beside_experts_leaves_the_model_as_it_was(kind):
+    model = tiny_mixture()
+    modules, trained = str(model), [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(UserError, match="Set adapter.use_dora=false and adapter.lora_dropout=0"):
+        enable_lora(model, lora(**kind))
+    assert str(model) == modules
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+    enable_lora(model, lora(**kind, target_modules=("q_proj", "o_proj")))
+
+
 def test_without_an_adapter_the_rest_is_a_forgotten_switch():
     assert AdapterConfig().problems() == []
     assert "need adapter.name=lora" in AdapterConfig(r=8).problems()[0]

@@ -62,7 +62,7 @@ import os, signal, sys
 from lowmem_ft.cli.train import main
 from lowmem_ft.data import DataStream
 from lowmem_ft.errors import DataError
-from lowmem_ft.training import checkpoint
+from lowmem_ft.training import session
 
 what, rank = sys.argv.pop(1), os.environ["RANK"]
 next_window, count = DataStream.next_window, 0
@@ -82,7 +82,7 @@ def full_disk(*args):
 
 DataStream.next_window = third_window
 if what == "disk":
-    checkpoint.save_model = full_disk
+    session.save_model = full_disk
 sys.exit(main())
 """
 
