@@ -17,9 +17,10 @@ from lowmem_ft.errors import ModelError
 from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_copies import CopyEngine, Moment
 from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.repetition import left_behind
 from lowmem_ft.techniques.config import OffloadConfig
 from lowmem_ft.techniques.decoder_layers import decoder_layers
-from lowmem_ft.techniques.reversible import set_attribute
+from lowmem_ft.techniques.reversible import wrap_method
 
 log = logging.getLogger(__name__)
 
@@ -72,23 +73,16 @@ def _offload_inputs(model: nn.Module, waiting_room: _WaitingRoom) -> Handle:
             "checkpointing.mode=full, or offload.activations=none."
         )
     log.info("activation offload: the inputs of %d checkpointed layers wait in host memory", len(layers))
-    undo = [
-        set_attribute(
-            layer,
-            "_gradient_checkpointing_func",
-            _WithInputAway(layer._gradient_checkpointing_func, waiting_room),  # type: ignore[arg-type]
-        )
-        for layer in layers
-    ]
-    return Handle(*undo)
+    with_input_away = functools.partial(_WithInputAway, waiting_room)
+    return Handle(*(wrap_method(layer, "_gradient_checkpointing_func", with_input_away) for layer in layers))
 
 
 class _WithInputAway:
     """A checkpointing function whose first argument, the hidden states, waits in host memory."""
 
-    def __init__(self, checkpoint: Callable[..., Any], waiting_room: _WaitingRoom) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, waiting_room: _WaitingRoom, checkpoint: Callable[..., Any]) -> None:
         self._waiting_room = waiting_room
+        self._checkpoint = checkpoint
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         if not args or not isinstance(args[0], Tensor):
@@ -109,32 +103,34 @@ class _WithInputAway:
 
 def _offload_all(model: Any, waiting_room: _WaitingRoom) -> Handle:
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    stock_forward = causal_lm.forward
 
-    # Trainer reads the signature to learn which columns forward takes.
-    @functools.wraps(stock_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        weights = {
-            tensor.untyped_storage()._cdata for tensor in (*causal_lm.parameters(), *causal_lm.buffers())
-        }
+    def with_activations_away(stock_forward: Callable[..., Any]) -> Callable[..., Any]:
+        # Trainer reads the signature to learn which columns forward takes.
+        @functools.wraps(stock_forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            weights = {
+                tensor.untyped_storage()._cdata for tensor in (*causal_lm.parameters(), *causal_lm.buffers())
+            }
 
-        def pack(tensor: Tensor) -> Tensor | _Away:
-            stays = (
-                tensor.nbytes < SMALLEST_BYTES
-                or tensor.device.type != waiting_room.device.type
-                or tensor.untyped_storage()._cdata in weights
-                or not _is_dense(tensor)
-            )
-            return tensor if stays else waiting_room.leave(tensor)
+            def pack(tensor: Tensor) -> Tensor | _Away:
+                stays = (
+                    tensor.nbytes < SMALLEST_BYTES
+                    or tensor.device.type != waiting_room.device.type
+                    or tensor.untyped_storage()._cdata in weights
+                    or not _is_dense(tensor)
+                )
+                return tensor if stays else waiting_room.leave(tensor)
 
-        with saved_tensors_hooks(pack, waiting_room.back):
-            return stock_forward(*args, **kwargs)
+            with saved_tensors_hooks(pack, waiting_room.back):
+                return stock_forward(*args, **kwargs)
+
+        return forward
 
     log.warning(
         "offload.activations=all copies every activation to the host and back, which takes longer than to compute it "
         "again: checkpointing.mode=full with offload.activations=inputs frees more in less time."
     )
-    return Handle(set_attribute(causal_lm, "forward", forward))
+    return Handle(wrap_method(causal_lm, "forward", with_activations_away))
 
 
 class _Away:
@@ -272,7 +268,9 @@ class _Buffers:
                 return self._free.pop(index)
         if self._free:
             self._free.pop()
-        return self._host.allocate(num_bytes, torch.uint8, "activation")
+        buffer = self._host.allocate(num_bytes, torch.uint8, "activation")
+        left_behind(buffer)
+        return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.append(buffer)

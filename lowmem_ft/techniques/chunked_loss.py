@@ -23,7 +23,7 @@ from lowmem_ft.handle import Handle
 from lowmem_ft.techniques.config import LossConfig, TilingConfig
 from lowmem_ft.techniques.head_tiles import HeadTiles
 from lowmem_ft.techniques.linear_cross_entropy import linear_cross_entropy_sum
-from lowmem_ft.techniques.reversible import set_attribute
+from lowmem_ft.techniques.reversible import set_attribute, wrap_method
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +89,14 @@ def enable_chunked_loss(
     head = _Head.of(causal_lm)
     _refuse_more_tiles_than_rows(tiling, head)
     loss = _Loss(head, config, tiling)
-    chunked = _chunked_forward(causal_lm, loss)
-    _check_equals_stock(causal_lm, head, chunked)
+    _check_equals_stock(causal_lm, head, _chunked_forward(causal_lm, loss, causal_lm.forward))
     log.info(
         "loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients made in forward",
         config.chunk_tokens,
         tiling.head,
     )
-    return ChunkedLoss(loss, set_attribute(causal_lm, "forward", chunked))
+    chunked_forward = functools.partial(_chunked_forward, causal_lm, loss)
+    return ChunkedLoss(loss, wrap_method(causal_lm, "forward", chunked_forward))
 
 
 def _without_peft(model: Any) -> Any:
@@ -174,9 +174,8 @@ def _logit_scale(config: Any) -> float:
     return scale
 
 
-def _chunked_forward(causal_lm: Any, loss_of: _Loss) -> Callable[..., Any]:
+def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[..., Any]) -> Callable[..., Any]:
     """The stock forward, with the loss computed where the head would compute the logits."""
-    stock_forward = causal_lm.forward
     signature = inspect.signature(stock_forward)
     linear = loss_of.head.linear
 

@@ -14,7 +14,8 @@ from torch import Tensor
 class HeadTiles(Protocol):
     """Where the head's weight comes from, tile by tile, and where its gradient goes.
 
-    Tiles are asked for in ascending order for the loss, and then in descending order for the gradients.
+    Tiles are asked for in ascending order for the loss, and then in descending order for the gradients. They begin at
+    multiples of ``gradient_parts.rows_per_block``.
     """
 
     def weight(self, rows: slice) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowmem_ft.techniques.cross_entropy_passes import Head, HeadLoss, WantedGradients
+from lowmem_ft.techniques.gradient_parts import rows_per_block
 from lowmem_ft.techniques.head_tiles import HeadTiles, ResidentTiles
 from lowmem_ft.techniques.weight_gradient import row_slices
 
@@ -57,7 +58,8 @@ def linear_cross_entropy_sum(
         labels_N: int64 token ids, each in [0, V).
         bias_V: the head's bias, if it has one.
         chunk_tokens: tokens whose logits exist at once.
-        vocabulary_tiles: how many tiles the vocabulary is cut into.
+        vocabulary_tiles: how many tiles the vocabulary is cut into; fewer where one would be less than a block
+            (:func:`rows_per_block`).
         logit_softcap: c in ``c * tanh(logits / c)``, after the scale; None leaves the logits as they are.
         logit_scale: factor on the logits.
         label_smoothing: share of each label that is spread over the whole vocabulary, 0 to 1.
@@ -71,7 +73,7 @@ def linear_cross_entropy_sum(
     """
     head = Head(
         chunk_tokens=chunk_tokens,
-        tile_rows=-(-len(weight_VH) // vocabulary_tiles),
+        tile_rows=_tile_rows(weight_VH, vocabulary_tiles),
         logit_softcap=logit_softcap,
         logit_scale=logit_scale,
         label_smoothing=label_smoothing,
@@ -87,6 +89,12 @@ def linear_cross_entropy_sum(
     served = None if head_tiles is None else _Served(weight_VH, head_tiles)
     resident_VH = weight_VH if served is None else None
     return _LinearCrossEntropySum.apply(hidden_NH, resident_VH, bias_V, labels_N, head, wanted, served)
+
+
+def _tile_rows(weight_VH: Tensor, vocabulary_tiles: int) -> int:
+    """The same whether or not the weight's gradient is handed over tile by tile, so that the loss is, too."""
+    unit = rows_per_block(weight_VH.shape[1])
+    return -(-len(weight_VH) // (vocabulary_tiles * unit)) * unit
 
 
 @dataclass(frozen=True)

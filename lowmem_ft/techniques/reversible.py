@@ -1,10 +1,20 @@
-"""A change to a living object that can be taken back exactly."""
+"""Changes to a living object that can be taken back exactly, in any order."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
+
+_ABSENT = object()
+_HISTORY = "_lowmem_ft_overrides"
+"""The attribute in which an object keeps, while one of its attributes is overridden, what that was before."""
+
+
+@dataclass(eq=False)
+class _Override:
+    value: Any
 
 
 def set_attribute(target: Any, name: str, value: object) -> Callable[[], None]:
@@ -18,9 +28,60 @@ def set_attribute(target: Any, name: str, value: object) -> Callable[[], None]:
     Returns:
         What to hand to a :class:`lowmem_ft.handle.Handle`.
     """
-    if name in vars(target):
-        undo = partial(setattr, target, name, vars(target)[name])
-    else:
-        undo = partial(delattr, target, name)
-    setattr(target, name, value)
-    return undo
+    return _put_on(target, name, _Override(value))
+
+
+def wrap_method(
+    target: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Sets a method that calls the one it hides, and returns the call that takes it off again.
+
+    Args:
+        target: a module or another object with a ``__dict__``.
+        name: of the method.
+        wrap: gets the hidden method and returns the new one. Once what is hidden is taken off itself, what it hid is
+            called instead.
+
+    Returns:
+        What to hand to a :class:`lowmem_ft.handle.Handle`.
+    """
+    override = _Override(None)
+
+    @functools.wraps(getattr(target, name))
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        overrides = _overrides(target)[name]
+        value = overrides[overrides.index(override) - 1].value
+        method = getattr(type(target), name).__get__(target) if value is _ABSENT else value
+        return method(*args, **kwargs)
+
+    override.value = wrap(hidden)
+    return _put_on(target, name, override)
+
+
+def _put_on(target: Any, name: str, override: _Override) -> Callable[[], None]:
+    if _HISTORY not in vars(target):
+        setattr(target, _HISTORY, {})
+    own = _Override(vars(target).get(name, _ABSENT))
+    _overrides(target).setdefault(name, [own]).append(override)
+    setattr(target, name, override.value)
+    return functools.partial(_take_off, target, name, override)
+
+
+def _take_off(target: Any, name: str, override: _Override) -> None:
+    overrides = _overrides(target)[name]
+    is_visible = override is overrides[-1]
+    overrides.remove(override)
+    if is_visible and overrides[-1].value is _ABSENT:
+        delattr(target, name)
+    elif is_visible:
+        setattr(target, name, overrides[-1].value)
+    override.value = None  # what it wraps knows it, too: a circle
+    if len(overrides) == 1:
+        del _overrides(target)[name]
+    if not _overrides(target):
+        delattr(target, _HISTORY)
+
+
+def _overrides(target: Any) -> dict[str, list[_Override]]:
+    """Of each overridden attribute its own value, then what has been put on, in that order."""
+    return vars(target)[_HISTORY]

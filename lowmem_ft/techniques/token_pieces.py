@@ -39,17 +39,18 @@ class ForwardInPieces:
         """The module's output, connected to the graph."""
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not (hidden_states.requires_grad or parameters):
-            return self.in_pieces(hidden_states)
+            return self.in_pieces(hidden_states).view_as(hidden_states)
         kept, sums = _Kept(), _Sums()
         stand_ins = [_StandIn.apply(parameter, sums) for parameter in parameters]
         same = _Keep.apply(hidden_states, kept, *stand_ins[:1])
-        return _InPieces.apply(same, self, kept, sums, *stand_ins)
+        # The view is made out here: autograd forbids to change a view that a Function returns, as Falcon's layers do.
+        return _InPieces.apply(same, self, kept, sums, *stand_ins).view_as(hidden_states)
 
     def in_pieces(self, hidden_BTH: Tensor) -> Tensor:
-        """The module's output, one piece after the other; for calls without a graph."""
+        """The module's output, one piece after the other, as 1 x N x H; for calls without a graph."""
         hidden_1NH = _one_row(hidden_BTH)
         pieces = [self._stock_forward(hidden_1NH[:, tokens]) for tokens in self._tokens_of(hidden_1NH)]
-        return torch.cat(pieces, dim=1).view_as(hidden_BTH)
+        return torch.cat(pieces, dim=1)
 
     def differentiated(
         self, hidden_BTH: Tensor, d_output_BTH: Tensor, gradients: _ParameterGradients
@@ -62,14 +63,14 @@ class ForwardInPieces:
                 hidden_1CH = hidden_1NH[:, tokens].detach().requires_grad_()
                 with torch.enable_grad():
                     output_1CH = self._stock_forward(hidden_1CH)
-                d_hidden_1NH[:, tokens], *others = torch.autograd.grad(
+                d_hidden_1NH[:, tokens], *by_autograd = torch.autograd.grad(
                     output_1CH,
-                    [hidden_1CH, *gradients.others],
+                    [hidden_1CH, *gradients.trained],
                     d_output_1NH[:, tokens],
-                    materialize_grads=True,
+                    allow_unused=True,
                 )
-                gradients.add_others(others)
-                del hidden_1CH, output_1CH, others  # else they live while the next piece is computed
+                gradients.add(by_autograd)
+                del hidden_1CH, output_1CH, by_autograd  # else they live while the next piece is computed
         return d_hidden_1NH.view_as(hidden_BTH)
 
     def _tokens_of(self, hidden_1NH: Tensor) -> list[slice]:
@@ -187,45 +188,56 @@ class _Surroundings:
 class _ParameterGradients:
     """Sums of a module's gradients over pieces of tokens.
 
+    The weight of a plain ``nn.Linear`` gets its gradient from what its layer's calls hand over. Autograd has the other
+    parameters', and that of such a weight where the module uses it by other means than calling its layer, as PEFT does
+    beside fused experts.
+
     Attributes:
-        others: the parameters that are not the weight of a plain ``nn.Linear``; their gradients come from autograd.
+        trained: the parameters to ask autograd about.
     """
 
     def __init__(self, module: nn.Module, num_tokens: int) -> None:
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._linears = [
             part for part in module.modules() if type(part) is nn.Linear and part.weight.requires_grad
         ]
-        self._of_weight = {
+        self._handed_over = {
             weight: WeightGradient(weight.shape, weight.dtype, weight.device, num_tokens)
             for weight in (linear.weight for linear in self._linears)
         }
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.others = [parameter for parameter in trained if parameter not in self._of_weight]
-        self._of_other = {
-            parameter: torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-            for parameter in self.others
+        self._by_autograd = {
+            parameter: _zeros_for_sum(parameter)
+            for parameter in self.trained
+            if parameter not in self._handed_over
         }
 
     @contextlib.contextmanager
     def collected_from_linear_layers(self) -> Iterator[None]:
         """Let linear layers hand the factors of their weights' gradients over, while a block runs."""
         undo = [
-            set_attribute(linear, "forward", _HandingOver(linear, self._of_weight[linear.weight]))
+            set_attribute(linear, "forward", _HandingOver(linear, self._handed_over[linear.weight]))
             for linear in self._linears
         ]
         with Handle(*undo):
             yield
 
-    def add_others(self, gradients: Sequence[Tensor]) -> None:
-        """One piece's gradients of the other parameters."""
-        for parameter, gradient in zip(self.others, gradients, strict=True):
-            self._of_other[parameter] += gradient
+    def add(self, by_autograd: Sequence[Tensor | None]) -> None:
+        """One piece's gradients of ``trained``; None for a parameter that autograd has seen nothing of."""
+        for parameter, gradient in zip(self.trained, by_autograd, strict=True):
+            if gradient is None:
+                continue
+            if parameter not in self._by_autograd:
+                self._by_autograd[parameter] = _zeros_for_sum(parameter)
+            self._by_autograd[parameter] += gradient
 
     def take(self, parameter: nn.Parameter) -> Tensor:
         """The finished gradient of a parameter, in its type; nothing of it is kept."""
-        if parameter in self._of_weight:
-            return self._of_weight.pop(parameter).finish()
-        return self._of_other.pop(parameter).to(parameter.dtype)
+        by_autograd = self._by_autograd.pop(parameter, None)
+        if parameter not in self._handed_over:
+            assert by_autograd is not None, "its sum is there from the beginning"
+            return by_autograd.to(parameter.dtype)
+        handed_over = self._handed_over.pop(parameter).finish()
+        return handed_over if by_autograd is None else by_autograd.add_(handed_over).to(parameter.dtype)
 
 
 class _HandingOver:
@@ -267,3 +279,7 @@ class _LinearWithoutWeightGradient(torch.autograd.Function):
 def _one_row(tensor_BTH: Tensor) -> Tensor:
     """All tokens in one row, whose pieces are views."""
     return tensor_BTH.reshape(1, -1, tensor_BTH.shape[-1])
+
+
+def _zeros_for_sum(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))

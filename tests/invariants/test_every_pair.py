@@ -3,10 +3,8 @@
 import random
 
 import pytest
-import torch
-from ground_truth.families import FAMILIES, VOCABULARY
+from ground_truth.families import FAMILIES
 from ground_truth.ladder_matrix import (
-    CHANGES_THE_ORDER_OF_SUMS,
     FACTORS,
     KEEPS_EVERY_BIT,
     NOT_WITH_FAMILY,
@@ -16,18 +14,13 @@ from ground_truth.ladder_matrix import (
     plain,
     random_levels,
 )
+from ground_truth.ladder_run import outcome_of, tolerance
 from transformers import AutoConfig
 
-from lowmem_ft.data import Batch
 from lowmem_ft.errors import RecipeError, UserError
-from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.runtime import AccelerateRuntime
-from lowmem_ft.training.step import evaluation_loss, train_step
 
 RUNS, EXCLUDED = covering()
-NUM_STEPS = 3
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 
 
@@ -53,71 +46,19 @@ def name_of(levels):
     return " ".join(levels.values())
 
 
-def batch_of(recipe, generator):
-    """Rows of unlike lengths: some padded or, packed, of several documents."""
-    rows, length = recipe.training.per_device_train_batch_size, recipe.data.max_length
-    input_ids_BT = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
-    labels_BT = input_ids_BT.clone()
-    labels_BT[:, : int(torch.randint(1, length // 2, (1,), generator=generator))] = -100
-    position_ids_BT = None
-    if recipe.data.packing:
-        cut = int(torch.randint(1, length, (1,), generator=generator))
-        position_ids_BT = torch.cat([torch.arange(cut), torch.arange(length - cut)]).repeat(rows, 1)
-        labels_BT[:, cut] = -100
-    return Batch(
-        input_ids_BT=input_ids_BT,
-        labels_BT=labels_BT,
-        position_ids_BT=position_ids_BT,
-        sample_ids=tuple(range(rows)),
-        num_label_tokens=int((labels_BT != -100).sum()),
-        num_tokens=rows * length,
-    )
-
-
-def losses_of(recipe, folder):
-    """Training losses, and then the loss of the trained model on other rows."""
-    runtime = AccelerateRuntime.create(recipe.training, folder)
-    plan = plan_session(recipe, runtime, load_model_config(recipe.model))
-    torch.manual_seed(0)
-    session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    losses = []
-    for _ in range(NUM_STEPS):
-        window = [batch_of(recipe, generator) for _ in range(recipe.training.gradient_accumulation_steps)]
-        result = train_step(session, window)
-        assert result.applied
-        losses.append(float(result.loss))
-    session.flush()
-    session.model.eval()
-    loss_sum, num_label_tokens = evaluation_loss(session, [batch_of(recipe, generator)])
-    session.close()
-    return [*losses, float(loss_sum / num_label_tokens)]
-
-
 _PLAIN_LOSSES = {}
 
 
 def plain_losses(levels, families, folder):
     key = name_of(plain(levels))
     if key not in _PLAIN_LOSSES:
-        _PLAIN_LOSSES[key] = losses_of(recipe_of(plain(levels), families), folder)
+        _PLAIN_LOSSES[key] = outcome_of(recipe_of(plain(levels), families), folder).losses
     return _PLAIN_LOSSES[key]
-
-
-def tolerance(levels):
-    """Relative, of a loss: none where no number changes, else some roundings of what is computed with."""
-    changed = {factor for factor in FACTORS if levels[factor] != plain(levels)[factor]}
-    # Squares of gradients are summed in another order, and so the clip's coefficient may differ in its last bit.
-    clips_in_backward = levels["update"] == "in_backward" and levels["clipping"] == "clipped"
-    if changed.isdisjoint(CHANGES_THE_ORDER_OF_SUMS) and not clips_in_backward:
-        return 0.0
-    return 2e-5 if levels["weights"] == "fp32" and levels["state"] == "fp32" else 5e-3
 
 
 @pytest.mark.parametrize("levels", RUNS, ids=name_of)
 def test_a_run_has_the_losses_of_the_plain_run(levels, families, tmp_path):
-    losses = losses_of(recipe_of(levels, families), tmp_path)
+    losses = outcome_of(recipe_of(levels, families), tmp_path).losses
     assert losses == pytest.approx(plain_losses(levels, families, tmp_path), rel=tolerance(levels), abs=0)
 
 
@@ -149,7 +90,7 @@ UNCLIPPED = {**plain(RUNS[0]), "window": "one", "clipping": "unclipped", "adapte
 def test_what_only_moves_bytes_changes_no_bit(kind, changes, families, tmp_path):
     levels = {**UNCLIPPED, **kind, **changes}
     assert tolerance(levels) == 0
-    losses = losses_of(recipe_of(levels, families), tmp_path)
+    losses = outcome_of(recipe_of(levels, families), tmp_path).losses
     assert losses == plain_losses(levels, families, tmp_path)
 
 
@@ -175,7 +116,7 @@ def test_what_is_not_run_is_refused_with_a_way_out(families):
 def test_what_only_the_model_refuses_is_explained(factor, choice, family, families, tmp_path):
     levels = {**plain(RUNS[0]), "weights": "fp32", "optimizer": "adamw", "adapter": "none"}
     with pytest.raises(UserError, match="Set "):
-        losses_of(recipe_of({**levels, "family": family, factor: choice}, families), tmp_path)
+        outcome_of(recipe_of({**levels, "family": family, factor: choice}, families), tmp_path)
 
 
 def test_the_rules_refuse_what_the_search_leaves_out_and_nothing_else(families):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.linear_cross_entropy import linear_cross_entropy_sum
 
-N, H, V = 37, 16, 50
+N, H, V = 37, 64, 50
 
 
 def reference_sum(hidden, weight, labels, bias=None, softcap=None, scale=1.0, smoothing=0.0):
@@ -242,9 +242,19 @@ def test_a_weight_served_from_elsewhere_gets_the_same_gradient_tile_by_tile(tile
     assert torch.equal(loss, resident)
     assert torch.equal(d_hidden, expected[0])
     assert torch.equal(served.gradient, expected[1])
-    bounds = [(0, 17), (17, 34), (34, 50)] if tiles == 3 else [(0, V)]
+    bounds = [(0, 20), (20, 40), (40, 50)] if tiles == 3 else [(0, V)]
     assert served.given == bounds[::-1]
     assert served.asked == (bounds if tiles == 1 else bounds + bounds[::-1])
+
+
+@pytest.mark.parametrize("h", [1, 24, 80, 256])
+def test_tiles_begin_where_a_block_of_optimizer_state_does(h):
+    hidden, weight, _, labels = problem(h=h, v=1000)
+    served = Served(weight)
+    linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=8, vocabulary_tiles=3, head_tiles=served)
+    starts = [start for start, _ in served.given]
+    assert len(starts) in (2, 3)
+    assert all(start * h % 256 == 0 for start in starts)
 
 
 def test_a_served_fp32_weight_under_autocast():
@@ -272,7 +282,7 @@ def test_a_frozen_or_untrained_weight_from_elsewhere_is_only_read():
             hidden, weight, labels, chunk_tokens=8, vocabulary_tiles=2, head_tiles=evaluated
         )
     assert frozen.given == evaluated.given == []
-    assert evaluated.asked == [(0, 25), (25, 50)]
+    assert evaluated.asked == [(0, 28), (28, 50)]
 
 
 def test_a_factor_behind_a_served_weights_gradient_is_refused():

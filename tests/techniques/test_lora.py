@@ -329,7 +329,7 @@ def test_fused_experts_are_adapted_saved_and_merged(tmp_path):
 def test_what_peft_cannot_put_beside_experts_leaves_the_model_as_it_was(kind):
     model = tiny_mixture()
     modules, trained = str(model), [parameter.requires_grad for parameter in model.parameters()]
-    with pytest.raises(UserError, match="Set adapter.use_dora=false and adapter.lora_dropout=0"):
+    with pytest.raises(UserError, match=r"Set adapter\.use_dora=false and adapter\.lora_dropout=0"):
         enable_lora(model, lora(**kind))
     assert str(model) == modules
     assert [parameter.requires_grad for parameter in model.parameters()] == trained

@@ -49,6 +49,15 @@ CONFIGS = {
     "phi": hf.PhiConfig(**LLAMA),
     "phi3": hf.Phi3Config(**LLAMA),
     "gpt2": hf.GPT2Config(**GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "falcon": hf.FalconConfig(  # adds to the MLP's output in place
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        parallel_attn=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ),
     "mixtral": hf.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": hf.Qwen3MoeConfig(**LLAMA, **MOE, head_dim=8),
 }
@@ -292,6 +301,48 @@ def test_frozen_weights_with_adapters():
     assert len(ours) == LAYERS * 4
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     assert furthest(ours, stock) < 1e-5
+    assert set(fired.values()) == {1}
+
+
+def test_weights_of_linear_layers_that_are_never_called():
+    """PEFT multiplies the adapters of fused experts with each other, and adds the product to the experts' weights."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    model = peft.get_peft_model(tiny_model("mixtral"), config)
+    _, stock, _ = run(model)
+    with enable_tiled_mlp(model, TilingConfig(mlp=4)):
+        _, ours, fired = run(model)
+    assert sum(".experts." in name for name in stock) == LAYERS * 4
+    assert furthest(ours, stock) < 1e-5
+    assert set(fired.values()) == {1}
+
+
+class UsesAWeightTwice(nn.Module):
+    """One linear layer, called once and read once."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, hidden_states):
+        return torch.tanh(self.proj(hidden_states)) @ self.proj.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_that_is_called_and_whose_weight_is_read(dtype):
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.mlp = UsesAWeightTwice()
+    model.to(dtype)
+    _, stock, _ = run(model)
+    with enable_tiled_mlp(model, TilingConfig(mlp=4)):
+        _, ours, fired = run(model)
+    assert furthest(ours, stock) < (1e-6 if dtype == torch.float32 else 2**-7)
     assert set(fired.values()) == {1}
 
 

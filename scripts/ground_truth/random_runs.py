@@ -1,0 +1,171 @@
+"""Random runs of the memory ladder, on models of random sizes, each held against its plain run.
+
+Pairs of choices meet in ``tests/invariants/test_every_pair.py``. What takes three of them to go wrong, an odd size or a
+batch without labels, is found here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ground_truth.cpu_matrix import Choice, Levels
+from ground_truth.families import FAMILIES
+from ground_truth.ladder_matrix import is_possible, overrides_of, plain, random_levels
+from ground_truth.ladder_run import Outcome, Rows, outcome_of, tolerance
+from transformers import AutoConfig
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.recipe import Recipe, load_recipe
+
+_NAMES = {"gpt2": {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}}
+_NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+_HAS_BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",), "falcon": ("bias",)}
+_LOWEST_RUNGS: dict[str, tuple[str, ...]] = {
+    "update": ("in_backward",),
+    "optimizer_home": ("host",),
+    "parameters": ("stream", "stream-1"),
+    "checkpointing": ("full", "selective"),
+    "window": ("one", "three-vertical"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomRun:
+    """One run and its model.
+
+    Args:
+        seed: makes it again.
+        fields: of the model's config.
+        levels: a choice of each of the ladder's factors but the family.
+        shared: settings of the plain run, too.
+        own: settings that change where bytes lie or the order of sums.
+        rows: what it trains on.
+    """
+
+    seed: int
+    fields: dict[str, Any]
+    levels: Levels
+    shared: Choice
+    own: Choice
+    rows: Rows
+
+    def __str__(self) -> str:
+        """The settings that make it, as they are typed."""
+        return " ".join((*overrides_of(self.levels), *self.shared, *self.own))
+
+
+def random_run(seed: int) -> RandomRun:
+    """A run that the rules allow; every second one is on a rung far down."""
+    generator = random.Random(seed)
+    family = generator.choice(list(FAMILIES))
+    fields = {"model_type": family, **FAMILIES[family], **_random_sizes(family, generator)}
+    levels = next(filter(is_possible, _candidates(family, generator)))
+    levels = {factor: choice for factor, choice in levels.items() if factor != "family"}
+    vocabulary: int = fields["vocab_size"]
+    labels = generator.choice(("most", "most", "none in one micro-batch", "one", "none"))
+    return RandomRun(
+        seed=seed,
+        fields=fields,
+        levels=levels,
+        shared=tuple(_shared_settings(levels, generator)),
+        own=tuple(_own_settings(levels, _num_layers(fields), generator)),
+        rows=Rows(seed=seed, vocabulary=vocabulary, any_length=generator.random() < 0.6, labels=labels),
+    )
+
+
+def difference_from_plain(run: RandomRun, folder: Path) -> str | None:
+    """What a run does otherwise than the plain run of the same mathematics; None if nothing.
+
+    Args:
+        run: what to run.
+        folder: an empty one, for the model's config.
+
+    Raises:
+        UserError: if the model does not allow the run.
+    """
+    AutoConfig.for_model(**run.fields).save_pretrained(folder)
+    ours = outcome_of(_recipe(run.levels, (*run.shared, *run.own), folder), folder, run.rows)
+    theirs = outcome_of(_recipe(plain(run.levels), run.shared, folder), folder, run.rows)
+    return _difference(ours, theirs, tolerance(run.levels))
+
+
+def has_way_out(error: UserError) -> bool:
+    """Whether each sentence about what is wrong tells what to do about it."""
+    return all("Set " in problem or "name in " in problem for problem in error.problems)
+
+
+def _candidates(family: str, generator: random.Random) -> Iterator[dict[str, str]]:
+    is_far_down = generator.random() < 0.5
+    while True:
+        lowest = {factor: generator.choice(choices) for factor, choices in _LOWEST_RUNGS.items()}
+        yield {**random_levels(generator), **(lowest if is_far_down else {}), "family": family}
+
+
+def _random_sizes(family: str, generator: random.Random) -> dict[str, Any]:
+    """Sizes that are no powers of two; multiples of 8, as the product of grouped experts wants them in bfloat16."""
+    heads = generator.choice((2, 4))
+    sizes: dict[str, Any] = {
+        "vocab_size": generator.choice((257, 300, 503, 611)),
+        "num_hidden_layers": generator.randint(1, 4),
+        "num_attention_heads": heads,
+        "hidden_size": heads * generator.choice((8, 16, 24)),
+        "num_key_value_heads": generator.choice((1, 2, heads)),
+        "intermediate_size": generator.choice((72, 104, 176)),
+        "head_dim": generator.choice((8, 16, 24)),
+        "layer_types": None,
+    }
+    known = FAMILIES[family].keys() | _NAMES.get(family, {}).keys()
+    sizes = {_NAMES.get(family, {}).get(key, key): value for key, value in sizes.items() if key in known}
+    biases = {name: generator.random() < 0.5 for name in _HAS_BIASES.get(family, ())}
+    return {**sizes, **biases, **_NO_DROPOUT.get(family, {}), "tie_word_embeddings": generator.random() < 0.5}
+
+
+def _num_layers(fields: dict[str, Any]) -> int:
+    return fields["n_layer" if "n_layer" in fields else "num_hidden_layers"]
+
+
+def _shared_settings(levels: Levels, generator: random.Random) -> Iterator[str]:
+    yield f"training.per_device_train_batch_size={generator.choice((1, 2, 3))}"
+    yield f"training.learning_rate={generator.choice((1e-4, 5e-4, 1e-3))}"
+    yield f"training.lr_scheduler_type={generator.choice(('constant', 'linear'))}"
+    yield f"training.seed={generator.randint(0, 999)}"
+    yield f"optimizer.weight_decay={generator.choice((0.0, 0.1))}"
+    yield f"accumulation.dtype={generator.choice(('float32', 'weights'))}"
+    if levels["window"] != "one":
+        yield f"training.gradient_accumulation_steps={generator.choice((2, 3))}"
+    if levels["optimizer"] == "adamw":
+        yield f"optimizer.betas={generator.choice(('[0.9,0.999]', '[0.8,0.95]'))}"
+    if levels["optimizer"] == "sgd":
+        yield f"optimizer.momentum={generator.choice((0.0, 0.9))}"
+
+
+def _own_settings(levels: Levels, num_layers: int, generator: random.Random) -> Iterator[str]:
+    if levels["loss"] != "plain":
+        yield f"loss.chunk_tokens={generator.choice((1, 7, 33, 200))}"
+    if levels["loss"] == "tiled":
+        yield f"tiling.head={generator.choice((2, 5, 9))}"
+    if levels["mlp"] == "tiled":
+        yield f"tiling.mlp={generator.choice((2, 3, 7, 50))}"
+    if levels["parameters"] == "stream-1":
+        yield f"offload.resident_layers={generator.choice((1, max(1, num_layers - 1), num_layers))}"
+    if levels["checkpointing"] == "half":
+        yield f"checkpointing.every_n_layers={generator.choice((2, 3))}"
+
+
+def _recipe(levels: Levels, settings: Choice, folder: Path) -> Recipe:
+    return load_recipe(None, [*overrides_of(levels), *settings, f"model={folder}"])
+
+
+def _difference(ours: Outcome, theirs: Outcome, rel: float) -> str | None:
+    for step, (our_loss, their_loss) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
+        if not abs(our_loss - their_loss) <= rel * their_loss:
+            return f"loss {step} is {our_loss}, not {their_loss}"
+    if ours.weights.keys() != theirs.weights.keys():
+        return f"other weights: {sorted(ours.weights.keys() ^ theirs.weights.keys())}"
+    unequal = [name for name, weight in theirs.weights.items() if not torch.equal(ours.weights[name], weight)]
+    return f"weights differ: {unequal}" if unequal and rel == 0 else None
