@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 T = TypeVar("T")
 
 
@@ -14,6 +16,10 @@ class CountsRounds(Protocol):
 
     times: int
     """How many rounds the present one stands for."""
+
+    def left_behind(self, tensor: Tensor) -> None:
+        """Count a tensor's memory once for each of those rounds, for as long as the tensor lives."""
+        ...
 
 
 _recording: CountsRounds | None = None
@@ -35,7 +41,8 @@ def rounds(items: Sequence[T]) -> Iterator[tuple[T, int]]:
     """The items of a loop, each with how many rounds it stands for.
 
     Args:
-        items: rounds that all take the same memory, and leave none behind; but for the first and the last.
+        items: rounds that all take the same memory, and leave none behind that :func:`left_behind` is not told of; but
+            for the first and the last.
 
     Yields:
         Every item, standing for itself. While a trace is recorded the first, the second in place of all up to the
@@ -47,7 +54,20 @@ def rounds(items: Sequence[T]) -> Iterator[tuple[T, int]]:
         yield from ((items[0], 1), (items[1], len(items) - 2), (items[-1], 1))
 
 
+def in_rounds(items: Sequence[T]) -> Iterator[T]:
+    """The same for a loop whose body is done with an item before it asks for the next: it calls nothing else."""
+    for item, times in rounds(items):
+        stand_for(times)
+        yield item
+
+
 def stand_for(times: int) -> None:
     """Count what is done from now on so many times in the recording, if there is one."""
     if _recording is not None:
         _recording.times = times
+
+
+def left_behind(tensor: Tensor) -> None:
+    """Say that each round makes such a tensor and leaves it behind, in memory that no caching allocator serves."""
+    if _recording is not None:
+        _recording.left_behind(tensor)

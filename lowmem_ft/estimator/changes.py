@@ -74,11 +74,14 @@ def cheapest_changes(
     ways = search.that_run(list(ways_out_of(recipe)))
     all_together = search.change(ways) if ways else None
     found: list[Change] = []
+    dearest = 0  # of the way before: without it, all the cheaper changes together do not fit
     while len(found) < NUM_CHANGES and search.fits(ways):
         if found and search.num_estimates >= ENOUGH_ESTIMATES:
             break
         prefixes = range(1, len(ways))
-        dearest = bisect.bisect_left(prefixes, True, key=lambda length: search.fits(ways[:length]))
+        dearest = bisect.bisect_left(
+            prefixes, True, lo=dearest, key=lambda length: search.fits(ways[:length])
+        )
         found.append(search.cheapest_with(ways[dearest], ways[:dearest]))
         ways = [*ways[:dearest], *ways[dearest + 1 :]]
     return Changes(fitting=tuple(found), all_together=all_together)

@@ -73,9 +73,10 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     shallow += (len(stack) - shallow) % period
     if 2 * shallow + period >= len(stack):
         return None
-    return ShallowModel(
+    model_of_few = ShallowModel(
         layers=Layers(stack=name, lead=lead, period=period), num_layers=shallow, full_num_layers=len(stack)
     )
+    return model_of_few.deeper() if _sends_for_the_next_layer(recipe) else model_of_few
 
 
 def with_num_layers(hf_config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
@@ -124,6 +125,11 @@ def _signature(layer: nn.Module) -> Any:
 def _is_setting(key: str, value: Any) -> bool:
     is_number = key in ("layer_idx", "layer_id", "layer_index", "layer_number")
     return not is_number and isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def _sends_for_the_next_layer(recipe: Recipe) -> bool:
+    """Whether what a layer needs comes from the host in the turn of the layer before: the first then differs."""
+    return recipe.offload.activations != "none" or recipe.offload.parameters == "stream"
 
 
 def _layer_counts(recipe: Recipe) -> list[int]:

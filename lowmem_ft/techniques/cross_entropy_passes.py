@@ -6,6 +6,7 @@ length one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowmem_ft.repetition import in_rounds
 from lowmem_ft.techniques.head_tiles import HeadTiles
 from lowmem_ft.techniques.weight_gradient import WeightGradient
 
@@ -106,7 +108,7 @@ class HeadLoss:
             self.d_hidden_NH = torch.empty_like(self._hidden_NH)
         rows = slice(0, len(self._weight_VH))
         weight_VH, d_weight = self._weight(rows), self._new_weight_gradient(rows)
-        for tokens in self._chunks():
+        for tokens in self._chunks(d_weight):
             hidden_CH, logits_CV = self._logits(tokens, weight_VH, rows)
             exact_CV, slope_CV = self._scaled_and_capped(logits_CV)
             labels = _LabelsInTile.of(self._labels_N[tokens], rows)
@@ -155,7 +157,7 @@ class HeadLoss:
         )
         for rows in reversed(self._tile_rows()):
             weight_WH, d_weight = self._weight(rows), self._new_weight_gradient(rows)
-            for tokens in self._chunks():
+            for tokens in self._chunks(d_weight):
                 hidden_CH, logits_CW = self._logits(tokens, weight_WH, rows)
                 exact_CW, slope_CW = self._scaled_and_capped(logits_CW)
                 probability_CW = exact_CW.sub_(log_sum_N1[tokens]).exp_()
@@ -173,9 +175,13 @@ class HeadLoss:
 
     # --- the steps of both ------------------------------------------------------------------------------------------
 
-    def _chunks(self) -> Iterator[slice]:
+    def _chunks(self, d_weight: WeightGradient | None = None) -> Iterator[slice]:
+        """The tokens of each chunk; alike are as many as are added to the weight's gradient together."""
         size = self._head.chunk_tokens
-        return (slice(start, start + size) for start in range(0, len(self._labels_N), size))
+        chunks = [slice(start, start + size) for start in range(0, len(self._labels_N), size)]
+        num_alike = 1 if d_weight is None else d_weight.pieces_added_together(size, self._compute_dtype)
+        groups = [chunks[first : first + num_alike] for first in range(0, len(chunks), num_alike)]
+        return itertools.chain.from_iterable(in_rounds(groups))
 
     def _tile_rows(self) -> list[slice]:
         size, vocabulary = self._head.tile_rows, len(self._weight_VH)

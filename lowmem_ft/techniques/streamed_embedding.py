@@ -7,7 +7,6 @@ chunk of the vocabulary.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,17 +16,17 @@ from torch import Tensor, nn
 from lowmem_ft.devices import kernels_of
 from lowmem_ft.errors import ModelError
 from lowmem_ft.handle import Handle
+from lowmem_ft.repetition import rounds, stand_for
+from lowmem_ft.techniques.gradient_parts import rows_per_block
 from lowmem_ft.techniques.reversible import set_attribute
 from lowmem_ft.techniques.streamed_tensors import stand_in
 
-TakeGradient = Callable[[nn.Parameter, Tensor, int], None]
-"""Called with a parameter, the finished gradient of a part of it, and the number of that part's first element."""
+TakeGradient = Callable[[nn.Parameter, Tensor, int, int], None]
+"""Called with a parameter, the finished gradient of a part of it, the number of that part's first element, and how many
+parts like this one it stands for in a trace."""
 
 _CHUNK_ELEMENTS = 2**23
 """Of the gradient that exists at once; 16 MiB in bfloat16."""
-
-_BLOCK = 256
-"""Parts of a gradient begin at its multiples: the block of 8-bit optimizer state."""
 
 
 class StreamedEmbedding(Handle):
@@ -109,7 +108,8 @@ class StreamedEmbedding(Handle):
         held_VH = self._held_gradient()
         padding = -1 if self._embedding.padding_idx is None else self._embedding.padding_idx
         rows_at_once = _rows_at_once(weight.shape[1])
-        for start in range(0, len(weight), rows_at_once):
+        for start, times in rounds(range(0, len(weight), rows_at_once)):
+            stand_for(times)
             num_rows = min(rows_at_once, len(weight) - start)
             is_elsewhere_N = (ids_N < start) | (ids_N >= start + num_rows) | (ids_N == padding)
             local_N = torch.where(is_elsewhere_N, num_rows, ids_N - start)
@@ -121,10 +121,10 @@ class StreamedEmbedding(Handle):
                 d_weight_CH = d_weight_CH.to(weight.grad_dtype)  # autograd sums in it
             if held_VH is not None:
                 d_weight_CH += held_VH[start : start + num_rows].to(d_weight_CH.device)
-            self._take(weight, d_weight_CH, start * weight.shape[1])
+            self._take(weight, d_weight_CH, start * weight.shape[1], times)
 
 
 def _rows_at_once(num_columns: int) -> int:
     """As many rows as a chunk holds, so that each chunk begins at a block of the optimizer's state."""
-    rows_of_blocks = _BLOCK // math.gcd(_BLOCK, num_columns)
+    rows_of_blocks = rows_per_block(num_columns)
     return max(1, _CHUNK_ELEMENTS // (num_columns * rows_of_blocks)) * rows_of_blocks

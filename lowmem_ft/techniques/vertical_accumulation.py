@@ -8,14 +8,17 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.handle import Handle
+from lowmem_ft.repetition import rounds, stand_for
 from lowmem_ft.techniques.decoder_layers import decoder_layers
 from lowmem_ft.techniques.reversible import set_attribute
 
@@ -25,7 +28,9 @@ _POSITION_BIASES = ("alibi", "position_bias")
 """Arguments of layers (Bloom, Falcon, MPT) whose first axis holds heads, alone or with the rows."""
 
 
-def enable_vertical_accumulation(model: nn.Module, rows_per_micro_batch: int) -> Handle:
+def enable_vertical_accumulation(
+    model: nn.Module, rows_per_micro_batch: int, *, keeps_inputs_alone: bool = False
+) -> Handle:
     """Makes each decoder layer work on a few rows of its batch after the other; call the model with all rows at once.
 
     Frees: with it each weight's gradient is finished when its layer's backward ends, so that an optimizer can step
@@ -41,6 +46,8 @@ def enable_vertical_accumulation(model: nn.Module, rows_per_micro_batch: int) ->
     Args:
         model: a causal LM from transformers, wrapped or not.
         rows_per_micro_batch: rows that pass through a layer together; those left over make a smaller micro-batch.
+        keeps_inputs_alone: whether a layer keeps nothing for backward but its input, so that a trace of memory need not
+            go through every micro-batch.
 
     Returns:
         A handle whose ``remove()`` brings back each layer's own forward.
@@ -53,11 +60,16 @@ def enable_vertical_accumulation(model: nn.Module, rows_per_micro_batch: int) ->
     _refuse_what_needs_the_whole_batch(model)
     norms = _norms_beside(layers, model)
     undo = [
-        set_attribute(layer, "forward", _by_rows(layer.forward, rows_per_micro_batch)) for layer in layers
+        set_attribute(
+            layer, "forward", _by_rows(layer.forward, rows_per_micro_batch, are_alike=keeps_inputs_alone)
+        )
+        for layer in layers
     ]
     for norm in norms:
         recomputed = functools.partial(checkpoint, norm.forward, use_reentrant=False)
-        undo.append(set_attribute(norm, "forward", _by_rows(recomputed, rows_per_micro_batch)))
+        undo.append(
+            set_attribute(norm, "forward", _by_rows(recomputed, rows_per_micro_batch, are_alike=True))
+        )
     log.info(
         "accumulation: %d layers take the micro-batches of a step one after the other, %d rows each, before the next "
         "layer does",
@@ -87,7 +99,9 @@ def _norms_beside(layers: nn.ModuleList, model: nn.Module) -> list[nn.Module]:
     return [module for module in parent.children() if type(module).__name__.endswith("Norm")]
 
 
-def _by_rows(forward: Callable[..., Any], rows_per_micro_batch: int) -> Callable[..., Any]:
+def _by_rows(
+    forward: Callable[..., Any], rows_per_micro_batch: int, *, are_alike: bool
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def by_rows(*args: Any, **kwargs: Any) -> Any:
         hidden_BTH = args[0] if args else kwargs["hidden_states"]
@@ -95,13 +109,32 @@ def _by_rows(forward: Callable[..., Any], rows_per_micro_batch: int) -> Callable
         if not torch.is_grad_enabled() or num_rows <= rows_per_micro_batch:
             return forward(*args, **kwargs)
         _check_arguments(hidden_BTH, kwargs)
-        num_parts = -(-num_rows // rows_per_micro_batch)
-        args_by_part = _cut(args, num_rows, rows_per_micro_batch, num_parts)
-        kwargs_by_part = _cut(kwargs, num_rows, rows_per_micro_batch, num_parts)
-        del args, kwargs, hidden_BTH
-        return _joined([forward(*a, **k) for a, k in zip(args_by_part, kwargs_by_part, strict=True)])
+        starts = range(0, num_rows, rows_per_micro_batch)
+        micro_batches = [
+            _MicroBatch(start, min(start + rows_per_micro_batch, num_rows), times)
+            for start, times in (rounds(starts) if are_alike else ((start, 1) for start in starts))
+        ]
+        gradients: dict[int, _GradientOfAllRows] = {}
+        output = None
+        for rows in micro_batches:
+            stand_for(rows.times)
+            cut = functools.partial(
+                _cut, rows=rows, of=num_rows, among=len(micro_batches), gradients=gradients
+            )
+            part = forward(*map(cut, args), **{key: cut(value) for key, value in kwargs.items()})
+            output = _with_rows_written(output, part, rows, num_rows)
+        return output
 
     return by_rows
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Rows of a batch, and how many micro-batches like this one they stand for in a trace."""
+
+    start: int
+    stop: int
+    times: int
 
 
 def _check_arguments(hidden_BTH: Tensor, kwargs: dict[str, Any]) -> None:
@@ -114,30 +147,93 @@ def _check_arguments(hidden_BTH: Tensor, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _cut(value: Any, num_rows: int, rows: int, num_parts: int) -> list[Any]:
-    """The value for each part: tensors with a row for each of the batch's are cut, others (one row, no rows) shared."""
+def _cut(value: Any, rows: _MicroBatch, of: int, among: int, gradients: dict[int, _GradientOfAllRows]) -> Any:
+    """A micro-batch's part of an argument: tensors with a row for each of the batch's are cut, others are shared."""
     if isinstance(value, Tensor):
-        # split(), whose backward joins the parts' gradients; that of a slice would make one of all rows for each part.
-        return list(value.split(rows)) if value.ndim >= 2 and len(value) == num_rows else [value] * num_parts
+        if value.ndim < 2 or len(value) != of:
+            return value
+        if not value.requires_grad:
+            return value[rows.start : rows.stop]
+        gradient = gradients.setdefault(id(value), _GradientOfAllRows(among))
+        return _Rows.apply(value, rows, gradient)
+    cut = functools.partial(_cut, rows=rows, of=of, among=among, gradients=gradients)
     if isinstance(value, dict):
-        by_key = {key: _cut(item, num_rows, rows, num_parts) for key, item in value.items()}
-        return [{key: parts[index] for key, parts in by_key.items()} for index in range(num_parts)]
+        return {key: cut(item) for key, item in value.items()}
     if type(value) in (tuple, list):
-        by_item = [_cut(item, num_rows, rows, num_parts) for item in value]
-        return [type(value)(parts[index] for parts in by_item) for index in range(num_parts)]
-    return [value] * num_parts
+        return type(value)(map(cut, value))
+    return value
 
 
-def _joined(outputs: list[Any]) -> Any:
-    """One output of all rows from those of the parts."""
-    first = outputs[0]
-    if first is None:
+def _with_rows_written(output: Any, part: Any, rows: _MicroBatch, num_rows: int) -> Any:
+    """The output of all rows, to which that of a micro-batch is added; begun with the first."""
+    if part is None:
         return None
-    if isinstance(first, Tensor):
-        return torch.cat(outputs)
-    if isinstance(first, tuple):
-        return tuple(_joined(list(parts)) for parts in zip(*outputs, strict=True))
+    if isinstance(part, Tensor):
+        if output is None:
+            output = part.new_empty((num_rows, *part.shape[1:]))
+        return _RowsWritten.apply(output, part, rows)
+    if isinstance(part, tuple):
+        outputs = [None] * len(part) if output is None else output
+        return tuple(
+            _with_rows_written(whole, item, rows, num_rows) for whole, item in zip(outputs, part, strict=True)
+        )
     raise ModelError(
         "accumulation.order=vertical needs decoder layers that return tensors, but these return "
-        f"{type(first).__name__}. Set accumulation.order=horizontal."
+        f"{type(part).__name__}. Set accumulation.order=horizontal."
     )
+
+
+class _GradientOfAllRows:
+    """The gradient of an argument, written by the micro-batches one after the other.
+
+    Args:
+        num_micro_batches: that it consists of.
+    """
+
+    def __init__(self, num_micro_batches: int) -> None:
+        self._num_micro_batches = num_micro_batches
+        self._num_written = 0
+        self._whole: Tensor | None = None
+
+    def write(self, part: Tensor, rows: _MicroBatch, num_rows: int) -> Tensor | None:
+        """Take a micro-batch's part; all of it once it is complete, and None before."""
+        if self._whole is None:
+            self._whole = part.new_empty((num_rows, *part.shape[1:]))
+        self._whole[rows.start : rows.stop] = part
+        self._num_written += 1
+        if self._num_written < self._num_micro_batches:
+            return None
+        whole, self._whole, self._num_written = self._whole, None, 0
+        return whole
+
+
+class _Rows(torch.autograd.Function):
+    """A micro-batch's rows of a tensor. Backward of a slice would make a gradient of all rows for each."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, rows: _MicroBatch, gradient: _GradientOfAllRows) -> Tensor:
+        ctx.rows, ctx.gradient, ctx.num_rows = rows, gradient, len(whole)
+        return whole[rows.start : rows.stop]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.gradient.write(d_rows, ctx.rows, ctx.num_rows), None, None
+
+
+class _RowsWritten(torch.autograd.Function):
+    """A tensor with a micro-batch's rows written into it. Backward of an assignment would copy the whole each time."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, part: Tensor, rows: _MicroBatch) -> Tensor:
+        ctx.rows = rows
+        ctx.mark_dirty(whole)
+        whole[rows.start : rows.stop] = part
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows = ctx.rows
+        stand_for(rows.times)  # its micro-batch goes backward next
+        return d_whole, d_whole[rows.start : rows.stop], None

@@ -43,6 +43,15 @@ class WeightGradient:
         if self._waiting_tokens > self._most_waiting_tokens(input_CI.dtype):
             self._sum_OI = self._with_waiting_added(self._sum_OI, self._sum_dtype)
 
+    def pieces_added_together(self, piece_tokens: int, factor_dtype: torch.dtype) -> int:
+        """How many pieces wait until they are added to the sum: the rhythm of what :meth:`add` takes and frees.
+
+        Args:
+            piece_tokens: of each piece but the last.
+            factor_dtype: of both tensors of a piece.
+        """
+        return self._most_waiting_tokens(factor_dtype) // piece_tokens + 1
+
     def _most_waiting_tokens(self, factor_dtype: torch.dtype) -> int:
         if self._dtype == self._sum_dtype:
             return 0  # the sum is the gradient itself: waiting would take memory beside it

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -33,6 +37,7 @@ class Attribution:
     Args:
         device_type: the device that is watched.
         on_model: called with each model when it is first met.
+        on_part: called with each module that is put into a known model, and its qualified name.
         on_optimizer_step: called with the optimizer after each of its steps.
     """
 
@@ -40,6 +45,7 @@ class Attribution:
         self,
         device_type: str,
         on_model: Callable[[nn.Module], None],
+        on_part: Callable[[nn.Module, str], None],
         on_optimizer_step: Callable[[Optimizer], None],
     ) -> None:
         self.phase: Phase = "load"
@@ -47,6 +53,7 @@ class Attribution:
         self.is_accumulating_gradient = False
         self._device_type = device_type
         self._on_model = on_model
+        self._on_part = on_part
         self._on_optimizer_step = on_optimizer_step
         self._stack: list[str] = []
         self._fixed: Phase | None = None
@@ -64,6 +71,7 @@ class Attribution:
         for handle in (
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
+            register_module_module_registration_hook(self._after_registration),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
@@ -189,6 +197,12 @@ class Attribution:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._learn_sequence()
         self._stack.pop()
+
+    def _after_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Adapters, for instance, join a model part by part."""
+        parent_name = self._names.get(id(parent))
+        if parent_name is not None and child is not None:
+            self._on_part(child, f"{parent_name}.{name}" if parent_name else name)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._num_steps_running += 1

@@ -53,7 +53,9 @@ class VirtualMachine:
     def __init__(self, device: torch.device | None = None, **rules: Any) -> None:
         self.device = device = device or torch.device("cpu")
         self.choices: list[str] = []
-        self.attribution = Attribution(device.type, self._adopt, self._after_optimizer_step)
+        self.attribution = Attribution(
+            device.type, self._adopt, self._mark_parameters, self._after_optimizer_step
+        )
         self.recorder = Recorder(device.type, self.attribution, **rules)
         self.work = self.recorder.work
         self._model_name = ""
@@ -91,7 +93,7 @@ class VirtualMachine:
         stack.enter_context(experts_as_if_real())
         stack.enter_context(bitsandbytes_on_virtual_gpu())
         stack.enter_context(self.attribution)
-        stack.enter_context(abridged_for(self.work))
+        stack.enter_context(abridged_for(self.recorder))
         stack.enter_context(self.recorder)
 
     def place(self, model: ModuleT, device: torch.device | None = None) -> ModuleT:
@@ -186,10 +188,7 @@ class VirtualMachine:
 
     def _adopt(self, root: nn.Module) -> None:
         """A model is here, placed or brought by its own means: all that it holds is a parameter or a buffer."""
-        for name, module in root.named_modules():
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                for part in (tensor, *statistics_of(tensor)):
-                    self.recorder.mark(part, "parameter", name)
+        self._mark_parameters(root)
         sizes = {parameter: logical_numel(parameter) for parameter in root.parameters()}
         if sum(sizes.values()) > self._num_parameters:  # not a part of the model, called by itself
             self._model_name = type(root).__name__
@@ -197,6 +196,12 @@ class VirtualMachine:
             self._num_trainable_parameters = sum(
                 n for parameter, n in sizes.items() if parameter.requires_grad
             )
+
+    def _mark_parameters(self, root: nn.Module, prefix: str = "") -> None:
+        for name, module in root.named_modules(prefix=prefix):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                for part in (tensor, *statistics_of(tensor)):
+                    self.recorder.mark(part, "parameter", name)
 
     def _after_optimizer_step(self, optimizer: Optimizer) -> None:
         self.work.mark(STEP_END)

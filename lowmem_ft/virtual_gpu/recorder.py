@@ -7,6 +7,7 @@ reference, exactly when the caching allocator would get it back.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,6 +67,8 @@ class Recorder(TorchDispatchMode):
         self.timeline = Timeline()
         self.work = WorkLog(self.timeline)
         self.stream = 0
+        self.times = 1
+        """How many rounds of a loop what is done now stands for (``lowmem_ft.repetition``)."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.largest_assumed: set[str] = set()
@@ -76,6 +79,8 @@ class Recorder(TorchDispatchMode):
         self._reference: weakref.ref[Recorder] = weakref.ref(self)
         self._index_of: dict[int, int] = {}
         self._births: dict[int, Moment] = {}
+        self._tenants: dict[int, str] = {}
+        """The modules whose weights lie in shared memory at the moment."""
 
     # --- what others tell the recorder -------------------------------------------------------------------------------
 
@@ -102,7 +107,9 @@ class Recorder(TorchDispatchMode):
     def module_of(self, tensor: Tensor) -> str | None:
         """The module that the storage of a tensor belongs to; None if it is unknown."""
         index = self._index_of.get(tensor.untyped_storage()._cdata)
-        return None if index is None else self.timeline.allocations[index].module
+        if index is None:
+            return None
+        return self._tenants.get(index) or self.timeline.allocations[index].module
 
     def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
         """Record memory that no tensor stands for; the index by which ``timeline.free`` ends it."""
@@ -117,6 +124,20 @@ class Recorder(TorchDispatchMode):
         self.timeline.free(index)
         if self.timeline.allocations[index].place == "device":
             self.live_bytes -= self.timeline.allocations[index].size_bytes
+
+    def left_behind(self, tensor: Tensor) -> None:
+        """Count a tensor's memory once for each of ``times`` rounds, for as long as the tensor lives."""
+        storage = tensor.untyped_storage()
+        index = self._index_of.get(storage._cdata)
+        if index is None or self.times == 1:
+            return
+        one = self.timeline.allocations[index]
+        others = dataclasses.replace(one, size_bytes=one.size_bytes * (self.times - 1))
+        key = -1 - index  # no storage's address
+        self._index_of[key] = self.timeline.malloc(others)
+        if others.place == "device":
+            self._add(others.size_bytes)
+        weakref.finalize(storage, _release, self._reference, key).atexit = False
 
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
@@ -142,6 +163,8 @@ class Recorder(TorchDispatchMode):
         self.attribution.operator_begins(func, args)
         result = self._run(func, args, kwargs)
         self._record_births(func, args, result)
+        if func is aten.copy_.default:
+            self._note_tenant(args[0], args[1])
         scratch = self._take_scratch(func, args, kwargs, result)
         if is_pinned and self.device_type != "cpu":
             self.mark_place(result, "pinned")
@@ -156,6 +179,7 @@ class Recorder(TorchDispatchMode):
             position=self.work.position,
         )
         if work is not None:
+            work.times = self.times
             self.work.add(work)
         for index in scratch:
             self.let_go(index)
@@ -244,6 +268,13 @@ class Recorder(TorchDispatchMode):
         if place == "device":
             self._add(size)
         return index
+
+    def _note_tenant(self, memory: Tensor, source: Tensor) -> None:
+        to, origin = (self._index_of.get(tensor.untyped_storage()._cdata) for tensor in (memory, source))
+        if to is not None and origin is not None:
+            allocations = self.timeline.allocations
+            if allocations[to].category == allocations[origin].category == "parameter":
+                self._tenants[to] = allocations[origin].module
 
     def _module_of_source(self, args: tuple[Any, ...], position: int) -> str:
         """The module of the tensor that a result was made from: in an optimizer's step, the parameter's."""

@@ -70,16 +70,13 @@ class WorkLog:
     Args:
         timeline: of memory.
         entries: the log.
-        times: how many rounds of a loop what is added now stands for (``lowmem_ft.repetition``).
     """
 
     timeline: Timeline
     entries: list[Work] = field(default_factory=list)
-    times: int = 1
 
     def add(self, work: Work) -> None:
         """Log a kernel or a copy."""
-        work.times = self.times
         self.entries.append(work)
 
     @property

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import tracing
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
+from lowmem_ft.memory.host_memory import PAGE_BYTES
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.decoder_layers import decoder_layers
 from lowmem_ft.training.session import Session
@@ -68,6 +69,13 @@ FAMILIES: dict[str, Callable[[int], PretrainedConfig]] = {
 NUM_LAYERS = {"gemma2": 16, "gemma3": 16}
 """Where layers alternate, the stand-in is deeper; the others take 10."""
 
+SEVERAL = ["training.gradient_accumulation_steps=5"]
+VERTICAL = [*SEVERAL, "accumulation.order=vertical", "loss.chunk_tokens=8"]
+ON_HOST = [
+    *(*VERTICAL, "model.dtype=bfloat16", "optimizer.master=split16", "optimizer.in_backward=true"),
+    *("offload.optimizer=host", "offload.activations=inputs"),
+]
+LORA = ["adapter.name=lora", "adapter.r=4", "model.dtype=bfloat16"]
 PLAIN = ["loss.chunk_tokens=null", "checkpointing.mode=none"]
 TECHNIQUES: dict[str, list[str]] = {
     "checkpointed": ["loss.chunk_tokens=8"],
@@ -85,6 +93,12 @@ TECHNIQUES: dict[str, list[str]] = {
     "adafactor": ["optimizer.name=adafactor"],
     "lion": ["optimizer.name=lion"],
     "sgd": ["optimizer.name=sgd"],
+    "vertical": VERTICAL,
+    "inputs-on-host": [*SEVERAL, "offload.activations=inputs"],
+    "in-backward-on-host": ON_HOST,
+    "streamed": [*ON_HOST, "offload.parameters=stream"],
+    "streamed-not-clipped": [*ON_HOST, "offload.parameters=stream", "training.max_grad_norm=null"],
+    "lora-streamed": [*LORA, *VERTICAL, "offload.activations=inputs", "offload.parameters=stream"],
 }
 DEEPER_TECHNIQUES = {"every-2-layers": 20, "all-but-2-layers": 20}
 
@@ -148,7 +162,11 @@ def assert_equal_to_full_trace(recipe: Recipe, kind: str) -> None:
     mine = tracing.trace_recipe(recipe, lambda: new_machine(kind)).trace
     full = tracing.trace_recipe(recipe, lambda: new_machine(kind), extend=False).trace
     assert totals(mine) == totals(full)
-    assert numbers(estimate_of(mine, kind)) == numbers(estimate_of(full, kind))
+    extended, real = numbers(estimate_of(mine, kind)), numbers(estimate_of(full, kind))
+    for name in ("host_peak_bytes", "host_pinned_bytes"):
+        # One allocation for all layers' gradients ends on a page, which does not grow with each layer alike.
+        assert extended.pop(name) == pytest.approx(real.pop(name), rel=0, abs=PAGE_BYTES)
+    assert extended == real
 
 
 def check(folder: Path, family: str, technique: str, kind: str, traced_depths: list[int]) -> None:

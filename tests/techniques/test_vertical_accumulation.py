@@ -134,6 +134,39 @@ def test_only_the_layers_inputs_of_all_micro_batches_are_kept():
     assert kept[6] - kept[4] == kept[8] - kept[6] == 2 * 4 * hidden_bytes_a_row
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_one_layer_passes_all_micro_batches_into_one_tensor(direction):
+    """A list of their outputs and a tensor of all would be two."""
+    num_rows, hidden_bytes = 64, 64 * TOKENS * 64 * 4
+    model = model_of("llama", num_hidden_layers=1)
+    layer = model.model.layers[0].requires_grad_(False)
+    positions_BT = torch.arange(TOKENS)[None]
+    with enable_vertical_accumulation(model, 1):
+        hidden_BTH = torch.zeros(num_rows, TOKENS, 64, requires_grad=True)
+        rotary = model.model.rotary_emb(hidden_BTH, positions_BT)
+        with StorageTracker() as tracker:
+            output_BTH = layer(hidden_BTH, position_embeddings=rotary)
+            if direction == "backward":
+                d_output_BTH = torch.ones_like(output_BTH)
+                tracker.reset_peak()
+                kept = tracker.live_bytes
+                output_BTH.backward(d_output_BTH)
+            else:
+                kept = 0
+            assert hidden_bytes <= tracker.peak_bytes - kept < 1.7 * hidden_bytes
+
+
+def test_backward_may_pass_twice():
+    model = model_of("llama")
+    with enable_vertical_accumulation(model, ROWS):
+        loss = model(**batch(), use_cache=False, num_items_in_batch=1).loss
+        loss.backward(retain_graph=True)
+        once = [parameter.grad.clone() for parameter in model.parameters()]
+        loss.backward()
+    for parameter, gradient in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=1e-5, atol=1e-6)
+
+
 def test_remove_brings_the_stock_model_back():
     model = model_of("llama")
     before = {name: dict(vars(module)) for name, module in model.named_modules()}

@@ -126,3 +126,10 @@ def test_an_error_in_a_forward_leaves_no_module_behind(gpu):
     with pytest.raises(ValueError, match="mine"):
         Fails()(torch.randn(1, device="cuda"))
     assert gpu.attribution.moment[1] is False
+
+
+def test_what_is_put_into_a_model_later_is_named_before_it_runs(gpu):
+    model = gpu.place(Net())
+    adapter = nn.Sequential(nn.Linear(8, 4))
+    model.body.adapter = adapter
+    assert gpu.recorder.module_of(adapter[0].weight) == "body.adapter.0"

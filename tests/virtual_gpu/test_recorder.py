@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_ft.repetition import in_rounds, left_behind
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
@@ -119,3 +120,30 @@ def test_gradients_and_optimizer_state_belong_to_their_parameters_module():
         for category in ("parameter", "gradient", "optimizer_state")
         for module, size in bytes_of.items()
     }
+
+
+def test_what_a_round_leaves_behind_counts_once_for_each_round_until_it_goes():
+    with VirtualGPU("t4") as gpu:
+        buffers, live_bytes = [], []
+        for _ in in_rounds(range(7)):
+            buffers.append(torch.empty(10, pin_memory=True))
+            left_behind(buffers[-1])
+            live_bytes.append(list(gpu.recorder.timeline.live_bytes(("pinned",)))[-1])
+        while buffers:
+            buffers.pop()
+            live_bytes.append(list(gpu.recorder.timeline.live_bytes(("pinned",)))[-1])
+    assert live_bytes == [40, 240, 280, 240, 40, 0]
+
+
+def test_shared_memory_belongs_to_the_module_whose_weights_were_copied_there_last():
+    with VirtualGPU("t4") as gpu:
+        slot = torch.empty(8, device="cuda")
+        gpu.mark(slot, "parameter")
+        assert not gpu.recorder.module_of(slot)
+        for name in ("layers.0", "layers.1"):
+            weights = torch.empty(8)
+            gpu.recorder.mark(weights, "parameter", name)
+            slot.copy_(weights)
+            assert gpu.recorder.module_of(slot) == name
+        slot.copy_(torch.empty(8))  # no weights
+        assert gpu.recorder.module_of(slot) == "layers.1"
