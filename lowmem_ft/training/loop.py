@@ -89,7 +89,8 @@ def train(recipe: Recipe) -> TrainResult:
     except torch.OutOfMemoryError as error:
         when = "while the model was loaded" if run is None else f"after {run.progress.step} steps"
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        raise does_not_fit(recipe, read_device_memory(device), when) from error
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
+        raise does_not_fit(recipe, read_device_memory(device), when, num_processes=num_processes) from error
 
 
 class TrainingRun:
@@ -333,7 +334,8 @@ class TrainingRun:
                     loss=self.progress.loss,
                     evaluation=evaluation,
                 )
-        report_budget(self.recipe.budget, self.runtime.device)
+        file_bytes = self.session.host_memory.peak_file_bytes
+        report_budget(self.recipe.budget, self.runtime.device, file_bytes=file_bytes)
         number = self._signal_number()
         self.runtime.end_trackers()
         if number:

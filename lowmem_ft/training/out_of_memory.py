@@ -9,21 +9,23 @@ from lowmem_ft.training.ways_out import ways_out_of
 from lowmem_ft.units import format_bytes
 
 
-def does_not_fit(recipe: Recipe, memory: MemoryReading, when: str) -> DoesNotFitError:
+def does_not_fit(
+    recipe: Recipe, memory: MemoryReading, when: str, *, num_processes: int = 1
+) -> DoesNotFitError:
     """The error for a run whose device memory ran out.
 
     Args:
         recipe: what was run; changes it has made already are not suggested again.
         memory: of the device, at the end.
         when: the moment, such as ``at step 1``.
+        num_processes: that trained together: what works in one process only is not suggested to several.
 
     Returns:
         An error that says how far it came and what would need less, from no cost in time to the most.
     """
     budget = f" (budget.device={recipe.budget.device})" if recipe.budget.device else ""
-    ways_out = [f"{way.overrides_text} ({way.why})" for way in ways_out_of(recipe)] or [
-        "a GPU with more memory"
-    ]
+    ways = ways_out_of(recipe, num_processes=num_processes)
+    ways_out = [f"{way.overrides_text} ({way.why})" for way in ways] or ["a GPU with more memory"]
     return DoesNotFitError(
         f"The device memory ran out {when}{budget}, after a peak of {format_bytes(memory.peak_bytes)} in tensors. "
         f"What would need less, cheapest first: {'; '.join(ways_out)}."

@@ -9,6 +9,7 @@ from typing import Any
 
 from lowmem_ft.optimizers.config import OWN_OPTIMIZERS
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.processes import problems_with_processes
 
 CHUNK_TOKENS = 1024
 
@@ -56,7 +57,7 @@ class WayOut:
         return recipe
 
 
-def ways_out_of(recipe: Recipe) -> Iterator[WayOut]:
+def ways_out_of(recipe: Recipe, *, num_processes: int = 1) -> Iterator[WayOut]:
     """Changes that need less device memory, from no cost in time or fidelity to the most.
 
     Each brings along what it needs (``optimizer.in_backward``, say, the checkpointing of every layer), so that it works
@@ -64,10 +65,23 @@ def ways_out_of(recipe: Recipe) -> Iterator[WayOut]:
 
     Args:
         recipe: changes it has made already are not suggested again.
+        num_processes: that train together; some changes work in one process only.
 
     Yields:
         The changes.
     """
+    known = _problems_in(num_processes, recipe)
+    for way in _ways_out_of(recipe):
+        if _problems_in(num_processes, way.applied_to(recipe)) <= known:
+            yield way
+
+
+def _problems_in(num_processes: int, recipe: Recipe) -> set[str]:
+    bytes_per_weight = 4 if recipe.model.dtype == "float32" else 2
+    return set(problems_with_processes(recipe, num_processes, bytes_per_weight=bytes_per_weight))
+
+
+def _ways_out_of(recipe: Recipe) -> Iterator[WayOut]:
     yield from _at_no_cost(recipe)
     yield from _for_time(recipe)
     if recipe.adapter.name == "none":

@@ -69,3 +69,18 @@ def test_a_run_that_runs_out_says_so_with_the_budget(tiny, tmp_path, monkeypatch
     with pytest.raises(DoesNotFitError, match=r"after 0 steps \(budget\.device=1GiB\)") as raised:
         train(tiny("budget=1GiB", output_dir=tmp_path / "run"))
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_one_of_several_processes_is_told_nothing_that_works_in_one_only(tiny, tmp_path, monkeypatch):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(loop, "TrainingRun", out_of_memory)
+    recipe = tiny(output_dir=tmp_path / "run")
+    for world_size, is_told in (("1", True), ("2", False)):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        with pytest.raises(DoesNotFitError, match="while the model was loaded") as raised:
+            train(recipe)
+        for one_process_only in ("offload.optimizer=host", "in_backward", "offload.parameters=stream"):
+            assert (one_process_only in str(raised.value)) == is_told
+        assert "optimizer.state=8bit" in str(raised.value)

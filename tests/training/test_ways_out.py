@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
+from lowmem_ft.training.processes import problems_with_processes
 from lowmem_ft.training.ways_out import SHORTEST_LENGTH, WayOut, ways_out_of
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -168,3 +169,48 @@ def test_a_change_leaves_the_rest_of_the_recipe_alone():
     changed = WayOut(settings={"training.seed": 7}, why="").applied_to(recipe)
     assert (changed.training.seed, recipe.training.seed) == (7, 42)
     assert changed.data == recipe.data
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+def test_several_processes_are_told_nothing_that_works_in_one_only(recipe):
+    plain = loaded(recipe)
+
+    def problems(changed):
+        bytes_per_weight = 4 if changed.model.dtype == "float32" else 2
+        return set(problems_with_processes(changed, 2, bytes_per_weight=bytes_per_weight))
+
+    for way in ways_out_of(plain):
+        is_told = way in list(ways_out_of(plain, num_processes=2))
+        assert is_told == (problems(way.applied_to(plain)) <= problems(plain))
+
+
+def test_what_several_processes_are_told():
+    settings = [
+        "model=any",
+        "training.per_device_train_batch_size=4",
+        "training.gradient_accumulation_steps=1",
+    ]
+    recipe = load_recipe(None, settings)
+    one = {key for way in ways_out_of(recipe) for key in way.settings}
+    several = {key for way in ways_out_of(recipe, num_processes=2) for key in way.settings}
+    assert one - several == {
+        "optimizer.in_backward",
+        "accumulation.order",
+        "offload.optimizer",
+        "offload.parameters",
+    }
+    assert "optimizer.master" in several
+
+
+def test_bfloat16_weights_are_told_to_several_processes_that_sum_in_their_type():
+    settings = ["model=any", "training.gradient_accumulation_steps=4"]
+
+    def masters(*more):
+        ways = ways_out_of(load_recipe(None, [*settings, *more]), num_processes=2)
+        return [way.settings["optimizer.master"] for way in ways if "optimizer.master" in way.settings]
+
+    assert set(masters()) == {"fp32"}  # with adapters, whose gradients are float32
+    assert masters("accumulation.dtype=weights")[:2] == ["split16", "split24"]
