@@ -1,10 +1,12 @@
 """Host memory while a model is loaded: the weights, the largest tensor on its way, and little else.
 
-    python scripts/measure_load.py [--model FOLDER_OR_GGUF ...]
+    python scripts/measure_load.py [--model FOLDER_OR_GGUF ...] [--offload-folder FOLDER]
 
 Each load runs in a process of its own. Idle is that process with everything imported and the architecture built once on
 the meta device. The promise: a peak of at most the weights, the largest tensor (in fp32, which files hold or unpack to)
-and 200 MB above idle.
+and 200 MB above idle. With a folder the weights go to mapped files there, as for `offload.folder`, and what counts is
+anonymous memory, which no file can take back: at most the largest tensor, as it is read and as it is converted, and
+200 MB above idle.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from measured_on import measured_on
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.memory.mapped_files import MappedFiles
 from lowmem_ft.memory.meter import read_host_memory
-from lowmem_ft.models import ModelConfig, load_model, load_model_config
+from lowmem_ft.models import ModelConfig, load_model, load_model_config, weights_in_files
 from lowmem_ft.units import format_bytes
 
 ALLOWANCE_BYTES = 200 * 10**6
@@ -34,36 +39,103 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", help="folders or .gguf files; the demo's model if left out")
+    parser.add_argument("--offload-folder", type=Path, help="load the weights to memory-mapped files there")
     parser.add_argument("--in-this-process", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    folder = arguments.offload_folder
     if arguments.in_this_process:
-        print(json.dumps(measure_load(*arguments.in_this_process)))
+        model, dtype = arguments.in_this_process
+        row = measure_load(model, dtype) if folder is None else measure_load_to_files(model, dtype, folder)
+        print(json.dumps(row))
         return 0
     models = arguments.model or [str(get_demo_model(default_cache_dir()))]
-    rows = [in_new_process(model, dtype) for model in models for dtype in ("float32", "bfloat16")]
+    rows = [in_new_process(model, dtype, folder) for model in models for dtype in ("float32", "bfloat16")]
     print(json.dumps({**measured_on(torch.device("cpu")), "rows": rows}, indent=2))
     return 0 if all(row["kept"] for row in rows) else 1
 
 
-def in_new_process(model: str, dtype: str) -> dict[str, Any]:
-    """:func:`measure_load` where nothing else has touched the peak."""
+def in_new_process(model: str, dtype: str, folder: Path | None) -> dict[str, Any]:
+    """One measurement where nothing else has touched the peak."""
     command = [sys.executable, __file__, "--in-this-process", model, dtype]
+    command += [] if folder is None else ["--offload-folder", str(folder)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure_load(model: str, dtype: str) -> dict[str, Any]:
     """What loading one model adds to this process's resident memory at its peak, beside what is promised."""
+    config, hf_config = prepared(model, dtype)
+    idle_bytes = read_host_memory().now_bytes
+    loaded = load_model(config, hf_config, attn_implementation="sdpa", device=torch.device("cpu"), seed=0)
+    peak_bytes = read_host_memory().peak_bytes - idle_bytes
+    weights_bytes, largest_bytes = sizes_of(loaded)
+    return row_of(
+        model, dtype, loaded, idle_bytes, peak_bytes, weights_bytes + largest_bytes + ALLOWANCE_BYTES
+    )
+
+
+def measure_load_to_files(model: str, dtype: str, folder: Path) -> dict[str, Any]:
+    """What loading one model to files adds to this process's anonymous memory at its peak (Linux)."""
+    config, hf_config = prepared(model, dtype)
+    host = HostMemory(torch.device("cpu"), files=MappedFiles(folder))
+    idle_bytes = anonymous_bytes()
+    with AnonymousPeak() as peak, weights_in_files(host):
+        loaded = load_model(config, hf_config, attn_implementation="sdpa", device=host.device, seed=0)
+    _, largest_bytes = sizes_of(loaded)
+    return row_of(
+        model, dtype, loaded, idle_bytes, peak.num_bytes - idle_bytes, 2 * largest_bytes + ALLOWANCE_BYTES
+    )
+
+
+def prepared(model: str, dtype: str) -> tuple[ModelConfig, PretrainedConfig]:
+    """What to load, once everything is imported and the architecture has been built on the meta device."""
     config = ModelConfig(name_or_path=model, dtype=dtype)  # type: ignore[arg-type]
     hf_config = load_model_config(config)
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(hf_config)
-    idle_bytes = read_host_memory().now_bytes
-    loaded = load_model(config, hf_config, attn_implementation="sdpa", device=torch.device("cpu"), seed=0)
-    peak_bytes = read_host_memory().peak_bytes - idle_bytes
-    weights_bytes = sum(parameter.nbytes for parameter in loaded.parameters())
-    largest_bytes = 4 * max(parameter.numel() for parameter in loaded.parameters())
-    promised_bytes = weights_bytes + largest_bytes + ALLOWANCE_BYTES
+    return config, hf_config
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+class AnonymousPeak:
+    """The most anonymous memory in a ``with`` block, looked at every two milliseconds: Linux keeps no such peak."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> AnonymousPeak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        is_over = False
+        while not is_over:
+            self.num_bytes = max(self.num_bytes, anonymous_bytes())
+            is_over = self._is_over.wait(0.002)
+
+
+def sizes_of(model: PreTrainedModel) -> tuple[int, int]:
+    """Bytes of all weights, and of the largest in fp32."""
+    weights = list(model.parameters())
+    return sum(weight.nbytes for weight in weights), 4 * max(weight.numel() for weight in weights)
+
+
+def row_of(
+    model: str, dtype: str, loaded: PreTrainedModel, idle_bytes: int, peak_bytes: int, promised_bytes: int
+) -> dict[str, Any]:
+    """A measurement for the report."""
+    weights_bytes, largest_bytes = sizes_of(loaded)
     return {
         "model": Path(model).name,
         "dtype": dtype,

@@ -132,6 +132,7 @@ def _estimate(
         host_base_bytes=host_base_bytes(traced.trace, on_gpu=gpu is not None),
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
         micro_batches_per_step=_untraced_micro_batches(recipe),
+        not_modelled=() if recipe.offload.folder is None else ("time that the disk of offload.folder takes",),
     )
     if gpu is None:
         estimate = estimate_on_cpu(

@@ -21,5 +21,6 @@ Phase = Literal["load", "forward", "backward", "optimizer_step", "evaluation", "
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-Place = Literal["device", "managed", "host", "pinned"]
-"""Where a storage lies: device memory, CUDA's managed memory (of paged optimizers), pageable or pinned host memory."""
+Place = Literal["device", "managed", "host", "pinned", "disk"]
+"""Where a storage lies: device memory, CUDA's managed memory (of paged optimizers), pageable or pinned host memory, a
+file that is mapped as memory."""

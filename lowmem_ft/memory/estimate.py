@@ -70,6 +70,8 @@ class MemoryEstimate:
         process_peak_bytes: of the process, as ``nvidia-smi`` shows: reserved, CUDA context, libraries.
         host_peak_bytes: resident host memory of the process.
         host_pinned_bytes: the part of it that is pinned, at its own peak.
+        disk_peak_bytes: of files that are mapped as memory (``offload.folder``); they are resident only while there is
+            room, and not counted as such.
         by_category_at_peak: allocated bytes at the moment of the allocated peak; they sum to it.
         by_phase: allocated peak of each phase.
         peak_phase: phase of the allocated peak.
@@ -98,6 +100,7 @@ class MemoryEstimate:
     step: StepTime | None
     budget: BudgetVerdict
     fits: bool
+    disk_peak_bytes: int = 0
     choices: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -157,7 +160,11 @@ class MemoryEstimate:
                 "reserved_peak_bytes": self.reserved_peak_bytes,
                 "process_peak_bytes": self.process_peak_bytes,
             },
-            "host": {"peak_bytes": self.host_peak_bytes, "pinned_bytes": self.host_pinned_bytes},
+            "host": {
+                "peak_bytes": self.host_peak_bytes,
+                "pinned_bytes": self.host_pinned_bytes,
+                "disk_bytes": self.disk_peak_bytes,
+            },
             "by_category_at_peak": dict(self.by_category_at_peak),
             "by_phase": dict(self.by_phase),
             "peak_at": {"phase": self.peak_phase, "module": self.peak_module},

@@ -32,31 +32,35 @@ class HostLimit:
     source: str
 
 
-def tightest_host_limit(budget_bytes: int | None, root: Path = Path("/")) -> HostLimit:
+def tightest_host_limit(
+    budget_bytes: int | None, root: Path = Path("/"), *, file_bytes: int = 0
+) -> HostLimit:
     """The limit that host memory meets first.
 
     Args:
         budget_bytes: what the whole process may hold, resident; None: no budget.
         root: where ``proc`` and ``sys`` lie.
+        file_bytes: of files that the process has mapped as memory. The kernel drops their pages when it needs room, so
+            that they do not count as taken, though they are resident for as long as it does not.
 
     Returns:
         The machine's free memory, a container's limit or the budget, whichever leaves least.
     """
-    return min(_limits(budget_bytes, root), key=lambda limit: limit.available_bytes)
+    return min(_limits(budget_bytes, root, file_bytes), key=lambda limit: limit.available_bytes)
 
 
-def _limits(budget_bytes: int | None, root: Path) -> Iterator[HostLimit]:
+def _limits(budget_bytes: int | None, root: Path, file_bytes: int) -> Iterator[HostLimit]:
     free = psutil.virtual_memory().available
     yield HostLimit(_without_spare(free), f"the machine has {format_bytes(free)} available")
     for folder in _cgroups(root):
-        free = _cgroup_bytes(folder)
+        free = _cgroup_bytes(folder, file_bytes)
         if free is not None:
             yield HostLimit(
                 _without_spare(free),
                 f"the container has {format_bytes(free)} left of the limit in {folder}",
             )
     if budget_bytes is not None:
-        held = read_host_memory().now_bytes
+        held = read_host_memory().now_bytes - min(file_bytes, _resident_file_bytes())
         yield HostLimit(
             budget_bytes - held,
             f"the process holds {format_bytes(held)} of budget.host={format_bytes(budget_bytes)}",
@@ -85,15 +89,26 @@ def _cgroups(root: Path) -> Iterator[Path]:
         yield from (folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents)
 
 
-def _cgroup_bytes(folder: Path) -> int | None:
-    """What a cgroup leaves; None if it has no limit. Pages of files that the kernel may drop do not count as taken."""
-    for limit_file, usage_file, droppable in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+def _resident_file_bytes() -> int:
+    """Of this process's resident memory, what is pages of files; 0 where the system does not tell."""
+    return getattr(psutil.Process().memory_info(), "shared", 0)
+
+
+def _cgroup_bytes(folder: Path, file_bytes: int) -> int | None:
+    """What a cgroup leaves; None if it has no limit. Pages of files that the kernel may drop do not count as taken.
+
+    Pages that are often used may be dropped as well, but belong to programs; those of ``file_bytes`` are our own.
+    """
+    for limit_file, usage_file, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         limit, usage = _number_in(folder / limit_file), _number_in(folder / usage_file)
         if limit is not None and usage is not None and limit < _UNLIMITED:
-            return max(0, limit - usage + _statistic(folder / "memory.stat", droppable))
+            inactive, active = (
+                _statistic(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active")
+            )
+            return max(0, limit - usage + inactive + min(active, file_bytes))
     return None
 
 

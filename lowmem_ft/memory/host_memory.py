@@ -1,4 +1,4 @@
-"""Host memory in which a device's tensors wait: as large as asked for, and pinned where that makes copies faster."""
+"""Host memory in which a device's tensors wait: as large as asked for, pinned for faster copies, or in files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import math
 import mmap
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,26 @@ logger = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 """Pinned memory comes in whole pages: two registrations must not share one."""
 
+IN_FILES: tuple[Category, ...] = ("parameter", "optimizer_state", "gradient")
+"""What goes to files where there are any: what waits for a layer's or a chunk's next visit, in large pieces."""
+
+
+class Files(Protocol):
+    """Memory in files of a folder, such as :class:`~lowmem_ft.memory.mapped_files.MappedFiles`."""
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        ...
+
+    def check(self, num_bytes: int, purpose: str) -> None:
+        """Refuse what the disk has no room for."""
+        ...
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Zeros in a file, as bytes."""
+        ...
+
 
 class HostMemory:
     """Hands out zeroed host tensors, each checked against what the host has left before it is made.
@@ -31,7 +52,7 @@ class HostMemory:
     For a CUDA device they are pinned: pages of their own that the driver is told of. torch's own pinned memory rounds
     each request up to a power of two (1.67 to 1.92 times what was asked for) and is not given back. Where the driver
     refuses to pin, memory is pageable from then on, which is logged; :class:`~lowmem_ft.memory.host_copies.CopyEngine`
-    takes either. On a CPU they are plain tensors.
+    takes either. On a CPU they are plain tensors. With ``files`` all of :data:`IN_FILES` is pageable and lies there.
 
     A tensor's memory goes with its last view. Copies in flight keep no reference: end them first.
 
@@ -39,35 +60,61 @@ class HostMemory:
         device: which device's tensors will wait here.
         is_limited: whether this machine's memory is what counts; false for traces of another machine.
         budget_bytes: what the whole process may hold on the host, resident; None: all there is.
+        files: hold :data:`IN_FILES` instead of RAM; None: nothing lies in files.
 
     Attributes:
-        is_pinned: whether the next tensor will be pinned.
-        bytes_by_category: what is allocated now, by what it was asked for.
+        is_pinned: whether the next tensor in RAM will be pinned.
+        bytes_by_category: what is allocated now, in RAM and in files, by what it was asked for.
+        file_bytes: the part of it that lies in files: resident only while the kernel has no other use for the pages.
+        peak_file_bytes: the most that has been.
     """
 
     def __init__(
-        self, device: torch.device, *, is_limited: bool = True, budget_bytes: int | None = None
+        self,
+        device: torch.device,
+        *,
+        is_limited: bool = True,
+        budget_bytes: int | None = None,
+        files: Files | None = None,
     ) -> None:
         self.device = device
         self.is_pinned = kernels_of(device) == "cuda"
         self.bytes_by_category: dict[Category, int] = {}
+        self.file_bytes = self.peak_file_bytes = 0
+        self._files = files
         self._is_limited = is_limited
         self._budget_bytes = budget_bytes
 
-    def check(self, num_bytes: int, purpose: str, way_out: str) -> None:
+    def files_for(self, category: Category) -> Files | None:
+        """Where tensors of a category lie; None: in RAM."""
+        return self._files if category in IN_FILES else None
+
+    def place_of(self, category: Category) -> str:
+        """The same in words."""
+        files = self.files_for(category)
+        if files is not None:
+            return f"files in {files.folder}"
+        return f"{'pinned' if self.is_pinned else 'pageable'} host memory"
+
+    def check(self, num_bytes: int, purpose: str, way_out: str, category: Category = "temporary") -> None:
         """Refuse what will not fit, before any of it is allocated.
 
         Args:
             num_bytes: what will be asked for in all.
             purpose: what for, by recipe key, such as ``offload.optimizer=host``.
-            way_out: what to do instead, as a sentence.
+            way_out: what to do instead where RAM is short, as a sentence.
+            category: what it is for, which decides where it will lie.
 
         Raises:
-            DoesNotFitError: if the machine, its container or the budget has less left.
+            DoesNotFitError: if the machine, its container, the budget or the disk has less left.
         """
         if not self._is_limited:
             return
-        limit = tightest_host_limit(self._budget_bytes)
+        files = self.files_for(category)
+        if files is not None:
+            files.check(num_bytes, purpose)
+            return
+        limit = tightest_host_limit(self._budget_bytes, file_bytes=self.file_bytes)
         if num_bytes > limit.available_bytes:
             raise DoesNotFitError(
                 f"{purpose} needs {format_bytes(num_bytes)} more host memory, and {limit.source}, of which "
@@ -77,7 +124,7 @@ class HostMemory:
     def allocate(
         self, shape: int | Sequence[int], dtype: torch.dtype, category: Category = "temporary"
     ) -> Tensor:
-        """Zeros on the host, resident at once, so that a later check sees them.
+        """Zeros on the host: taken at once, so that a later check sees them.
 
         Args:
             shape: of the tensor, or the number of its elements.
@@ -88,7 +135,7 @@ class HostMemory:
             A contiguous tensor with a storage of its own.
 
         Raises:
-            DoesNotFitError: if the host has no such memory left.
+            DoesNotFitError: if the host, or the disk, has no such memory left.
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         num_bytes = math.prod(sizes) * dtype.itemsize
@@ -96,11 +143,17 @@ class HostMemory:
             num_bytes,
             f"A host tensor ({category})",
             "Raise budget.host, or leave more on the device (offload.*).",
+            category,
         )
+        files = self.files_for(category)
+        if files is not None and num_bytes:
+            tensor = files.allocate(num_bytes).view(dtype).view(sizes)
+            self._count(tensor, category, in_file=True)
+            return tensor
         pages = self._pinned(num_bytes) if self.is_pinned and num_bytes else None
         is_pageable = pages is None
         tensor = torch.empty(sizes, dtype=dtype) if is_pageable else pages[:num_bytes].view(dtype).view(sizes)
-        self._count(tensor, category)
+        self._count(tensor, category, in_file=False)
         return tensor.zero_()
 
     def _pinned(self, num_bytes: int) -> Tensor | None:
@@ -121,13 +174,16 @@ class HostMemory:
         )
         return None
 
-    def _count(self, tensor: Tensor, category: Category) -> None:
+    def _count(self, tensor: Tensor, category: Category, *, in_file: bool) -> None:
         storage = tensor.untyped_storage()
-        self._add(category, storage.nbytes())
-        weakref.finalize(storage, self._add, category, -storage.nbytes()).atexit = False
+        self._add(category, storage.nbytes(), in_file)
+        weakref.finalize(storage, self._add, category, -storage.nbytes(), in_file).atexit = False
 
-    def _add(self, category: Category, num_bytes: int) -> None:
+    def _add(self, category: Category, num_bytes: int, in_file: bool) -> None:
         self.bytes_by_category[category] = self.bytes_by_category.get(category, 0) + num_bytes
+        if in_file:
+            self.file_bytes += num_bytes
+            self.peak_file_bytes = max(self.peak_file_bytes, self.file_bytes)
 
 
 def _own_pages(num_bytes: int) -> Tensor:

@@ -166,7 +166,9 @@ def _host_words(estimate: MemoryEstimate) -> str:
     pinned, limit = estimate.host_pinned_bytes, estimate.budget.host_bytes
     words = f"{format_bytes(estimate.host_peak_bytes)} resident at the peak"
     words += f", {format_bytes(pinned)} pinned" if pinned else ""
-    return words + (f", of {format_bytes(limit)} allowed" if limit is not None else "")
+    words += f", of {format_bytes(limit)} allowed" if limit is not None else ""
+    on_disk = estimate.disk_peak_bytes
+    return words + (f"; {format_bytes(on_disk)} on disk, in offload.folder" if on_disk else "")
 
 
 def _grid() -> Table:

@@ -109,10 +109,23 @@ class OffloadConfig:
         "With parameters=stream, so many of the last decoder layers stay on the device.",
         costs="memory: the weights of n layers",
     )
+    folder: str | None = knob(
+        None,
+        "Where the weights, optimizer state and gradients lie that wait on the host. null: in RAM; a folder on a fast "
+        "local disk: in memory-mapped files there, which may be larger than RAM.",
+        frees="host memory: all that waits, but what the kernel has room to keep",
+        costs="what RAM cannot keep comes from the disk and goes back to it each step; copies are not pinned",
+    )
 
     def problems(self) -> list[str]:
         """What is wrong with these values in themselves; empty if nothing is."""
         problems = []
+        if self.folder is not None and self.optimizer == self.parameters == "device":
+            problems.append(
+                f"offload.folder={self.folder} needs something that waits on the host, got offload.optimizer=device "
+                "and offload.parameters=device. Set offload.optimizer=host or offload.parameters=stream, or leave "
+                "offload.folder out."
+            )
         if self.resident_layers < 0:
             problems.append(
                 f"offload.resident_layers must be at least 0, got {self.resident_layers}. Set it to 0 to stream all."

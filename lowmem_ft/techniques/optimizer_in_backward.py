@@ -126,13 +126,14 @@ class InBackward(Handle):
         super().__init__(*(hook.remove for hook in hooks), self.flush)
 
     @torch.no_grad()
-    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
+    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0, times: int = 1) -> None:
         """Use a finished gradient: once a step for each part of a parameter.
 
         Args:
             parameter: one of the optimizer's.
             gradient: on the device; of that part's shape or flat. It is given away, and may be overwritten.
             start: the part's first element in the flattened parameter; see ``piece_unit`` of the optimizer.
+            times: how many parts like this one it stands for in a trace.
         """
         if (parameter, start) in self._taken:
             raise UserError(
@@ -147,10 +148,10 @@ class InBackward(Handle):
             # What is not finite must not reach a weight, and nobody waits for the device to say so. From the first such
             # gradient on all are zero.
             gradient.masked_fill_(~torch.isfinite(self._sum_of_squares), 0)
-            self._optimizer.update([FinishedGradient(parameter, gradient, start)])
+            self._optimizer.update([FinishedGradient(parameter, gradient, start, times)])
         else:
             assert parameter not in self._pending, "apply() goes before the next gradient"
-            self._kept.add(FinishedGradient(parameter, gradient, start))
+            self._kept.add(FinishedGradient(parameter, gradient, start, times))
 
     def clip(self, unscale: Callable[[Tensor], None]) -> Tensor:
         """End the first phase: the norm of all gradients, and with it the factor they will be applied with.
@@ -308,7 +309,9 @@ class KeptGradients:
             place = self._places[parameter][piece.start : piece.start + len(gradient)]
             self._written = self._engine.to_host(gradient, place)
             gradient = place
-        self._pieces.setdefault(parameter, []).append(FinishedGradient(parameter, gradient, piece.start))
+        self._pieces.setdefault(parameter, []).append(
+            FinishedGradient(parameter, gradient, piece.start, piece.times)
+        )
 
     def end_backward(self) -> None:
         """Let go of gradients that were still on their way to the host."""
@@ -330,13 +333,13 @@ class KeptGradients:
     def _arriving(self, piece: FinishedGradient) -> Iterator[FinishedGradient]:
         size = _ELEMENTS_AT_ONCE if self.optimizer.piece_unit is not None else len(piece.gradient)
         for offset, times in rounds(range(0, len(piece.gradient), size)):
-            stand_for(times)
+            stand_for(times * piece.times)
             waiting = piece.gradient[offset : offset + size]
             here = piece.parameter.new_empty(len(waiting), device=self.device)
             self._engine.wait(
                 self._engine.to_device(waiting, here, after=(self._written, self._engine.now()))
             )
-            yield FinishedGradient(piece.parameter, here, piece.start + offset, times)
+            yield FinishedGradient(piece.parameter, here, piece.start + offset, times * piece.times)
 
 
 def _places(parameters: Sequence[nn.Parameter], memory: HostMemory) -> dict[nn.Parameter, Tensor]:
@@ -345,7 +348,8 @@ def _places(parameters: Sequence[nn.Parameter], memory: HostMemory) -> dict[nn.P
     memory.check(
         ends[-1],
         "Clipping with optimizer.in_backward and offload.optimizer=host",
-        "Set training.max_grad_norm=null, or offload.optimizer=device.",
+        "Set training.max_grad_norm=null, offload.folder, or offload.optimizer=device.",
+        "gradient",
     )
     slab = memory.allocate(ends[-1], torch.uint8, "gradient")
     places = {}

@@ -74,7 +74,8 @@ def enable_optimizer_offload(optimizer: KeepsState, memory: HostMemory) -> Optim
         num_bytes,
         "offload.optimizer=host",
         "Keep less (optimizer.state=8bit; with bfloat16 weights optimizer.master=split24), raise budget.host, or set "
-        "offload.optimizer=device.",
+        "offload.folder or offload.optimizer=device.",
+        "optimizer_state",
     )
     chunk_size = optimizer.chunk_size(memory.device)
     visitors = [
@@ -87,9 +88,9 @@ def enable_optimizer_offload(optimizer: KeepsState, memory: HostMemory) -> Optim
     handle = OptimizerOffload(optimizer, HostHome(memory, slot_bytes))
     optimizer.allocate_state()
     log.info(
-        "Optimizer state: %s wait in %s host memory; %d chunks of at most %s visit the device.",
+        "Optimizer state: %s wait in %s; %d chunks of at most %s visit the device.",
         format_bytes(num_bytes),
-        "pinned" if memory.is_pinned else "pageable",
+        memory.place_of("optimizer_state"),
         NUM_SLOTS,
         format_bytes(slot_bytes),
     )

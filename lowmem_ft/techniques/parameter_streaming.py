@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class UpdatesStreamed(UpdatesLayers, Protocol):
     """Who updates streamed weights, such as ``optimizer_in_backward.InBackward``."""
 
-    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
+    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0, times: int = 1) -> None:
         """Accept the finished gradient of a part of a parameter whose gradients autograd does not collect."""
         ...
 
@@ -64,7 +64,8 @@ def enable_parameter_streaming(
     Equals: the same losses and gradients bit for bit.
     Limits: trained weights are updated while they visit, by an optimizer that steps in backward
     (:meth:`ParameterStreaming.update_with`). Enable it after every technique that changes the model's forward and
-    before the optimizer is made.
+    before the optimizer is made. Weights in files (``offload.folder``) may be larger than RAM, unless they are unpacked
+    from GGUF; the disk then bounds the speed.
     Source: L2L: Training Large Neural Networks with Constant Memory, 2020 (arXiv:2002.05645).
 
     Args:
@@ -94,7 +95,12 @@ def enable_parameter_streaming(
         raise UserError(*problems)
     # Beside the model as it was loaded, of which each layer is let go once it is copied.
     largest = max(sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers)
-    host.check(largest, "offload.parameters=stream", "Raise budget.host, or set offload.parameters=device.")
+    host.check(
+        largest,
+        "offload.parameters=stream",
+        "Raise budget.host, set offload.folder or offload.parameters=device.",
+        "parameter",
+    )
     streaming = ParameterStreaming(
         model,
         list(layers)[: len(layers) - config.resident_layers],
@@ -104,8 +110,9 @@ def enable_parameter_streaming(
         loss=loss,
     )
     log.info(
-        "Parameter streaming: %s wait in host memory; %d of %d layers visit the device in turn, in slots of %s",
+        "Parameter streaming: %s wait in %s; %d of %d layers visit the device in turn, in slots of %s",
         format_bytes(streaming.host_bytes),
+        host.place_of("parameter"),
         len(layers) - config.resident_layers,
         len(layers),
         format_bytes(streaming.layers.slot_bytes),
@@ -133,10 +140,10 @@ class ParameterStreaming(Handle):
     ) -> None:
         self._model = model
         self.updates: UpdatesStreamed | None = None
-        shared = _shared_parameters(layers)
+        staying = _shared_parameters(layers) | _biases_of_quantised(layers)
 
         def is_streamed(parameter: nn.Parameter) -> bool:
-            return (trained or not parameter.requires_grad) and parameter not in shared
+            return (trained or not parameter.requires_grad) and parameter not in staying
 
         stub_of = _stubs_on(device)
         with torch.no_grad():
@@ -157,6 +164,11 @@ class ParameterStreaming(Handle):
         if loss is not None and self._head is not None:
             loss.take_head_from(self._head)
             self._undo.append(partial(loss.take_head_from, None))
+
+    @property
+    def waiting(self) -> set[nn.Parameter]:
+        """The parameters whose weights wait on the host."""
+        return self._on_host.union(*(slab.parameters for slab in self.layers.slabs))
 
     @property
     def host_bytes(self) -> int:
@@ -225,6 +237,22 @@ def _shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Parameters that several layers have in common: they stay on the device."""
     count = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
     return {parameter for parameter, num_layers in count.items() if num_layers > 1}
+
+
+def _biases_of_quantised(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Biases to which bitsandbytes gives another type in their first forward: once for all, as long as they stay.
+
+    A cast in each visit would be one in a layer's forward and none in its recomputation, if that is the same visit;
+    selective checkpointing counts operations.
+    """
+    parts = [part._parameters for layer in layers for part in layer.modules()]
+    return {
+        bias
+        for part in parts
+        if (weight := part.get("weight")) is not None
+        and not weight.is_floating_point()
+        and (bias := part.get("bias")) is not None
+    }
 
 
 def _stubs_on(device: torch.device) -> Callable[[Tensor], Tensor]:

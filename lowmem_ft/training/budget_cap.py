@@ -36,16 +36,26 @@ def apply_budget(budget: Budget, device: torch.device) -> None:
         logger.info("The allocator is capped at budget.device=%s.", budget.device)
 
 
-def report_budget(budget: Budget, device: torch.device) -> None:
-    """Log the measured peaks beside the budget; on a CPU the device's memory is the host's."""
+def report_budget(budget: Budget, device: torch.device, *, file_bytes: int = 0) -> None:
+    """Log the measured peaks beside the budget; on a CPU the device's memory is the host's.
+
+    Args:
+        budget: what was allowed.
+        device: where it was trained.
+        file_bytes: the most that files of ``offload.folder`` held. Their pages are among the host's resident ones while
+            there is room, and count for no budget, as the system takes them back when there is none.
+    """
     peaks = [("host", budget.host, read_host_memory().peak_bytes)]
     if device.type == "cuda" or budget.device is not None:
         peaks.insert(0, ("device", budget.device, read_device_memory(device).peak_bytes))
     for name, limit, peak_bytes in peaks:
         peak = format_bytes(peak_bytes)
+        in_files = min(file_bytes, peak_bytes) if name == "host" or device.type == "cpu" else 0
+        if in_files:
+            peak += f" (up to {format_bytes(in_files)} of it pages of files in offload.folder)"
         if limit is None:
             logger.info("Peak %s memory: %s.", name, peak)
-        elif peak_bytes > parse_bytes(limit):
+        elif peak_bytes - in_files > parse_bytes(limit):
             logger.warning("Peak %s memory: %s, above budget.%s=%s.", name, peak, name, limit)
         else:
             logger.info("Peak %s memory: %s, within budget.%s=%s.", name, peak, name, limit)

@@ -219,6 +219,7 @@ def _estimate(
         step=step,
         budget=budget,
         fits=fits and (budget.host_bytes is None or host_peak <= budget.host_bytes),
+        disk_peak_bytes=_peak(timeline, ("disk",)),
         choices=choices,
         not_modelled=not_modelled,
         versions=_versions(),

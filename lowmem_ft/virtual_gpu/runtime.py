@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -27,6 +29,7 @@ from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.gradient_norm import clip_grad_norm
 from lowmem_ft.training.loss_scaling import unscale
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.recorder import Recorder
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,6 +76,28 @@ def _bytes_of_weights(model: PreTrainedModel) -> int:
     )
 
 
+@dataclass(frozen=True)
+class VirtualFiles:
+    """Files on a disk without end, which the machine's timeline shows as such.
+
+    Args:
+        folder: by which the recipe calls it; nothing is made there.
+        recorder: of the machine.
+    """
+
+    folder: Path
+    recorder: Recorder
+
+    def check(self, num_bytes: int, purpose: str) -> None:
+        """There is room."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Bytes without values."""
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.recorder.mark_place(memory, "disk")
+        return memory
+
+
 class VirtualRuntime:
     """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, no values.
 
@@ -101,10 +126,10 @@ class VirtualRuntime:
         *,
         attn_implementation: str,
         seed: int,
-        on_host: bool = False,
+        host: HostMemory | None = None,
     ) -> PreTrainedModel:
         """Build the model from its config alone and give every tensor a storage on the machine."""
-        device = torch.device("cpu") if on_host else self.device
+        device = self.device if host is None else torch.device("cpu")
         if config.weights == "random":
             # Initialised where they will be: a tied head has weights of its own until the end.
             model = _model_from_config(config, hf_config, attn_implementation, device)
@@ -113,9 +138,12 @@ class VirtualRuntime:
             with _disable_current_modes():
                 model = model_on_meta(config, hf_config, attn_implementation)
                 self._quantize(model, config, hf_config)
-            if not on_host:
+            if host is None:
                 self.machine.warm_up_allocator(_bytes_of_weights(model))
         model = self.machine.place(model, device)
+        if host is not None and host.files_for("parameter") is not None:
+            for parameter in model.parameters():
+                self.machine.recorder.mark_place(parameter, "disk")
         if config.quantization != "none":
             log_quantization(model, config.quantization)
         return model
@@ -126,9 +154,14 @@ class VirtualRuntime:
         if bits is not None:
             quantize_linear_layers(model, bits)
 
-    def host_memory(self, budget: Budget) -> HostMemory:
+    def finer_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+        """None: they would pass through the host chunk by chunk, and leave nothing."""
+        return None
+
+    def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
         """As much as is asked for: the estimate says whether it is within the budget."""
-        return HostMemory(self.device, is_limited=False)
+        files = None if folder is None else VirtualFiles(Path(folder), self.machine.recorder)
+        return HostMemory(self.device, is_limited=False, files=files)
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

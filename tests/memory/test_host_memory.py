@@ -11,7 +11,8 @@ import torch
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory import host_memory
 from lowmem_ft.memory.host_limits import HostLimit
-from lowmem_ft.memory.host_memory import PAGE_BYTES, HostMemory
+from lowmem_ft.memory.host_memory import IN_FILES, PAGE_BYTES, HostMemory
+from lowmem_ft.memory.mapped_files import MappedFiles, is_in_file
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
@@ -122,13 +123,47 @@ def test_a_virtual_gpu_sees_pinned_pages():
     assert gpu.report().host_pinned_bytes == 2 * PAGE_BYTES
 
 
+def test_what_waits_for_a_visit_lies_in_files_and_the_rest_is_pinned(driver, disk_folder):
+    memory = HostMemory(torch.device("cuda"), files=MappedFiles(disk_folder))
+    in_files = {kind: memory.allocate((2, 5), torch.float32, kind) for kind in IN_FILES}
+    pinned = memory.allocate(10, torch.float32, "activation")
+    assert set(in_files) == {"parameter", "optimizer_state", "gradient"}
+    assert all(is_in_file(tensor) and tensor.shape == (2, 5) for tensor in in_files.values())
+    assert not is_in_file(pinned)
+    assert list(driver.pinned.values()) == [PAGE_BYTES]
+    assert memory.bytes_by_category == {**dict.fromkeys(IN_FILES, 40), "activation": PAGE_BYTES}
+    assert memory.file_bytes == memory.peak_file_bytes == 3 * 40
+    del in_files
+    assert memory.file_bytes == 0
+    assert memory.peak_file_bytes == 3 * 40
+    assert memory.place_of("gradient") == f"files in {disk_folder}"
+    assert memory.place_of("activation") == "pinned host memory"
+
+
+def test_nothing_needs_no_file(disk_folder):
+    memory = HostMemory(CPU, files=MappedFiles(disk_folder))
+    assert memory.allocate((0, 5), torch.float32, "parameter").shape == (0, 5)
+    assert memory.file_bytes == 0
+
+
+def test_the_disk_is_asked_for_what_lies_there_and_ram_for_the_rest(left, disk_folder):
+    left(1000)
+    memory = HostMemory(CPU, files=MappedFiles(disk_folder))
+    memory.check(1001, "offload.optimizer=host", "Set optimizer.state=8bit.", "optimizer_state")
+    memory.allocate(1001, torch.uint8, "gradient")
+    with pytest.raises(DoesNotFitError, match=r"more in offload\.folder="):
+        memory.check(2**60, "offload.optimizer=host", "Set optimizer.state=8bit.", "optimizer_state")
+    with pytest.raises(DoesNotFitError, match="more host memory"):
+        memory.allocate(1001, torch.uint8, "activation")
+
+
 @pytest.fixture
 def left(monkeypatch):
     """Set how many bytes the host has left."""
 
     def set_left(num_bytes):
         limit = HostLimit(num_bytes, "the machine has little available")
-        monkeypatch.setattr(host_memory, "tightest_host_limit", lambda budget_bytes: limit)
+        monkeypatch.setattr(host_memory, "tightest_host_limit", lambda budget_bytes, file_bytes: limit)
 
     return set_left
 
@@ -156,7 +191,9 @@ def test_a_trace_of_another_machine_has_no_limit(left):
 def test_a_budget_is_of_resident_memory(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        host_memory, "tightest_host_limit", lambda budget: seen.append(budget) or HostLimit(10, "")
+        host_memory,
+        "tightest_host_limit",
+        lambda budget, file_bytes: seen.append(budget) or HostLimit(10, ""),
     )
     HostMemory(CPU, budget_bytes=123).allocate(10, torch.uint8)
     assert seen == [123]

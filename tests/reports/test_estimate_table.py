@@ -86,6 +86,13 @@ def test_the_report_says_where_how_fast_and_at_what_price(estimate, as_text):
     assert "traced in 3.1 s, torch 2.13.0" in text
 
 
+def test_what_lies_on_disk_is_told_from_what_is_resident(estimate, as_text):
+    assert "offload.folder" not in as_text(estimate_table(estimate))
+    on_disk = dataclasses.replace(estimate, disk_peak_bytes=40 * 2**30)
+    text = " ".join(as_text(estimate_table(on_disk)).split())
+    assert "host 3.00 GiB resident at the peak; 40.0 GiB on disk, in offload.folder" in text
+
+
 def test_without_a_clock_or_a_price_there_is_no_cost(estimate, as_text):
     assert "per 1M tokens" not in as_text(estimate_table(estimate))
     without_clock = dataclasses.replace(estimate, step=None)

@@ -138,7 +138,9 @@ def test_a_chunk_larger_than_the_slots_makes_them_grow(monkeypatch):
 
 def test_too_little_host_memory_is_refused_before_any_is_taken(monkeypatch):
     monkeypatch.setattr(
-        host_memory, "tightest_host_limit", lambda budget: HostLimit(1000, "the process holds 3 GiB")
+        host_memory,
+        "tightest_host_limit",
+        lambda budget, file_bytes: HostLimit(1000, "the process holds 3 GiB"),
     )
     optimizer = optimizer_of(model())
     with (

@@ -16,6 +16,7 @@ from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_check
 from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.config import OffloadConfig, TilingConfig
 from lowmem_ft.techniques.parameter_streaming import enable_parameter_streaming
+from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.placement import place_module
 
@@ -61,7 +62,7 @@ class PlainUpdates:
         gradient, parameter.grad = parameter.grad, None
         self.take(parameter, gradient)
 
-    def take(self, parameter, gradient, start=0):
+    def take(self, parameter, gradient, start=0, times=1):
         whole = self.gradients.setdefault(self.names[parameter], torch.full((parameter.numel(),), torch.nan))
         whole[start : start + gradient.numel()] = gradient.flatten()
         self.waiting.setdefault(parameter, []).append((gradient.clone().flatten(), start))
@@ -270,7 +271,7 @@ def test_the_embedding_hands_its_gradient_over_in_chunks(monkeypatch):
     streaming = streamed(model)
     parts, take = [], streaming.updates.take
 
-    def watched(parameter, gradient, start=0):
+    def watched(parameter, gradient, start=0, times=1):
         parts.append((start, len(gradient)))
         take(parameter, gradient, start)
 
@@ -352,12 +353,48 @@ def test_a_quantised_base_streams_as_packed_bytes(bits):
     assert torch.equal(loss_of(plain, ids_of()), loss_of(model, ids_of()))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_biases_of_a_quantised_base_stay_as_bitsandbytes_casts_them(bits):
+    """In float32 until the first forward under autocast; a layer's recomputation must find them as its forward did."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def quantised():
+        model = tiny_model("qwen2", hidden_size=64)
+        for layer in model.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                layer.set_submodule(
+                    f"self_attn.{name}", packed(bitsandbytes, getattr(layer.self_attn, name), bits)
+                )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        enable_checkpointing(model, CheckpointingConfig(mode="selective"))
+        enable_vertical_accumulation(model, 1)
+        return model
+
+    plain, model = quantised(), quantised()
+    streaming = streamed(model, trained=False)
+    for step in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [loss_of(each, ids_of(rows=3, seed=step)) for each in (plain, model)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*map(trained, (plain, model)), strict=True))
+    streaming.remove()
+    assert same(model.state_dict(), plain.state_dict())
+
+
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def packed(bitsandbytes, linear, bits):
+    has_bias = linear.bias is not None
     if bits == 4:
         new = bitsandbytes.nn.Linear4bit(
             linear.in_features,
             linear.out_features,
-            bias=False,
+            bias=has_bias,
             compute_dtype=torch.bfloat16,
             quant_type="nf4",
             compress_statistics=True,
@@ -367,11 +404,12 @@ def packed(bitsandbytes, linear, bits):
         )
     else:
         new = bitsandbytes.nn.Linear8bitLt(
-            linear.in_features, linear.out_features, bias=False, has_fp16_weights=False
+            linear.in_features, linear.out_features, bias=has_bias, has_fp16_weights=False
         )
         new.weight = bitsandbytes.nn.Int8Params(
             linear.weight.data, requires_grad=False, has_fp16_weights=False
         )
+    new.bias = linear.bias
     new = new.to("cpu")
     new.support_avx512bf16_for_cpu = False
     return new
@@ -418,7 +456,7 @@ def test_too_little_host_memory_is_refused():
 class TracedUpdates(PlainUpdates):
     """On fake tensors, whose device cannot change: gradients are let go."""
 
-    def take(self, parameter, gradient, start=0):
+    def take(self, parameter, gradient, start=0, times=1):
         self.gradients[self.names[parameter]] = gradient.device.type
 
 

@@ -1,0 +1,119 @@
+"""Memory in files of a folder: as large as the disk, and as fast; the kernel keeps in RAM what there is room for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from lowmem_ft.errors import DoesNotFitError, UserError
+from lowmem_ft.units import format_bytes
+
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+"""File systems whose files are RAM."""
+
+
+class MappedFiles:
+    """Hands out memory that is the content of a file, one file an allocation.
+
+    No file has a name: each goes with its memory, whatever ends the process. Its blocks are reserved beforehand, since
+    a full disk would otherwise show when a page is written back, and kill the process (SIGBUS).
+
+    Args:
+        folder: on a disk with room.
+
+    Raises:
+        UserError: if there is no such folder, it cannot be written to, or its files would be RAM.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _refuse_unusable(folder)
+
+    def check(self, num_bytes: int, purpose: str) -> None:
+        """Refuse what the disk has no room for.
+
+        Args:
+            num_bytes: what will be asked for in all.
+            purpose: what for, by recipe key.
+
+        Raises:
+            DoesNotFitError: if less is free.
+        """
+        free = shutil.disk_usage(self.folder).free
+        if num_bytes > free:
+            raise DoesNotFitError(
+                f"{purpose} needs {format_bytes(num_bytes)} more in offload.folder={self.folder}, and its disk has "
+                f"{format_bytes(free)} free. Make room there, or set offload.folder to a folder on a larger disk."
+            )
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Zeros in a file of their own.
+
+        Args:
+            num_bytes: at least 1.
+
+        Returns:
+            Bytes; what is written to them reaches the disk when the kernel wants their pages for something else.
+
+        Raises:
+            DoesNotFitError: if the disk refuses.
+        """
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                # torch keeps no descriptor, as Python's own mmap does: a model has more tensors than a process files.
+                path = f"/proc/self/fd/{file.fileno()}"
+                return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            raise DoesNotFitError(
+                f"offload.folder={self.folder} cannot take another {format_bytes(num_bytes)}: {error}. Make room "
+                "there, or set offload.folder to a folder on another disk."
+            ) from error
+
+
+def is_in_file(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is a file's."""
+    return tensor.untyped_storage().filename is not None
+
+
+def _refuse_unusable(folder: Path) -> None:
+    if sys.platform != "linux":
+        raise UserError(
+            f"offload.folder={folder} needs files without a name that are mapped into memory, as Linux has them; this "
+            f"is {sys.platform}. Leave offload.folder out."
+        )
+    if not folder.is_dir():
+        raise UserError(
+            f"offload.folder must be a folder that exists, got {folder}. Make it, on a fast local disk."
+        )
+    kind = _file_system_of(folder)
+    if kind in _IN_MEMORY:
+        raise UserError(
+            f"offload.folder must lie on a disk, got {folder} on {kind}, whose files are RAM themselves. Set it to a "
+            "folder on a fast local disk, or leave it out."
+        )
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"offload.folder must be a folder that can be written to, got {folder}: {error}. Set it to another one."
+        ) from error
+
+
+def _file_system_of(folder: Path) -> str:
+    """The type of the file system that a folder lies on; of two at one mount point, the upper one counts."""
+    resolved = folder.resolve()
+    mounts = [
+        (len(Path(mount.mountpoint).parts), index, mount.fstype)
+        for index, mount in enumerate(psutil.disk_partitions(all=True))
+        if resolved.is_relative_to(mount.mountpoint)
+    ]
+    return max(mounts, default=(0, 0, ""))[2]

@@ -1,0 +1,173 @@
+"""Runs whose weights, state and gradients wait in files are bitwise those with all of it in RAM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowmem_ft.errors import RecipeError
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.memory.mapped_files import is_in_file
+from lowmem_ft.training import build, train
+
+HOST_STATE = ("offload.optimizer=host",)
+STREAMED = (
+    *HOST_STATE,
+    "offload.parameters=stream",
+    "optimizer.in_backward=true",
+    "accumulation.order=vertical",
+)
+COMPACT = ("model.dtype=bfloat16", "optimizer.master=split24", "optimizer.state=8bit")
+FROZEN = ("offload.parameters=stream", "adapter.name=lora")
+RUNS = {
+    "state alone": HOST_STATE,
+    "clipped": STREAMED,
+    "not clipped, compact": (
+        *STREAMED,
+        *COMPACT,
+        "training.max_grad_norm=null",
+        "offload.activations=inputs",
+    ),
+    "adapters": (*FROZEN, "offload.optimizer=host"),
+    "adapters over 4 bits": (*FROZEN, "model.quantization=nf4"),
+}
+SHORT = (
+    "training.max_steps=6",
+    "training.save_steps=3",
+    "training.eval_steps=3",
+    "training.learning_rate=1e-3",
+)
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    """Every session that is built."""
+    built, session_class = [], build.Session
+    monkeypatch.setattr(build, "Session", lambda **parts: built.append(session_class(**parts)) or built[-1])
+    return built
+
+
+def weights_of(folder):
+    [file] = (folder / "model").glob("*model.safetensors")
+    return load_file(file)
+
+
+def assert_same_weights(one, other):
+    ours, theirs = weights_of(one), weights_of(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_with_files_is_the_run_without(run, tiny, metrics, sessions, disk_folder, tmp_path):
+    if "adapters" in run:
+        pytest.importorskip("peft")
+        pytest.importorskip("bitsandbytes")
+    plain, in_files = tmp_path / "plain", tmp_path / "in_files"
+    train(tiny(*RUNS[run], *SHORT, output_dir=plain))
+    before = os.listdir(disk_folder)
+    train(tiny(*RUNS[run], *SHORT, f"offload.folder={disk_folder}", output_dir=in_files))
+    for key in ("loss", "grad_norm"):
+        assert metrics(in_files, key) == metrics(plain, key)
+    assert_same_weights(in_files, plain)
+    assert set(os.listdir(disk_folder)) - {"in_files"} == set(before)
+    in_ram, on_disk = (session.host_memory for session in sessions)
+    assert in_ram.peak_file_bytes == 0
+    assert on_disk.peak_file_bytes > 0
+
+
+def test_all_that_waits_for_a_visit_is_in_files(tiny, sessions, disk_folder, monkeypatch):
+    allocated, allocate = {}, HostMemory.allocate
+
+    def note(memory, shape, dtype, category="temporary"):
+        tensor = allocate(memory, shape, dtype, category)
+        allocated.setdefault(category, set()).add(is_in_file(tensor))
+        return tensor
+
+    monkeypatch.setattr(HostMemory, "allocate", note)
+    settings = (
+        *STREAMED,
+        "offload.activations=inputs",
+        "training.max_steps=1",
+        f"offload.folder={disk_folder}",
+    )
+    train(tiny(*settings))
+    assert allocated == {
+        "parameter": {True},
+        "optimizer_state": {True},
+        "gradient": {True},
+        "activation": {False},
+    }
+
+
+KILL_ITSELF = """
+import os, signal, sys
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.training import train
+from lowmem_ft.training.run_folder import RunFolder
+
+write = RunFolder.write_metrics
+
+def write_and_die(self, record):
+    write(self, record)
+    if record["step"] == 5 and "loss" in record:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+RunFolder.write_metrics = write_and_die
+train(load_recipe("tiny", sys.argv[1:]))
+"""
+
+
+def test_a_killed_run_leaves_no_file_and_goes_on_bit_for_bit(tiny, metrics, disk_folder, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = (*STREAMED, *COMPACT, *SHORT, "training.use_cpu=true", f"offload.folder={disk_folder}")
+    before = {*os.listdir(disk_folder), "whole", "killed"}
+    command = [sys.executable, "-c", KILL_ITSELF, *settings, f"training.output_dir={killed}"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert set(os.listdir(disk_folder)) <= before
+    train(tiny(*settings, output_dir=whole))
+    train(tiny(*settings, "training.resume_from_checkpoint=auto", output_dir=killed))
+    assert metrics(killed) == metrics(whole)
+    assert_same_weights(killed, whole)
+
+
+def places_of(estimate, category):
+    allocations = estimate.timeline.allocations
+    return {allocation.place for allocation in allocations if allocation.category == category}
+
+
+def test_an_estimate_says_what_lies_on_disk_and_is_not_pinned(tiny):
+    estimate = partial(estimate_memory, gpu="rtx-4090")
+    settings = (*STREAMED, *COMPACT, "offload.activations=inputs")
+    in_ram = estimate(tiny(*settings))
+    in_files = estimate(tiny(*settings, "offload.folder=/not/on/this/machine"))
+    assert in_ram.disk_peak_bytes == 0
+    assert in_files.to_json()["host"]["disk_bytes"] == in_files.disk_peak_bytes > 0
+    assert in_files.allocated_peak_bytes == in_ram.allocated_peak_bytes
+    assert places_of(in_ram, "optimizer_state") == {"pinned"}
+    assert places_of(in_files, "optimizer_state") == {"disk"}
+    assert in_files.disk_peak_bytes >= 2 * in_ram.model.parameters
+    assert "time that the disk of offload.folder takes" in in_files.not_modelled
+
+
+def test_on_a_cpu_too_files_are_not_resident_memory(tiny):
+    in_ram = estimate_memory(tiny(*STREAMED), gpu="cpu")
+    in_files = estimate_memory(tiny(*STREAMED, "offload.folder=/not/on/this/machine"), gpu="cpu")
+    assert in_files.disk_peak_bytes > 0
+    assert in_files.process_peak_bytes == in_ram.process_peak_bytes - in_files.disk_peak_bytes
+
+
+def test_a_folder_needs_something_to_wait_in_it(tiny):
+    with pytest.raises(
+        RecipeError, match=r"offload\.folder=/mnt needs something that waits .* Set offload\.optimizer"
+    ):
+        tiny("offload.folder=/mnt")
