@@ -10,6 +10,7 @@ from lowmem_ft.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from lowmem_ft.models.architecture import hub_id_of
     from lowmem_ft.models.config import ModelConfig
+    from lowmem_ft.models.finer_weights import load_finer_weights
     from lowmem_ft.models.loading import (
         compute_dtype,
         load_model,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         vocab_size,
         weights_dtype,
     )
+    from lowmem_ft.models.mapped_weights import weights_in_files
     from lowmem_ft.models.quantization import (
         check_quantization,
         log_quantization,
@@ -32,6 +34,7 @@ __all__ = [
     "check_quantization",
     "compute_dtype",
     "hub_id_of",
+    "load_finer_weights",
     "load_model",
     "load_model_config",
     "load_tokenizer",
@@ -44,6 +47,7 @@ __all__ = [
     "verify_saved_model",
     "vocab_size",
     "weights_dtype",
+    "weights_in_files",
 ]
 
 __getattr__ = lazy_exports(
@@ -53,6 +57,7 @@ __getattr__ = lazy_exports(
         "check_quantization": "quantization",
         "compute_dtype": "loading",
         "hub_id_of": "architecture",
+        "load_finer_weights": "finer_weights",
         "load_model": "loading",
         "load_model_config": "loading",
         "load_tokenizer": "loading",
@@ -65,5 +70,6 @@ __getattr__ = lazy_exports(
         "verify_saved_model": "saving",
         "vocab_size": "loading",
         "weights_dtype": "loading",
+        "weights_in_files": "mapped_weights",
     },
 )

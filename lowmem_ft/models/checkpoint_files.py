@@ -18,11 +18,12 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
-def lazy_weights(path: str, **source: Any) -> dict[str, Any]:
+def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[str, Any]:
     """Every tensor of a folder's or hub repository's safetensors files by name; ``[...]`` on one reads it.
 
     Args:
         path: local folder or hub id; missing files are downloaded.
+        backend: ``pread``, or ``mmap`` for tensors that are the file's own pages, to be looked at and let go.
         **source: ``revision`` and ``local_files_only``, as ``from_pretrained`` takes them.
 
     Returns:
@@ -33,7 +34,7 @@ def lazy_weights(path: str, **source: Any) -> dict[str, Any]:
     """
     weights: dict[str, Any] = {}
     for file in _safetensors_files(path, source):
-        opened: Any = safe_open(file, framework="pt", backend="pread")
+        opened: Any = safe_open(file, framework="pt", backend=backend)
         weights.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118 (no mapping)
     return weights
 

@@ -53,7 +53,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
     """
     if architecture_only and (catalogued := catalogue_config(config)):
         return catalogued
-    source = _source(config)
+    source = source_of(config)
     path = source.pop("path")
     if path != config.name_or_path and not Path(path).is_dir():
         logger.info("model.name_or_path=%s stands for the hub's %s.", config.name_or_path, path)
@@ -80,7 +80,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: if no tokenizer can be read there.
     """
-    source = _source(config)
+    source = source_of(config)
     if config.tokenizer_name_or_path:
         source = _tokenizer_source(config.tokenizer_name_or_path)
     path = source.pop("path")
@@ -124,7 +124,7 @@ def load_model(
             quantize_linear_layers(model, bits)
             log_quantization(model, config.quantization)
         return model
-    source = _source(config)
+    source = source_of(config)
     options = {
         "config": hf_config,
         "dtype": _dtype(config),
@@ -177,8 +177,12 @@ def vocab_size(hf_config: PretrainedConfig) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _source(config: ModelConfig) -> dict[str, Any]:
-    """Where to read from: ``path`` and the keyword arguments that every ``from_pretrained`` understands."""
+def source_of(config: ModelConfig) -> dict[str, Any]:
+    """Where to read from: ``path`` and the keyword arguments that every ``from_pretrained`` understands.
+
+    Raises:
+        ModelError: if it looks like a path and nothing is there.
+    """
     path = Path(config.name_or_path or "").expanduser()
     source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
     if path.suffix == ".gguf":

@@ -39,6 +39,7 @@ from lowmem_ft.techniques.parameter_streaming import enable_parameter_streaming
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
 from lowmem_ft.techniques.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
+from lowmem_ft.training.processes import problems_with_processes
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
@@ -103,7 +104,9 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         frozen=recipe.adapter.name != "none",
     )
     check_optimizer(recipe.optimizer, runtime.device)
-    _check_processes(recipe, dtype, runtime.num_processes)
+    problems = problems_with_processes(recipe, runtime.num_processes, bytes_per_weight=dtype.itemsize)
+    if problems:
+        raise UserError(*problems)
     attention = choose_attention(
         recipe.model.attn_implementation,
         config=hf_config,
@@ -113,29 +116,6 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
     )
     logger.info("Attention: %s (%s).", attention.implementation, attention.reason)
     return Plan(hf_config=hf_config, attention=attention)
-
-
-def _check_processes(recipe: Recipe, dtype: torch.dtype, num_processes: int) -> None:
-    """Refuse what reads a gradient before it has been summed over all processes, or in another type than it was."""
-    if num_processes == 1:
-        return
-    problems = [
-        f"{key}={value} works in one process, got {num_processes}. Set {key}={instead}, or start one process."
-        for key, value, instead, is_set in (
-            ("optimizer.in_backward", "true", "false", recipe.optimizer.in_backward),
-            ("offload.optimizer", "host", "device", recipe.offload.optimizer == "host"),
-            ("offload.parameters", "stream", "device", recipe.offload.parameters == "stream"),
-        )
-        if is_set
-    ]
-    accumulates = recipe.training.gradient_accumulation_steps > 1 and recipe.accumulation.dtype == "float32"
-    if accumulates and dtype.itemsize < 4 and recipe.adapter.name == "none":
-        problems.append(
-            "accumulation.dtype=float32 works in one process where weights are bfloat16, for DDP sums gradients in the "
-            f"weights' type, got {num_processes} processes. Set accumulation.dtype=weights or model.dtype=float32."
-        )
-    if problems:
-        raise UserError(*problems)
 
 
 def build_session(
@@ -156,13 +136,13 @@ def build_session(
     Returns:
         A session ready to train; the optimizer's state is fresh (see ``checkpoint.load_checkpoint``).
     """
-    host_memory = runtime.host_memory(recipe.budget)
+    host_memory = runtime.host_memory(recipe.budget, recipe.offload.folder)
     model = runtime.load_model(
         recipe.model,
         plan.hf_config,
         attn_implementation=plan.attention.implementation,
         seed=recipe.training.seed,
-        on_host=recipe.offload.parameters == "stream",
+        host=host_memory if recipe.offload.parameters == "stream" else None,
     )
     model.train()
     adapter = _enable_adapter(model, recipe)
@@ -185,6 +165,7 @@ def build_session(
     )
     with contextlib.nullcontext() if streaming is None else streaming.at_rest():
         handles += _place_optimizer_state(optimizer, recipe, host_memory)
+        _begin_with_finer_weights(optimizer, model, recipe, runtime, plan)
     if streaming is not None:
         handles.append(
             streaming
@@ -238,7 +219,13 @@ def _enable_in_forward(
     if recipe.offload.activations != "none":
         handles.append(enable_activation_offload(model, recipe.offload, host_memory))
     if recipe.accumulation.order == "vertical":
-        handles.append(enable_vertical_accumulation(model, _rows_per_micro_batch(recipe, plan)))
+        handles.append(
+            enable_vertical_accumulation(
+                model,
+                _rows_per_micro_batch(recipe, plan),
+                keeps_inputs_alone=recipe.checkpointing.mode == "full",
+            )
+        )
     if recipe.loss.chunk_tokens is None:
         _refuse_mean_of_means(model)
         return handles, None
@@ -255,6 +242,26 @@ def _place_optimizer_state(optimizer: Optimizer, recipe: Recipe, host_memory: Ho
     handles: list[Handle] = [enable_optimizer_offload(optimizer, host_memory)] if on_host else []
     optimizer.allocate_state()
     return handles
+
+
+def _begin_with_finer_weights(
+    optimizer: Optimizer, model: PreTrainedModel, recipe: Recipe, runtime: Runtime, plan: Plan
+) -> None:
+    """Let the masters of bfloat16 weights hold what these have lost of a float32 checkpoint."""
+    if not isinstance(optimizer, ChunkedOptimizer):
+        return
+    parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state and optimizer.master_of(parameter).tensors
+    }
+    finer = runtime.finer_weights(recipe.model, plan.hf_config) if parameters else None
+    if finer is None:
+        return
+    for name, parameter in parameters.items():
+        values = finer.get_parameter(name).detach().flatten()
+        optimizer.set_weights(parameter, lambda start, stop, values=values: values[start:stop])
+    logger.info("Masters begin with the checkpoint's weights, which are finer than bfloat16.")
 
 
 def _scheduler(optimizer: Optimizer, config: TrainingConfig, num_training_steps: int) -> LRScheduler:

@@ -32,7 +32,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import MissingPackageError, UserError
 from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.models import ModelConfig, load_model
+from lowmem_ft.memory.mapped_files import MappedFiles
+from lowmem_ft.models import ModelConfig, load_finer_weights, load_model, weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.gradient_norm import clip_grad_norm
 from lowmem_ft.training.loss_scaling import unscale
@@ -52,13 +53,17 @@ class Runtime(Protocol):
         *,
         attn_implementation: str,
         seed: int,
-        on_host: bool = False,
+        host: HostMemory | None = None,
     ) -> PreTrainedModel:
-        """The model on the device or the host, its weights read from the checkpoint or, in a trace, only sized."""
+        """The model on the device or in ``host``, its weights read from the checkpoint or, in a trace, only sized."""
         ...
 
-    def host_memory(self, budget: Budget) -> HostMemory:
-        """Where tensors of the device wait; on a virtual device it has no end."""
+    def finer_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+        """The checkpoint's weights, on the host, where they are finer than the model's; else, and in a trace, None."""
+        ...
+
+    def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
+        """Where tensors of the device wait, most of them in files of ``folder`` if given; in a trace it has no end."""
         ...
 
     def prepare(
@@ -160,22 +165,30 @@ class AccelerateRuntime:
         *,
         attn_implementation: str,
         seed: int,
-        on_host: bool = False,
+        host: HostMemory | None = None,
     ) -> PreTrainedModel:
         """Read the weights straight to where they go; see :func:`lowmem_ft.models.load_model`."""
-        return load_model(
-            config,
-            hf_config,
-            attn_implementation=attn_implementation,
-            device=torch.device("cpu") if on_host else self.device,
-            seed=seed,
-            mixed_precision=self.accelerator.mixed_precision,
-        )
+        with contextlib.nullcontext() if host is None else weights_in_files(host):
+            return load_model(
+                config,
+                hf_config,
+                attn_implementation=attn_implementation,
+                device=self.device if host is None else torch.device("cpu"),
+                seed=seed,
+                mixed_precision=self.accelerator.mixed_precision,
+            )
 
-    def host_memory(self, budget: Budget) -> HostMemory:
-        """What the machine, its container and ``budget.host`` leave."""
-        budget_bytes = None if budget.host is None else parse_bytes(budget.host)
-        return HostMemory(self.device, budget_bytes=budget_bytes)
+    def finer_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+        """See :func:`lowmem_ft.models.load_finer_weights`."""
+        return load_finer_weights(config, hf_config)
+
+    def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
+        """What the machine, its container and ``budget.host`` leave, and what the disk of ``folder`` does."""
+        return HostMemory(
+            self.device,
+            budget_bytes=None if budget.host is None else parse_bytes(budget.host),
+            files=None if folder is None else MappedFiles(Path(folder).expanduser()),
+        )
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -187,8 +200,9 @@ class AccelerateRuntime:
             model, optimizer, device_placement=[False, False]
         )
         # Under mixed precision Accelerate wraps the model's forward, and its wrapper copies all outputs to fp32, logits
-        # too: 4 bytes for each of vocab * tokens. The step opens autocast itself, so the wrapper goes.
-        for name in ("forward", "_original_forward"):
+        # too: 4 bytes for each of vocab * tokens. The step opens autocast itself, so the wrapper goes. So does the
+        # mark, or another Accelerator would take a model that this run is done with for prepared.
+        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
             vars(model).pop(name, None)
         vars(model).update(own_forward)
         return prepared_model, prepared_optimizer
