@@ -88,7 +88,7 @@ def bytes_of(recipe: Recipe) -> dict[str, Any]:
         run.step()
         host = run.session.host_memory.bytes_by_category
         kept = {
-            "weights": _bytes(run.session.unwrapped_model.parameters()) - host.get("parameter", 0),
+            "weights": _weight_bytes(run.session),
             "optimizer state": _bytes(_state(run.session)) - host.get("optimizer_state", 0),
             "host": sum(host.values()),
         }
@@ -198,6 +198,17 @@ def _cuda_recipe(rung: Rung, scratch: Path, arguments: argparse.Namespace, budge
             f"budget.device={budget}",
             *settings_of(rung),
         ],
+    )
+
+
+def _weight_bytes(session: Session) -> int:
+    """Of those that stay, and of the slots for those that visit."""
+    parameters = session.unwrapped_model.parameters()
+    if session.streaming is None:
+        return _bytes(parameters)
+    waiting = session.streaming.waiting
+    return session.streaming.layers.slot_bytes + _bytes(
+        parameter for parameter in parameters if parameter not in waiting
     )
 
 
