@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ def load_finer_weights(config: ModelConfig, hf_config: PretrainedConfig) -> PreT
 
     Returns:
         The model, its float32 weights mapped from the files and so not in memory until they are read; those of other
-        types, and of GGUF files, take 4 bytes each. None if ``load_model`` has rounded nothing.
+        types, and of GGUF files, take 4 bytes each. None if ``load_model`` has rounded nothing, or only the smaller
+        part of the weights (some checkpoints have norms alone in float32): it is not worth those bytes.
 
     Raises:
         ModelError: if the weights cannot be read.
@@ -44,7 +47,17 @@ def load_finer_weights(config: ModelConfig, hf_config: PretrainedConfig) -> PreT
     del source["trust_remote_code"]  # decided when the config was read
     path = source.pop("path")
     weights = lazy_weights(path, backend="mmap", **source)
-    if not any(weight.get_dtype() in _FINER_THAN_BFLOAT16 for weight in weights.values()):
+    if _finer_share(weights.values()) < 0.5:
         return None
     model_class: Any = causal_lm_class(hf_config, path, **source)
     return model_class.from_pretrained(None, state_dict=weights, config=hf_config, dtype=torch.float32)
+
+
+def _finer_share(weights: Iterable[Any]) -> float:
+    """Of all elements, those that bfloat16 rounds."""
+    finer = total = 0
+    for weight in weights:
+        num_elements = math.prod(weight.get_shape())
+        total += num_elements
+        finer += num_elements * (weight.get_dtype() in _FINER_THAN_BFLOAT16)
+    return finer / max(1, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from lowmem_ft.models import ModelConfig, load_finer_weights, load_model_config
@@ -51,3 +52,13 @@ def test_there_is_nothing_more_in_a_bfloat16_file_or_for_a_float32_model(tmp_pat
     assert finer_of(tmp_path / "bf16") is None
     assert finer_of(tmp_path / "fp32", dtype="float32") is None
     assert finer_of(tmp_path / "fp32", dtype="auto") is None
+
+
+def test_norms_in_float32_are_not_worth_a_second_model_in_memory(tmp_path):
+    save(tmp_path, torch.bfloat16)
+    file = tmp_path / "model.safetensors"
+    weights = {
+        name: tensor.float() if "norm" in name else tensor.clone() for name, tensor in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+    assert finer_of(tmp_path) is None
