@@ -7,8 +7,9 @@ import pytest
 from lowmem_ft.errors import RecipeError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe, load_recipe
-from lowmem_ft.recipe.conflicts import CONFLICTS, SCHEDULES_THAT_NEED_ARGUMENTS
+from lowmem_ft.recipe.conflicts import CONFLICTS
 from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.run_rules import SCHEDULES_THAT_NEED_ARGUMENTS
 
 STREAMED = [
     "offload.parameters=stream",

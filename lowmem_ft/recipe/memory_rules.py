@@ -1,0 +1,189 @@
+"""Rules across parts about memory: which types, formats and techniques go together. See ``conflicts.py``."""
+
+from __future__ import annotations
+
+from lowmem_ft.recipe.tree import Recipe
+
+
+def fp16_needs_float32_weights(recipe: Recipe) -> str | None:
+    """The loss scaler cannot unscale half-precision gradients; those of adapters are float32."""
+    dtype = recipe.model.dtype
+    refused = ("float16", "bfloat16") if recipe.adapter.name == "none" else ("bfloat16",)
+    if recipe.training.mixed_precision == "fp16" and dtype in refused:
+        return (
+            f"training.mixed_precision=fp16 needs model.dtype=float32, got {dtype}. "
+            "Set model.dtype=float32 or training.mixed_precision=no."
+        )
+    return None
+
+
+def quantization_needs_an_adapter(recipe: Recipe) -> str | None:
+    """A weight in 4 or 8 bits has no room for an update."""
+    quantization = recipe.model.quantization
+    if quantization == "none" or recipe.adapter.name != "none":
+        return None
+    return (
+        f"model.quantization={quantization} freezes the weights and needs adapter.name=lora to train beside them, got "
+        "none. Set adapter.name=lora or model.quantization=none."
+    )
+
+
+def quantization_needs_safetensors(recipe: Recipe) -> str | None:
+    """A GGUF file is quantised in a way of its own, and is unpacked to plain weights."""
+    quantization, name = recipe.model.quantization, recipe.model.name_or_path or ""
+    if quantization == "none" or not (recipe.model.gguf_file or name.endswith(".gguf")):
+        return None
+    return (
+        f"model.quantization={quantization} quantises safetensors, got the GGUF file {recipe.model.gguf_file or name}. "
+        "Set model.name_or_path to the model it was made from, or model.quantization=none."
+    )
+
+
+def master_needs_bfloat16_weights(recipe: Recipe) -> str | None:
+    """Float32 weights are their own master, and the formats below it are made of bfloat16's bits."""
+    dtype, master = recipe.model.dtype, recipe.optimizer.master
+    if master != "fp32" and dtype not in ("bfloat16", "auto"):
+        return (
+            f"optimizer.master={master} needs model.dtype=bfloat16, got {dtype}. "
+            "Set model.dtype=bfloat16 or optimizer.master=fp32."
+        )
+    if master != "fp32" and recipe.adapter.name != "none":
+        return (
+            f"optimizer.master={master} is for trained bfloat16 weights, and adapter.name={recipe.adapter.name} trains "
+            "float32 ones. Set optimizer.master=fp32."
+        )
+    return None
+
+
+def in_backward_needs_finished_gradients(recipe: Recipe) -> str | None:
+    """In horizontal order the first micro-batch's gradient is not the step's."""
+    steps = recipe.training.gradient_accumulation_steps
+    if recipe.optimizer.in_backward and steps > 1 and recipe.accumulation.order == "horizontal":
+        return (
+            "optimizer.in_backward needs accumulation.order=vertical when gradient_accumulation_steps > 1, got "
+            f"{steps} with horizontal. Set accumulation.order=vertical or optimizer.in_backward=false."
+        )
+    return None
+
+
+def loss_scaling_needs_two_phases(recipe: Recipe) -> str | None:
+    """An overflow of fp16 is known at the end of backward; what was updated by then would stay so."""
+    training = recipe.training
+    if recipe.optimizer.in_backward and training.mixed_precision == "fp16" and training.max_grad_norm is None:
+        return (
+            "optimizer.in_backward with training.mixed_precision=fp16 needs training.max_grad_norm, so that weights "
+            "wait until the loss scale is known to fit; got null. Set training.max_grad_norm=1.0."
+        )
+    return None
+
+
+def vertical_needs_checkpointing(recipe: Recipe) -> str | None:
+    """The inputs of all micro-batches wait in each layer; what a layer computes from them must not."""
+    config = recipe.checkpointing
+    all_layers = config.mode != "none" and config.every_n_layers == 1 and config.skip_last_layers == 0
+    if recipe.accumulation.order == "horizontal" or all_layers:
+        return None
+    return (
+        "accumulation.order=vertical needs every layer checkpointed: checkpointing.mode=full or selective with "
+        f"every_n_layers=1 and skip_last_layers=0, got {config.mode} with every_n_layers={config.every_n_layers} and "
+        f"skip_last_layers={config.skip_last_layers}. Set checkpointing.mode=full or accumulation.order=horizontal."
+    )
+
+
+def host_state_needs_chunks(recipe: Recipe) -> str | None:
+    """The optimizers of bitsandbytes keep their state themselves, and the paged ones have their own way to the host."""
+    name = recipe.optimizer.name
+    if recipe.offload.optimizer == "device" or name in ("adamw", "sgd", "lion", "adafactor"):
+        return None
+    return (
+        f"offload.optimizer=host needs optimizer.name=adamw, sgd, lion or adafactor, got {name}. "
+        "Set optimizer.name=adamw (with optimizer.state=8bit) or offload.optimizer=device."
+    )
+
+
+def streamed_weights_need_their_updates(recipe: Recipe) -> str | None:
+    """Trained weights are on the device for a moment only: gradient, state and update come and go with them."""
+    if recipe.offload.parameters == "device" or recipe.adapter.name != "none":
+        return None
+    config, optimizer = recipe.checkpointing, recipe.optimizer
+    all_layers = config.mode != "none" and config.every_n_layers == 1 and config.skip_last_layers == 0
+    wanted = [
+        ("optimizer.in_backward=true", "false", optimizer.in_backward),
+        ("offload.optimizer=host", recipe.offload.optimizer, recipe.offload.optimizer == "host"),
+        ("checkpointing.mode=full (or selective), for every layer", config.mode, all_layers),
+        ("optimizer.name=adamw, sgd or lion", optimizer.name, optimizer.name in ("adamw", "sgd", "lion")),
+    ]
+    missing = [(setting, value) for setting, value, is_met in wanted if not is_met]
+    if not missing:
+        return None
+    return (
+        f"offload.parameters=stream of trained weights needs {' and '.join(setting for setting, _ in missing)}, got "
+        f"{' and '.join(value for _, value in missing)}. Set that, adapter.name=lora or offload.parameters=device."
+    )
+
+
+def streamed_head_has_no_loss_scale(recipe: Recipe) -> str | None:
+    """The gradient of a streamed head is made and taken before backward, which brings the scale, begins."""
+    if (
+        recipe.offload.parameters == "device"
+        or recipe.adapter.name != "none"
+        or recipe.training.mixed_precision != "fp16"
+    ):
+        return None
+    return (
+        "offload.parameters=stream of trained weights needs training.mixed_precision=no or bf16, got fp16. "
+        "Set training.mixed_precision=no, adapter.name=lora or offload.parameters=device."
+    )
+
+
+def layer_choice_needs_checkpointing(recipe: Recipe) -> str | None:
+    """A choice of layers says nothing while no layer is checkpointed."""
+    config = recipe.checkpointing
+    if config.mode != "none" or (config.every_n_layers == 1 and config.skip_last_layers == 0):
+        return None
+    key = "every_n_layers" if config.every_n_layers != 1 else "skip_last_layers"
+    return (
+        f"checkpointing.{key}={getattr(config, key)} needs checkpointing.mode=full, got none. "
+        f"Set checkpointing.mode=full or leave checkpointing.{key} out."
+    )
+
+
+def selective_needs_fused_attention(recipe: Recipe) -> str | None:
+    """Unfused attention keeps its scores for backward: to keep its output besides would spare nothing."""
+    attention = recipe.model.attn_implementation
+    if recipe.checkpointing.mode != "selective" or attention not in ("eager", "flex_attention"):
+        return None
+    return (
+        "checkpointing.mode=selective needs model.attn_implementation=sdpa or flash_attention_2, got "
+        f"{attention}. Set model.attn_implementation=auto or checkpointing.mode=full."
+    )
+
+
+def offloaded_inputs_need_checkpointing(recipe: Recipe) -> str | None:
+    """The inputs that wait are those which checkpointed layers keep."""
+    if recipe.offload.activations != "inputs" or recipe.checkpointing.mode != "none":
+        return None
+    return (
+        "offload.activations=inputs needs checkpointing.mode=full or selective, got none. "
+        "Set checkpointing.mode=full or offload.activations=none."
+    )
+
+
+def head_tiles_need_chunked_loss(recipe: Recipe) -> str | None:
+    """A model's own loss takes all logits at once."""
+    if recipe.tiling.head == 1 or recipe.loss.chunk_tokens is not None:
+        return None
+    return (
+        f"tiling.head={recipe.tiling.head} needs loss.chunk_tokens, got null. "
+        "Set loss.chunk_tokens=1024 or tiling.head=1."
+    )
+
+
+def tiled_mlp_treats_tokens_alone(recipe: Recipe) -> str | None:
+    """LLM.int8 keeps a column of the activations in 16 bits if any of the tokens at hand has an outlier in it."""
+    if recipe.tiling.mlp == 1 or recipe.model.quantization != "int8":
+        return None
+    return (
+        f"tiling.mlp={recipe.tiling.mlp} needs MLPs that treat each token by itself, got model.quantization=int8, "
+        "which looks for outliers over all tokens. Set tiling.mlp=1 or model.quantization=nf4."
+    )

@@ -1,0 +1,115 @@
+"""Rules across parts about a run: its data, evaluation, schedule, folder and upload. See ``conflicts.py``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from lowmem_ft.errors import UserError, did_you_mean
+from lowmem_ft.recipe.tree import Recipe
+from lowmem_ft.units import parse_bytes
+
+SCHEDULES_THAT_NEED_ARGUMENTS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
+
+
+def model_is_named(recipe: Recipe) -> str | None:
+    """There is no default model."""
+    if recipe.model.name_or_path is None:
+        return "model.name_or_path must name a model, got null. Set model=HUB_ID, a folder or a .gguf file."
+    return None
+
+
+def budget_is_readable(recipe: Recipe) -> str | None:
+    """Both budgets are sizes."""
+    for name in ("device", "host"):
+        size = getattr(recipe.budget, name)
+        try:
+            if size is not None:
+                parse_bytes(size)
+        except UserError as error:
+            return f"budget.{name}: {error}"
+    return None
+
+
+def streaming_needs_max_steps(recipe: Recipe) -> str | None:
+    """A stream has no length, and a schedule needs the number of steps."""
+    if recipe.data.streaming and recipe.training.max_steps == -1:
+        return (
+            "data.streaming=true needs training.max_steps, as the length of a stream is unknown; got -1. "
+            "Set training.max_steps or data.streaming=false."
+        )
+    return None
+
+
+def evaluation_needs_data(recipe: Recipe) -> str | None:
+    """An evaluation that was asked for is never skipped."""
+    data, training = recipe.data, recipe.training
+    has_data = any(source is not None for source in (data.eval_path, data.eval_split, data.eval_size))
+    if has_data or (training.eval_steps is None and not training.eval_on_start):
+        return None
+    asked = "training.eval_on_start" if training.eval_steps is None else "training.eval_steps"
+    return (
+        f"{asked} needs held-out data, but data.eval_path, data.eval_split and data.eval_size are null. "
+        f"Set one of them, such as data.eval_size=0.05, or unset {asked}."
+    )
+
+
+def hub_settings_need_push(recipe: Recipe) -> str | None:
+    """A hub name without an upload is a forgotten switch."""
+    training = recipe.training
+    if training.push_to_hub or (training.hub_model_id is None and training.hub_private_repo is None):
+        return None
+    key = "hub_model_id" if training.hub_model_id is not None else "hub_private_repo"
+    return (
+        f"training.{key}={getattr(training, key)} needs training.push_to_hub=true, got false. "
+        f"Set training.push_to_hub=true or training.{key}=null."
+    )
+
+
+def resume_needs_the_old_run(recipe: Recipe) -> str | None:
+    """Replacing a run folder deletes the checkpoints in it."""
+    training = recipe.training
+    if training.resume_from_checkpoint == "auto" and training.overwrite_output_dir:
+        return (
+            "training.resume_from_checkpoint=auto continues the run that training.overwrite_output_dir=true "
+            "deletes. Unset one of the two."
+        )
+    return None
+
+
+def constant_schedule_has_no_warmup(recipe: Recipe) -> str | None:
+    """The schedule ``constant`` would ignore a warmup."""
+    warmup = recipe.training.warmup_steps
+    if recipe.training.lr_scheduler_type == "constant" and warmup > 0:
+        return (
+            f"training.lr_scheduler_type=constant has no warmup, got training.warmup_steps={warmup:g}. "
+            "Set training.lr_scheduler_type=constant_with_warmup or training.warmup_steps=0."
+        )
+    return None
+
+
+def schedule_takes_its_arguments(recipe: Recipe) -> str | None:
+    """The schedule is built once on a stand-in, so that transformers itself judges its arguments."""
+    name = recipe.training.lr_scheduler_type
+    arguments: dict[str, Any] = recipe.training.lr_scheduler_kwargs or {}
+    if not arguments and name not in SCHEDULES_THAT_NEED_ARGUMENTS:
+        return None
+
+    # Here, because it imports peft and bitsandbytes where they are installed: two seconds that few recipes need.
+    import torch
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
+    ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    known = [*inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters]
+    known = [parameter for parameter in known if parameter not in ours]
+    where = f"training.lr_scheduler_kwargs of training.lr_scheduler_type={name}"
+    for unknown in arguments.keys() - known:
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        return f"{where} has no `{unknown}`: {takes}.{did_you_mean(str(unknown), known)}"
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        get_scheduler(name, optimizer, 0, 1, arguments)
+    except (TypeError, ValueError) as error:
+        return f"{where} are refused by transformers: {error}. It takes {', '.join(known)}; got {arguments}."
+    return None
