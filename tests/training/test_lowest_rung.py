@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
-from demo.get_demo_model import default_cache_dir, get_demo_model
 from ladder_rungs import RUNGS, settings_of
 
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
 
 NUM_STEPS = 20
+DEMO = Path(__file__).parents[2] / "scripts" / "demo"
+
+
+@pytest.fixture
+def model_dir(monkeypatch):
+    """SmolLM2-135M-Instruct, downloaded unless it is in the cache."""
+    monkeypatch.syspath_prepend(DEMO)
+    import get_demo_model
+
+    yield get_demo_model.get_demo_model(get_demo_model.default_cache_dir())
+    sys.modules.pop("get_demo_model")
 
 
 def losses_of(rung, model_dir, output_dir, metrics):
@@ -34,8 +47,7 @@ def losses_of(rung, model_dir, output_dir, metrics):
 
 
 @pytest.mark.slow
-def test_smollm2_at_the_lowest_rung_has_the_plain_runs_losses(tmp_path, metrics):
-    model_dir = get_demo_model(default_cache_dir())
+def test_smollm2_at_the_lowest_rung_has_the_plain_runs_losses(model_dir, tmp_path, metrics):
     plain = losses_of(RUNGS[0], model_dir, tmp_path / "plain", metrics)
     lowest = losses_of(RUNGS[-1], model_dir, tmp_path / "lowest", metrics)
     drop = sum(plain[:4]) / 4 - sum(plain[-4:]) / 4
