@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.handle import Handle
@@ -59,12 +60,14 @@ def enable_vertical_accumulation(
     layers = decoder_layers(model)
     _refuse_what_needs_the_whole_batch(model)
     norms = _norms_beside(layers, model)
-    undo = [
-        set_attribute(
-            layer, "forward", _by_rows(layer.forward, rows_per_micro_batch, are_alike=keeps_inputs_alone)
-        )
-        for layer in layers
-    ]
+    undo = []
+    for layer in layers:
+        forward = layer.forward
+        if _checkpoints_all_of(layer):
+            forward = _checkpointed(layer)
+            undo.append(set_attribute(layer, "gradient_checkpointing", False))
+        by_rows = _by_rows(forward, rows_per_micro_batch, are_alike=keeps_inputs_alone)
+        undo.append(set_attribute(layer, "forward", by_rows))
     for norm in norms:
         recomputed = functools.partial(checkpoint, norm.forward, use_reentrant=False)
         undo.append(
@@ -97,6 +100,27 @@ def _norms_beside(layers: nn.ModuleList, model: nn.Module) -> list[nn.Module]:
     """The final norm, and others that see a whole batch: all that a norm keeps in fp32 is several layers' inputs."""
     parent = next(module for module in model.modules() if layers in module.children())
     return [module for module in parent.children() if type(module).__name__.endswith("Norm")]
+
+
+def _checkpoints_all_of(layer: nn.Module) -> bool:
+    """Whether a forward that is set on a layer runs inside its checkpoint: all micro-batches are recomputed at once.
+
+    So it is in transformers 5.17, whose layers checkpoint their ``__call__``; later ones checkpoint their own forward.
+    """
+    return getattr(layer, "gradient_checkpointing", False) and "__call__" in vars(GradientCheckpointingLayer)
+
+
+def _checkpointed(layer: Any) -> Callable[..., Any]:
+    """The layer's forward in a checkpoint of its own."""
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not layer.training:
+            return forward(*args, **kwargs)
+        return layer._gradient_checkpointing_func(functools.partial(forward, **kwargs), *args)
+
+    return checkpointed
 
 
 def _by_rows(
