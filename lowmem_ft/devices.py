@@ -5,6 +5,19 @@ from __future__ import annotations
 import torch
 
 
+def with_index(device: torch.device | str) -> torch.device:
+    """A device as its tensors name it: ``cuda`` is the current one, such as ``cuda:0``.
+
+    The two are unequal, and some of torch's functions take only one that has its index.
+    """
+    device = torch.device(device)
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    module = torch.get_device_module(device)
+    # Apple's module has no such question: there is one device.
+    return torch.device(device.type, module.current_device() if hasattr(module, "current_device") else 0)
+
+
 def kernels_of(device: torch.device | str) -> str:
     """The device type whose kernels a device runs: its own, or ``cuda`` for a virtual GPU that stands for one."""
     device = torch.device(device)

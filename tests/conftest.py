@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 # Before any HuggingFace import: tests never ask a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,3 +30,77 @@ def disk_folder(tmp_path):
         return MappedFiles(tmp_path).folder
     except UserError:
         return MappedFiles(Path(__file__).parent).folder
+
+
+class CudaDriver:
+    """One CUDA device as libtorch knows it. What torch's own Python checks of an argument, it checks here, too.
+
+    Attributes:
+        fraction: the allocator's cap as a share of the device's memory.
+        bytes: what the allocator counts: ``allocated`` and ``reserved``, each as it is now and as ``peak``.
+    """
+
+    def __init__(self, monkeypatch, **properties):
+        known = {"name": "NVIDIA H100 80GB HBM3", "total_memory": 80 * 2**30, "major": 9, "minor": 0}
+        self.properties = SimpleNamespace(**known, multi_processor_count=132, uuid="abc")
+        vars(self.properties).update(properties)
+        self.fraction = 1.0
+        self.bytes = Counter()
+        beneath = {
+            "_cuda_getDeviceCount": lambda: 1,
+            "_cuda_getDevice": lambda: 0,
+            "_cuda_setMemoryFraction": self._set_fraction,
+            "_cuda_getMemoryFraction": lambda index: self._of(index) and self.fraction,
+            "_cuda_memoryStats": lambda index: self._of(index) and self._stats(),
+            "_cuda_resetPeakMemoryStats": lambda index: self._of(index) and self._reset(),
+        }
+        for name, function in beneath.items():
+            monkeypatch.setattr(torch._C, name, function, raising=False)
+        monkeypatch.setattr(torch.cuda, "_get_device_properties", self._properties, raising=False)
+        monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: self._of(index) and 0)
+        monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: self._of(index) and 0)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
+        for module in (torch.cuda, torch.cuda.memory):
+            monkeypatch.setattr(module, "_lazy_init", lambda: None)
+        monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+
+    def hold(self, allocated, reserved):
+        """Let the allocator hold this much from now on."""
+        for name, num_bytes in {"allocated": allocated, "reserved": reserved}.items():
+            self.bytes[name] = num_bytes
+            self.bytes[f"{name} peak"] = max(self.bytes[f"{name} peak"], num_bytes)
+
+    def cudaMemGetInfo(self, index):
+        self._of(index)
+        context = 50
+        return self.properties.total_memory - self.bytes["reserved"] - context, self.properties.total_memory
+
+    def _of(self, index):
+        assert type(index) is int, index
+        assert index in (-1, 0), index
+        return True
+
+    def _properties(self, index):
+        self._of(index)
+        return self.properties
+
+    def _set_fraction(self, fraction, index):
+        self._of(index)
+        self.fraction = fraction
+
+    def _stats(self):
+        def counter(name):
+            return {"all": {"current": self.bytes[name], "peak": self.bytes[f"{name} peak"]}}
+
+        return {"allocated_bytes": counter("allocated"), "reserved_bytes": counter("reserved")}
+
+    def _reset(self):
+        for name in ("allocated", "reserved"):
+            self.bytes[f"{name} peak"] = self.bytes[name]
+
+
+@pytest.fixture
+def cuda_driver(monkeypatch):
+    """Gives this machine a CUDA device that answers questions and computes nothing; takes its properties."""
+    return lambda **properties: CudaDriver(monkeypatch, **properties)

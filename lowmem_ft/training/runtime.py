@@ -30,6 +30,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.devices import with_index
 from lowmem_ft.errors import MissingPackageError, UserError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
@@ -118,7 +119,7 @@ class AccelerateRuntime:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.device: torch.device = accelerator.device
+        self.device: torch.device = with_index(accelerator.device)  # a single process is told `cuda`
         self.num_processes: int = accelerator.num_processes
         self.process_index: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process

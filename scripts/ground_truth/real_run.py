@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from lowmem_ft.data import Batch
+from lowmem_ft.devices import with_index
 from lowmem_ft.estimator.worst_batch import worst_batch
 from lowmem_ft.memory.category import Phase
 from lowmem_ft.memory.meter import read_host_memory
@@ -184,7 +185,7 @@ def run_for_real(recipe: Recipe, *, num_steps: int = 2) -> RealPeaks:
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         accelerator = AccelerateRuntime.create(recipe.training, Path(scratch)).accelerator
-        device = accelerator.device
+        device = with_index(accelerator.device)
         if device.type == "cuda":
             meter: PhaseMeter = CudaMeter(device)
         else:

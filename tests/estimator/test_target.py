@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -17,21 +15,6 @@ from lowmem_ft.units import GIB
 @pytest.fixture
 def _no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture
-def own_gpu(monkeypatch):
-    """Gives this machine a CUDA device."""
-
-    def install(name: str, total_memory: int, major: int = 8, minor: int = 9) -> None:
-        properties = SimpleNamespace(
-            name=name, total_memory=total_memory, major=major, minor=minor, multi_processor_count=100
-        )
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-
-    return install
 
 
 def chosen(gpu=None, budget: Budget | None = None, use_cpu: bool = False):
@@ -88,8 +71,8 @@ def test_a_budget_that_no_gpu_has_is_refused():
         chosen(budget=Budget(device="500GiB"))
 
 
-def test_this_machines_gpu_comes_before_the_budget(own_gpu):
-    own_gpu("NVIDIA GeForce RTX 4090", 23 * GIB)
+def test_this_machines_gpu_comes_before_the_budget(cuda_driver):
+    cuda_driver(name="NVIDIA GeForce RTX 4090", total_memory=23 * GIB, multi_processor_count=100)
     gpu, reason = chosen(budget=Budget(device="12GiB"))
     assert gpu is not None
     assert (gpu.name, gpu.memory_bytes, gpu.num_multiprocessors) == ("rtx-4090", 23 * GIB, 100)
@@ -97,8 +80,8 @@ def test_this_machines_gpu_comes_before_the_budget(own_gpu):
     assert chosen(use_cpu=True)[0] is None
 
 
-def test_an_unknown_gpu_is_taken_for_its_nearest_relative(own_gpu):
-    own_gpu("NVIDIA Something 2000", 47 * GIB)
+def test_an_unknown_gpu_is_taken_for_its_nearest_relative(cuda_driver):
+    cuda_driver(name="NVIDIA Something 2000", total_memory=47 * GIB, major=8, minor=9)
     gpu = this_machines_gpu()
     assert gpu.full_name == "NVIDIA Something 2000"
     assert gpu.memory_bytes == 47 * GIB

@@ -21,24 +21,10 @@ ROW["measured"]["process"] = 310
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    """Torch's counters as a device would move them."""
-    counters = SimpleNamespace(allocated=0, reserved=0, peak_allocated=0, peak_reserved=0, others=0)
-
-    def hold(allocated, reserved):
-        counters.allocated, counters.reserved = allocated, reserved
-        counters.peak_allocated = max(counters.peak_allocated, allocated)
-        counters.peak_reserved = max(counters.peak_reserved, reserved)
-
-    def reset(device):
-        counters.peak_allocated, counters.peak_reserved = counters.allocated, counters.reserved
-
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters.peak_allocated)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: counters.peak_reserved)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - counters.reserved - 50, 1000))
+def cuda(cuda_driver, monkeypatch):
+    """Moves torch's counters as a device would: ``cuda(allocated, reserved)``."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    return hold
+    return cuda_driver(total_memory=1000).hold
 
 
 def test_cuda_peaks_belong_to_the_phase_that_made_them(cuda):
@@ -74,7 +60,6 @@ def test_nvml_counts_this_process_if_it_knows_it(cuda, monkeypatch, knows_us):
         nvmlDeviceGetComputeRunningProcesses=lambda handle: processes if handle == "GPU-abc" else [],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     assert real_run.process_bytes_on(DEVICE)[0] == (2 if knows_us else 50)
 
 

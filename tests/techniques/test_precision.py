@@ -1,6 +1,5 @@
 """Types a device cannot train with are refused; lost updates are counted, exactly and once."""
 
-import contextlib
 import logging
 from collections import OrderedDict
 
@@ -20,11 +19,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
-def turing(monkeypatch):
-    """A CUDA device that only emulates bfloat16, as a T4 does."""
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+def turing(cuda_driver):
+    """A CUDA device that only emulates bfloat16."""
+    cuda_driver(name="Tesla T4", major=7, minor=5)
 
 
 @pytest.mark.parametrize(

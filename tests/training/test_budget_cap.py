@@ -6,10 +6,13 @@ import logging
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import UserError
+from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.training.budget_cap import apply_budget, report_budget
+from lowmem_ft.training.runtime import AccelerateRuntime
 
 CPU = torch.device("cpu")
 
@@ -38,27 +41,49 @@ def test_pages_of_mapped_files_count_for_no_budget(file_bytes, verdict, caplog):
     assert f"{verdict} budget.host=1KiB." in caplog.text
 
 
-@pytest.fixture
-def caps(monkeypatch):
-    """The caps set on a device of 80 GiB."""
-    caps = []
-    properties = type("Properties", (), {"total_memory": 80 * 2**30})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda share, device: caps.append(share)
-    )
-    return caps
+@pytest.mark.parametrize(
+    "budget,share",
+    [
+        (Budget(device="20GiB"), 0.25),
+        (Budget(device="20GiB", enforce=False), 1.0),
+        (Budget(), 1.0),
+        (Budget(device="84GiB"), 1.0),  # the size a card is sold with is all that its driver leaves
+    ],
+)
+def test_the_cap_is_the_budgets_share_of_the_device(cuda_driver, budget, share):
+    driver = cuda_driver()
+    apply_budget(budget, torch.device("cuda", 0))
+    assert driver.fraction == share
 
 
-def test_the_cap_is_the_budgets_share_of_the_device(caps):
-    apply_budget(Budget(device="20GiB"), torch.device("cuda"))
-    apply_budget(Budget(device="20GiB", enforce=False), torch.device("cuda"))
+def test_a_cpu_has_no_allocator_to_cap(cuda_driver):
+    driver = cuda_driver()
     apply_budget(Budget(device="20GiB"), CPU)
-    assert caps == [0.25]
+    assert driver.fraction == 1.0
 
 
-def test_a_budget_of_the_size_a_card_is_sold_with_is_all_that_its_driver_leaves(caps):
-    apply_budget(Budget(device="84GiB"), torch.device("cuda"))
-    assert caps == [1.0]
+def test_a_budget_beyond_the_device_is_refused(cuda_driver):
+    cuda_driver()
     with pytest.raises(UserError, match=r"budget.device=85GiB is more than this device has \(80.0 GiB\)"):
-        apply_budget(Budget(device="85GiB"), torch.device("cuda"))
+        apply_budget(Budget(device="85GiB"), torch.device("cuda", 0))
+
+
+def test_peaks_on_a_device_are_its_allocators(cuda_driver, caplog):
+    cuda_driver().hold(3 * 2**30, 4 * 2**30)
+    with caplog.at_level(logging.INFO):
+        report_budget(Budget(device="20GiB"), torch.device("cuda", 0))
+    assert "Peak device memory: 3.00 GiB, within budget.device=20GiB." in caplog.messages
+
+
+def test_a_run_by_itself_can_be_capped(cuda_driver, tmp_path):
+    """Accelerate says ``cuda`` to a single process, and torch caps only a device that has a number."""
+    driver = cuda_driver()
+    PartialState._reset_state()
+    try:
+        runtime = AccelerateRuntime.create(TrainingConfig(), tmp_path)
+        assert runtime.device == torch.device("cuda", 0)
+        apply_budget(Budget(device="20GiB"), runtime.device)
+    finally:
+        PartialState._reset_state()
+        AcceleratorState._reset_state()
+    assert driver.fraction == 0.25
