@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.memory.gradient_sums import in_place_as_unwatched
+from lowmem_ft.memory.storage_resizing import storage_resized_by, storage_resizes_seen
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # torch.tensor() fills a storage out of our sight, then hands it to this operator: its input is new to the program.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -28,9 +33,11 @@ class StorageTracker(TorchDispatchMode):
 
     Storages created before the block count only if passed to :meth:`add`. Ones that outlive it are still released.
 
-    Limits: scratch that a kernel allocates for itself and frees before it returns is not seen. A storage that is
-    resized is measured again when an operator next returns it: ``Tensor.resize_`` at once, ``storage.resize_`` (how
-    FSDP2 frees an unsharded parameter) late. The storages inside a tensor subclass such as DTensor are not seen.
+    A storage that is resized is there twice for a moment, as its contents are copied; one resized to nothing, as FSDP2
+    frees an unsharded parameter, is gone.
+
+    Limits: scratch that a kernel allocates for itself and frees before it returns is not seen. The storages inside a
+    tensor subclass such as DTensor are not seen.
 
     Args:
         device_type: the device whose storages count, such as ``cpu`` or ``cuda``.
@@ -42,6 +49,16 @@ class StorageTracker(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._bytes_by_storage: dict[int, int] = {}
+        self._running = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._running.enter_context(storage_resizes_seen(self._measure_again))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._running.close()
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor that was created before the block, such as a parameter."""
@@ -63,6 +80,9 @@ class StorageTracker(TorchDispatchMode):
         for storage in self._storages(result):
             if storage._cdata not in known:
                 self._measure(storage)
+        resized = storage_resized_by(func, args, result)
+        if resized is not None:
+            self._measure_again(resized.untyped_storage())
         return result
 
     def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
@@ -70,13 +90,21 @@ class StorageTracker(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
                 yield leaf.untyped_storage()
 
+    def _measure_again(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._bytes_by_storage:
+            self._measure(storage)
+
     def _measure(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._bytes_by_storage:
+        before = self._bytes_by_storage.get(key)
+        if before == size:
+            return
+        if before is None:
             weakref.finalize(storage, self._release, key).atexit = False
-        self.live_bytes += size - self._bytes_by_storage.get(key, 0)
         self._bytes_by_storage[key] = size
+        self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.live_bytes -= before or 0
 
     def _release(self, key: int) -> None:
         self.live_bytes -= self._bytes_by_storage.pop(key)

@@ -17,6 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import worker as data_loading_worker
 
+aten = torch.ops.aten
+
+_TAKE_A_STORAGE = frozenset({aten.set_.source_Storage, aten.set_.source_Storage_storage_offset})
+"""Torch's cache of what operators return on fake tensors goes by arguments: it would keep the storage for ever."""
+
 
 class FakeMode(FakeTensorMode):
     """Fake tensors whose known values never leave the host: ``torch.tensor([4], device="vgpu")`` copies nothing.
@@ -28,12 +33,14 @@ class FakeMode(FakeTensorMode):
     def __init__(self, device_of: Callable[[Any], Any] | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._device_of = device_of
+        self._may_cache = self.cache_enabled
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if self._device_of is not None and kwargs and "device" in kwargs:
             kwargs = {**kwargs, "device": self._device_of(kwargs["device"])}
+        self.cache_enabled = self._may_cache and func not in _TAKE_A_STORAGE
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     @property

@@ -16,6 +16,7 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.estimate import ModelSize
 from lowmem_ft.memory.logical_size import logical_numel
+from lowmem_ft.memory.storage_resizing import storage_resizes_seen
 from lowmem_ft.repetition import abridged_for
 from lowmem_ft.virtual_gpu.attribution import Attribution
 from lowmem_ft.virtual_gpu.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
@@ -94,6 +95,7 @@ class VirtualMachine:
         stack.enter_context(bitsandbytes_on_virtual_gpu())
         stack.enter_context(self.attribution)
         stack.enter_context(abridged_for(self.recorder))
+        stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))
         stack.enter_context(self.recorder)
 
     def place(self, model: ModuleT, device: torch.device | None = None) -> ModuleT:

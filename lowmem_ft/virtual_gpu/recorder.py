@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.category import Category, Place
 from lowmem_ft.memory.gradient_sums import in_place_as_unwatched
+from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.attribution import Attribution, Moment
 from lowmem_ft.virtual_gpu.known_values import (
@@ -33,7 +34,7 @@ from lowmem_ft.virtual_gpu.known_values import (
     result_of_unknown_size,
 )
 from lowmem_ft.virtual_gpu.operator_work import work_of
-from lowmem_ft.virtual_gpu.work import WorkLog
+from lowmem_ft.virtual_gpu.work import Work, WorkLog
 
 aten = torch.ops.aten
 
@@ -229,6 +230,10 @@ class Recorder(TorchDispatchMode):
             for position, item in enumerate(result):
                 if isinstance(item, Tensor):
                     self._see(func, args, item, position)
+        else:
+            resized = storage_resized_by(func, args, result)
+            if resized is not None:
+                self.storage_is_resized(resized.untyped_storage())
 
     def _see(self, func: Any, args: tuple[Any, ...], tensor: Tensor, position: int) -> None:
         device_type = tensor.device.type
@@ -243,8 +248,10 @@ class Recorder(TorchDispatchMode):
                 self.mark(tensor, "gradient", self.attribution.module)
             if allocation.size_bytes == storage.nbytes():
                 return
-            self._die(storage._cdata, index)  # resized: what it held before is free
+            self._log_resizing(allocation, storage.nbytes())
         self._bear(func, args, tensor, storage, position)
+        if index is not None:
+            self._end(index)  # of a resized one
 
     def _bear(
         self, func: Any, args: tuple[Any, ...], tensor: Tensor, storage: torch.UntypedStorage, position: int
@@ -286,6 +293,30 @@ class Recorder(TorchDispatchMode):
                 return self.module_of(source) or ""
         return ""
 
+    def storage_is_resized(self, storage: torch.UntypedStorage) -> None:
+        """As on CUDA: new memory is taken, what both can hold is copied, and the old memory is free."""
+        index = self._index_of.get(storage._cdata)
+        if index is None or self.timeline.allocations[index].size_bytes == storage.nbytes():
+            return
+        before = self.timeline.allocations[index]
+        now = self._allocation(storage.nbytes(), before.category, before.module, before.place)
+        self._index_of[storage._cdata] = other = self.timeline.malloc(now)
+        if now.place == "device":
+            self._add(now.size_bytes)
+        self._log_resizing(before, now.size_bytes)
+        if index in self._births:
+            self._births[other] = self.attribution.moment
+        self._end(index)
+
+    def _log_resizing(self, before: Allocation, size: int) -> None:
+        """The copy within the device by which a storage gets another size."""
+        size_copied = min(before.size_bytes, size)
+        if size_copied and before.place == "device":
+            name, num_bytes = "resize_", 2 * size_copied
+            self.work.add(
+                Work("kernel", self.work.position, self.stream, name, num_bytes=num_bytes, times=self.times)
+            )
+
     def close(self) -> None:
         """Write nothing more: what is freed from now on lived to the end of the trace."""
         self._index_of.clear()
@@ -298,6 +329,9 @@ class Recorder(TorchDispatchMode):
 
     def _die(self, key: int, index: int) -> None:
         del self._index_of[key]
+        self._end(index)
+
+    def _end(self, index: int) -> None:
         birth = self._births.pop(index, None)
         allocation = self.timeline.allocations[index]
         if birth is not None:

@@ -1,0 +1,47 @@
+"""Sees ``untyped_storage().resize_(n)``, by which FSDP2 and others free memory under tensors that stay: no operator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+OnResized = Callable[[torch.UntypedStorage], None]
+
+
+@contextlib.contextmanager
+def storage_resizes_seen(on_resized: OnResized) -> Iterator[None]:
+    """Tell of each storage that changes its size in a block, after it has.
+
+    Args:
+        on_resized: is given the storage.
+    """
+    inner: Any = torch.UntypedStorage.resize_
+    is_own = "resize_" in vars(torch.UntypedStorage)
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = inner(storage, size)
+        on_resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if is_own:
+            torch.UntypedStorage.resize_ = inner  # type: ignore[method-assign]
+        else:
+            del torch.UntypedStorage.resize_
+
+
+def storage_resized_by(func: Any, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+    """The tensor whose storage an operator has resized without returning it, as Inductor's own does.
+
+    Args:
+        func: the operator; it has run.
+        args: its arguments.
+        result: what it returned.
+    """
+    return args[0] if result is None and func._opname == "resize_storage_bytes_" else None
