@@ -1,4 +1,4 @@
-"""``lowmem-ft train``, and what ``scripts/finetune.py`` runs on every process of a launch."""
+"""``lowmem-ft train``: the same program by itself and as one of several processes of ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lowmem_ft.errors import RecipeError
 _EXAMPLES = """\
 examples:
   lowmem-ft train recipe=demo
-  lowmem-ft train recipe=7b-bf16 data=chats.jsonl data.split=train data.eval_split=null data.eval_size=100
+  lowmem-ft train recipe=7b-bf16 data=chats.jsonl data.eval_size=100
   lowmem-ft train recipe=my/recipe.yaml training.resume_from_checkpoint=auto
-  accelerate launch --num_processes 2 scripts/finetune.py recipe=1b-bf16
+  accelerate launch --num_processes 2 -m lowmem_ft train recipe=1b-bf16
 
 model=X, data=X and budget=X are short for model.name_or_path=X, data.path=X and budget.device=X.
 `lowmem-ft recipes` lists the recipes; `lowmem-ft recipes NAME` shows every key with its default."""
@@ -41,9 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.paths import check_paths_of_run
 
     set_up_logging()
     recipe = load_recipe(recipe_name, settings)
+    check_paths_of_run(recipe)  # before the imports below, which take seconds
 
     from lowmem_ft.training import train
 

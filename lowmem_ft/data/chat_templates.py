@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lowmem_ft.data.files import read_chat_template
 from lowmem_ft.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat_template: str 
     if tokenizer.eos_token_id is None:
         logger.warning("The tokenizer has no EOS token, so raw text and completions end without one.")
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template)
+        tokenizer.chat_template = read_chat_template(chat_template)
         logger.info("Chat template: %s (data.chat_template).", chat_template)
 
 
@@ -128,13 +128,3 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **optio
             "template takes, or set data.chat_template to a template that takes them."
         ) from error
     return texts[0], ranges[0] if ranges else []
-
-
-def _read_template(path: str) -> str:
-    file = Path(path).expanduser()
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"data.chat_template is a file with a Jinja template, which cannot be read: {path} ({error})."
-        ) from error

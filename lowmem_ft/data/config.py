@@ -137,7 +137,7 @@ class DataConfig:
                 f"data.eval_size is a number of examples, or a share between 0 and 1, got {self.eval_size}.",
             ),
             (
-                self.eval_size is not None and self.eval_size > 1 and self.eval_size != int(self.eval_size),
+                self.eval_size is not None and self.eval_size > 1 and not float(self.eval_size).is_integer(),
                 f"data.eval_size above 1 is a whole number of examples, got {self.eval_size}.",
             ),
             (

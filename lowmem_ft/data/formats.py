@@ -115,6 +115,12 @@ def recognise_format(
         raise DataError(
             *(_absent_column(key, column, name, columns, source) for key, column in missing.items())
         )
+    if len(set(wanted.values())) < len(wanted):
+        parts = ", ".join(f"data.{key}={column}" for key, column in wanted.items())
+        raise DataError(
+            f"The format {name} takes its parts from different columns, got {parts}. Columns of {source}: "
+            f"{', '.join(columns)}."
+        )
     logger.info("Format of %s: %s (%s).", source, name, reason)
     unseen = [column for column in ("system", "tools") if column in columns and column not in wanted.values()]
     if unseen and name in ("messages", "conversations"):

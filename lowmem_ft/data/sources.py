@@ -7,17 +7,15 @@ into errors that name the file, the line and the way out.
 from __future__ import annotations
 
 import contextlib
-import csv
 import glob
-import gzip
-import json
 import logging
 import re
-from collections import Counter
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TypeAlias
 
 import datasets
 import datasets.config
@@ -25,26 +23,38 @@ import pyarrow
 from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError, DatasetsError
 
 from lowmem_ft.data.config import SampleBy
-from lowmem_ft.errors import DataError, did_you_mean
+from lowmem_ft.data.files import (
+    count_of_suffixes,
+    csv_header,
+    is_hub_name,
+    is_saved_dataset,
+    known_files,
+    local_files,
+    malformed_json,
+    neighbours,
+    reader_of,
+    wrong_beginning,
+)
+from lowmem_ft.errors import DataError
 from lowmem_ft.hub import hub_is_reachable
 
 logger = logging.getLogger(__name__)
 
 Rows: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 
-READER_BY_SUFFIX = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".txt": "text",
-}
-"""By the suffix in lower case; a ``.gz`` behind it is read through."""
-
-READING_ERRORS = (DatasetsError, pyarrow.ArrowInvalid, ValueError, RuntimeError, OSError)
-"""What ``datasets`` raises for bad files and for a hub that cannot be reached; the last two include HTTP errors."""
+READING_ERRORS = (
+    DatasetsError,
+    pyarrow.ArrowInvalid,
+    ValueError,
+    RuntimeError,
+    OSError,
+    EOFError,
+    zlib.error,
+    zipfile.BadZipFile,
+    StopIteration,
+)
+"""What ``datasets`` raises for bad files and for a hub that cannot be reached, HTTP errors included. Compressed files
+that end early bring kinds of their own; a file of which nothing comes ends its reader's first ``next``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +88,7 @@ class Source:
 
     def is_split_into_lines(self) -> bool:
         """Whether each row is a line of a text file."""
-        return self.sample_by == "line" and _reader(self.path) == "text"
+        return self.sample_by == "line" and reader_of(self.path) == "text"
 
 
 def open_rows(source: Source) -> Rows:
@@ -110,7 +120,7 @@ def open_rows(source: Source) -> Rows:
 def _open(source: Source) -> Any:
     files = local_files(source.path, setting=source.setting)
     folder = Path(source.path).expanduser()
-    if _is_saved(folder):
+    if is_saved_dataset(folder):
         return _open_saved(folder, source)
     request: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
     if files is not None:
@@ -144,7 +154,7 @@ def _refuse_settings_of_the_hub(source: Source) -> None:
 def _offline_where_the_hub_is_out_of_reach(source: Source) -> Iterator[None]:
     """Without a hub, ``datasets`` looks into its cache at once instead of after half a minute of retries."""
     is_offline = datasets.config.HF_HUB_OFFLINE
-    if _is_hub_name(source.path) and not hub_is_reachable():
+    if is_hub_name(source.path) and not hub_is_reachable():
         datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
@@ -154,7 +164,7 @@ def _offline_where_the_hub_is_out_of_reach(source: Source) -> Iterator[None]:
 
 def _reader_options(files: list[str], source: Source) -> tuple[str, dict[str, Any]]:
     """The builder of ``datasets`` for files of one kind, and how it is to read them."""
-    reader = _reader(files[0])
+    reader = reader_of(files[0])
     if reader != "text" and source.sample_by != "line":
         raise DataError(
             f"data.sample_by={source.sample_by} is about .txt files, got {files[0]}. Set data.sample_by=line."
@@ -177,44 +187,16 @@ def _folder_options(folder: Path, source: Source) -> dict[str, Any]:
                 "Set data.sample_by=line."
             )
         return {}
-    files = [str(file) for file in _known_files(folder)]
-    if len({_reader(file) for file in files}) == 1:
+    files = [str(file) for file in known_files(folder)]
+    if len({reader_of(file) for file in files}) == 1:
         return _reader_options(files, source)[1]
     if source.data_files is None:
         logger.warning(
             "The folder %s holds files of several kinds (%s), of which datasets reads only one. To choose, name "
             "files as in %s=%s/*.jsonl.",
-            *(folder, _count_of_suffixes(files), source.setting, folder),
+            *(folder, count_of_suffixes(files), source.setting, folder),
         )
     return {}
-
-
-def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
-    """The local files that a path or a glob names, or None for a folder and for a hub name.
-
-    Raises:
-        DataError: if the path can only be a local one and is not there, a glob matches nothing, the files are of
-            unknown or different kinds, or one is empty.
-    """
-    expanded = Path(path).expanduser()
-    if expanded.is_dir():
-        _require_known_files(expanded, setting)
-        return None
-    if expanded.is_file():
-        files = [str(expanded)]
-    elif any(sign in path for sign in "*?["):
-        files = sorted(file for file in glob.glob(str(expanded), recursive=True) if Path(file).is_file())
-        if not files:
-            raise DataError(f"{setting} is a glob that matches no file: {path} (looked from {Path.cwd()}).")
-    elif not _is_hub_name(path):
-        raise DataError(f"{setting} names no file: {path} (looked from {Path.cwd()}).{_neighbours(expanded)}")
-    else:
-        return None
-    _require_one_kind(files, setting)
-    for file in files:
-        if Path(file).stat().st_size == 0:
-            raise DataError(f"{setting}: {file} is empty. Name files that hold at least one example.")
-    return files
 
 
 def reading_error(error: Exception, source: Source) -> DataError:
@@ -228,21 +210,26 @@ def reading_error(error: Exception, source: Source) -> DataError:
         A ``DataError`` that names the malformed line, the known splits, or what to do without a hub.
     """
     reason, path, setting = _root_reason(error), source.path, source.setting
-    if "corresponds to no data" in reason:
+    if "corresponds to no data" in reason or isinstance(error, StopIteration):
         return _no_example(source)
     if isinstance(error, ValueError) and _SPLIT_ERROR.search(reason):
-        return DataError(f"{source.split_setting}={source.split} is not in {path}: {reason}")
+        seen = reason.removeprefix("ValueError: ")
+        return DataError(
+            f"{source.split_setting}={source.split} is not in {path}: {seen} Name one of those there."
+        )
     local = Path(path).expanduser()
     files = local_files(path, setting=setting) or (
-        [str(f) for f in _known_files(local)] if local.is_dir() else []
+        [str(f) for f in known_files(local)] if local.is_dir() else []
     )
     for file in files:
-        problem = malformed_json(file) if _reader(file) == "json" else None
+        if wrong := wrong_beginning(file):
+            return DataError(f"{setting}: {file} {wrong}")
+        problem = malformed_json(file) if reader_of(file) == "json" else None
         if problem:
             return DataError(f"{setting}: {problem}")
     if files:
-        advice = " Save it as UTF-8." if isinstance(_root(error), UnicodeDecodeError) else ""
-        return DataError(f"{setting}: {path} cannot be read: {reason.rstrip('.')}.{advice}")
+        advice = _ADVICE.get(type(_root(error)).__name__, "Mend the file, or name another one.")
+        return DataError(f"{setting}: {path} cannot be read: {reason.rstrip('.')}. {advice}")
     if isinstance(error, (ValueError, DataFilesNotFoundError)) and not isinstance(
         error, DatasetNotFoundError
     ):
@@ -251,74 +238,20 @@ def reading_error(error: Exception, source: Source) -> DataError:
         )
     return DataError(
         f"{setting} names neither a local file or folder nor a hub dataset that can be reached: {path} ({reason}). "
-        f"Check the name.{_neighbours(local)} For a gated dataset accept its terms on the hub and run "
+        f"Check the name.{neighbours(local)} For a gated dataset accept its terms on the hub and run "
         f"`hf auth login`; offline, run `hf download {path} --repo-type dataset --local-dir DIR` on a machine that is "
         f"online, copy DIR here and set {setting}=DIR."
     )
 
 
-def malformed_json(file: str) -> str | None:
-    """Which line of a JSON or JSON-lines file is malformed, and what stands there; None if all is well."""
-    try:
-        with _open_text(file) as lines:
-            for number, line in _whole_or_lines(file, lines):
-                try:
-                    value = json.loads(line)
-                except json.JSONDecodeError as error:
-                    number, column = number + error.lineno - 1, error.colno
-                    seen = line.splitlines()[error.lineno - 1]
-                    why = f"is not valid JSON ({error.msg}, column {column})"
-                else:
-                    if isinstance(value, (dict, list)):
-                        continue
-                    seen, why = line, "holds no JSON object"
-                return f"{file}, line {number} {why}: {_shortened(seen)} Mend or remove that line."
-    except UnicodeDecodeError as error:
-        return f"{file} is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
-    return None
-
-
-def _whole_or_lines(file: str, lines: Any) -> Iterator[tuple[int, str]]:
-    """A JSON-lines file line by line with numbers from 1; one document (starting with ``[`` or a lone ``{``) whole."""
-    first = lines.readline()
-    one_document = first.lstrip().startswith("[") or first.strip() == "{"
-    lines.seek(0)
-    if one_document:
-        yield 1, lines.read().rstrip()
-        return
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield number, line.rstrip()
-
-
 def _cells_as_text(files: list[str], separator: str, setting: str) -> dict[str, Any]:
     """Options that keep every cell as written: pandas would make numbers of ``007`` and nothing of ``None``."""
-    with _open_text(files[0], errors="replace") as lines:
-        header = next(csv.reader(lines, delimiter=separator), [])
-    if len(header) == 1 and (other := next((sign for sign in ";\t|," if sign in header[0]), None)):
-        raise DataError(
-            f"{setting}: the header of {files[0]} is one column, {header[0]!r}: its cells seem to be separated by "
-            f"{other!r}, but a .csv file is read with commas and a .tsv file with tabs. Save or rename it as one."
-        )
-    if twice := [name for name, count in Counter(header).items() if name and count > 1]:
-        raise DataError(
-            f"{setting}: the header of {files[0]} names {', '.join(twice)} twice. Rename one of the columns."
-        )
+    header = csv_header(files[0], separator, setting)
     columns = [name or f"Unnamed: {index}" for index, name in enumerate(header)]  # as pandas names them
     return {
         "features": datasets.Features(dict.fromkeys(columns, datasets.Value("string"))),
         "keep_default_na": False,
     }
-
-
-def _open_text(file: str, errors: str = "strict") -> TextIO:
-    if file.lower().endswith(".gz"):
-        return gzip.open(file, "rt", encoding="utf-8-sig", errors=errors, newline="")
-    return open(file, encoding="utf-8-sig", errors=errors, newline="")
-
-
-def _is_saved(folder: Path) -> bool:
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _open_saved(folder: Path, source: Source) -> Rows:
@@ -336,64 +269,17 @@ def _open_saved(folder: Path, source: Source) -> Rows:
     return rows.to_iterable_dataset() if source.streaming else rows
 
 
+_ADVICE = {
+    "UnicodeDecodeError": "Save it as UTF-8.",
+    "ParserError": "Put a cell that holds a separator, a quote or a line break into double quotes.",
+}
+"""By what the reader raised: how to mend the file."""
+
 _SPLIT_ERROR = re.compile(r"(unknown|bad) split\b|split name|instruction format", re.IGNORECASE)
 
 
 def _no_example(source: Source) -> DataError:
     return DataError(f"{source.setting} holds no example: {source}. Name data with at least one row.")
-
-
-def _require_known_files(folder: Path, setting: str) -> None:
-    if not _is_saved(folder) and not _known_files(folder):
-        raise DataError(f"{setting}: the folder {folder} holds no {_known_suffixes()} file.")
-
-
-def _known_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if _reader(file) and file.is_file())
-
-
-def _reader(file: str | Path) -> str | None:
-    return READER_BY_SUFFIX.get(_suffix(file))
-
-
-def _suffix(file: str | Path) -> str:
-    return Path(str(file).lower().removesuffix(".gz")).suffix
-
-
-def _count_of_suffixes(files: list[str]) -> str:
-    counts = Counter(_suffix(file) for file in files)
-    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items()))
-
-
-def _require_one_kind(files: list[str], setting: str) -> None:
-    unknown = [file for file in files if _reader(file) is None]
-    if unknown:
-        raise DataError(
-            f"{setting} takes {_known_suffixes()} files (or .gz of one), got {unknown[0]}. Convert it, or give it the "
-            "suffix of what it holds."
-        )
-    if len({_reader(file) for file in files}) > 1:
-        raise DataError(
-            f"{setting} takes files of one kind, the glob matches {_count_of_suffixes(files)}. "
-            "Narrow it, as in *.jsonl."
-        )
-
-
-def _known_suffixes() -> str:
-    return "/".join(suffix.removeprefix(".") for suffix in READER_BY_SUFFIX)
-
-
-def _is_hub_name(path: str) -> bool:
-    """Whether the path can name a hub dataset, as nothing local has that name."""
-    is_local = Path(path).expanduser().exists() or any(sign in path for sign in "*?[")
-    return not (is_local or path.startswith((".", "/", "~")) or _reader(path) or path.count("/") > 1)
-
-
-def _neighbours(missing: Path) -> str:
-    folder = missing.parent
-    if not folder.is_dir():
-        return ""
-    return did_you_mean(missing.name, (entry.name for entry in folder.iterdir()))
 
 
 def _root(error: BaseException) -> BaseException:
@@ -406,7 +292,3 @@ def _root(error: BaseException) -> BaseException:
 def _root_reason(error: BaseException) -> str:
     root = _root(error)
     return " ".join(f"{type(root).__name__}: {root}".split())[:400]
-
-
-def _shortened(text: str, limit: int = 120) -> str:
-    return repr(text if len(text) <= limit else text[:limit] + "...") + "."

@@ -29,6 +29,7 @@ from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
 from lowmem_ft.models.architecture import catalogue_config, hub_id_of, nearest_names, refuse_incomplete
 from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config, lazy_weights
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
 from lowmem_ft.models.quantization import (
     keep_one_layout,
     log_quantization,
@@ -80,6 +81,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: if no tokenizer can be read there.
     """
+    check_tokenizer_path(config)
     source = source_of(config)
     if config.tokenizer_name_or_path:
         source = _tokenizer_source(config.tokenizer_name_or_path)
@@ -183,21 +185,15 @@ def source_of(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ModelError: if it looks like a path and nothing is there.
     """
+    check_model_path(config)
     path = Path(config.name_or_path or "").expanduser()
     source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"model.name_or_path={config.name_or_path}: there is no such file.")
         return source | {"path": str(path.parent), "gguf_file": path.name}
     if config.gguf_file:
         source["gguf_file"] = config.gguf_file
     if path.is_dir():
         return source | {"path": str(path)}
-    if path.is_file() or _looks_like_a_path(config.name_or_path or ""):
-        raise ModelError(
-            f"model.name_or_path={config.name_or_path} is no folder. Pass a folder with config.json and "
-            "*.safetensors, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
-        )
     return source | {
         "path": hub_id_of(config.name_or_path or ""),
         "revision": config.revision or "main",
@@ -209,15 +205,7 @@ def _tokenizer_source(name_or_path: str) -> dict[str, Any]:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return {"path": str(path), "local_files_only": True}
-    if path.is_file() or _looks_like_a_path(name_or_path):
-        raise ModelError(
-            f"model.tokenizer_name_or_path={name_or_path} is no folder. Pass a folder with tokenizer.json, or a hub id."
-        )
     return {"path": hub_id_of(name_or_path), "local_files_only": not hub_is_reachable()}
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
 
 
 def _dtype(config: ModelConfig) -> torch.dtype | str:

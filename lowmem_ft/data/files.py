@@ -1,0 +1,288 @@
+"""Local data files: which a path names, and whether they begin as files of their kind do.
+
+Nothing here needs ``datasets`` or torch, so that a wrong path is told before either is imported.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO, cast
+
+from lowmem_ft.errors import DataError, did_you_mean
+
+READER_BY_SUFFIX = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+"""By the suffix in lower case; a ``.gz`` behind it is read through."""
+
+_GZIP_MAGIC, _PARQUET_MAGIC = b"\x1f\x8b", b"PAR1"
+_FIRST_BYTES = 4096
+
+
+def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
+    """The local files that a path or a glob names, or None for a folder and for a hub name.
+
+    Raises:
+        DataError: if the path can only be a local one and is not there, a glob matches nothing, the files are of
+            unknown or different kinds, or one is empty or does not begin as its suffix says.
+    """
+    expanded = Path(path).expanduser()
+    if expanded.is_dir():
+        _require_known_files(expanded, setting)
+        return None
+    if expanded.is_file():
+        files = [str(expanded)]
+    elif any(sign in path for sign in "*?["):
+        files = sorted(file for file in glob.glob(str(expanded), recursive=True) if Path(file).is_file())
+        if not files:
+            raise DataError(
+                f"{setting} is a glob that matches no file: {path} (looked from {Path.cwd()}). Correct it."
+            )
+    elif not is_hub_name(path):
+        raise DataError(
+            f"{setting} names no file: {path} (looked from {Path.cwd()}).{neighbours(expanded)} "
+            "Correct the path, or create the file."
+        )
+    else:
+        return None
+    _require_one_kind(files, setting)
+    for file in files:
+        if wrong := wrong_beginning(file):
+            raise DataError(f"{setting}: {file} {wrong}")
+    return files
+
+
+def known_files(folder: Path) -> list[Path]:
+    """The files in a folder, and in those below it, whose suffix says how to read them."""
+    return sorted(file for file in folder.rglob("*") if reader_of(file) and file.is_file())
+
+
+def reader_of(file: str | Path) -> str | None:
+    """The reader for a file's suffix; None if there is none."""
+    return READER_BY_SUFFIX.get(_suffix(file))
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether ``Dataset.save_to_disk`` wrote a folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether the path can name a hub dataset, as nothing local has that name."""
+    is_local = Path(path).expanduser().exists() or any(sign in path for sign in "*?[")
+    return not (is_local or path.startswith((".", "/", "~")) or reader_of(path) or path.count("/") > 1)
+
+
+def neighbours(missing: Path) -> str:
+    """A suffix that names files beside a missing one that are spelt alike; empty if none is."""
+    folder = missing.parent
+    if not folder.is_dir():
+        return ""
+    return did_you_mean(missing.name, (entry.name for entry in folder.iterdir()))
+
+
+def count_of_suffixes(files: list[str]) -> str:
+    """How many files of each kind there are, such as ``1 .csv, 2 .jsonl``."""
+    counts = Counter(_suffix(file) for file in files)
+    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items()))
+
+
+def csv_header(file: str, separator: str, setting: str) -> list[str]:
+    """The column names of a CSV or TSV file.
+
+    Raises:
+        DataError: if they are separated by another sign, or one stands there twice.
+    """
+    with open_text(file, errors="replace") as lines:
+        header = next(csv.reader(lines, delimiter=separator), [])
+    if len(header) == 1 and (other := next((sign for sign in ";\t|," if sign in header[0]), None)):
+        raise DataError(
+            f"{setting}: the header of {file} is one column, {header[0]!r}: its cells seem to be separated by "
+            f"{other!r}, but a .csv file is read with commas and a .tsv file with tabs. Save or rename it as one."
+        )
+    if twice := [name for name, count in Counter(header).items() if name and count > 1]:
+        raise DataError(
+            f"{setting}: the header of {file} names {', '.join(twice)} twice. Rename one of the columns."
+        )
+    return header
+
+
+def malformed_json(file: str) -> str | None:
+    """Which line of a JSON or JSON-lines file is malformed, and what stands there; None if all is well."""
+    try:
+        with open_text(file) as lines:
+            for number, line in _whole_or_lines(lines):
+                try:
+                    value = json.loads(line)
+                except json.JSONDecodeError as error:
+                    number, column = number + error.lineno - 1, error.colno
+                    seen = line.splitlines()[error.lineno - 1]
+                    why = f"is not valid JSON ({error.msg}, column {column})"
+                else:
+                    if isinstance(value, dict):
+                        continue
+                    if isinstance(value, list):
+                        return _odd_element(file, value)
+                    seen, why = line, "holds no JSON object"
+                return f"{file}, line {number} {why}: {_shortened(seen)} Mend or remove that line."
+    except UnicodeDecodeError as error:
+        return f"{file} is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        return f"{file} {_damaged(error)}"
+    return None
+
+
+def read_chat_template(path: str) -> str:
+    """The text of ``data.chat_template``.
+
+    Raises:
+        DataError: if there is no such file, or it is not UTF-8 text.
+    """
+    file = Path(path).expanduser()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(
+            f"data.chat_template is a file with a Jinja template, which cannot be read: {path} ({reason})."
+            f"{neighbours(file)} Name a UTF-8 text file, or set it to null for the tokenizer's own."
+        ) from error
+
+
+def open_text(file: str, errors: str = "strict") -> TextIO:
+    """A text file to read, decompressed if it is a gzip file, whatever its suffix."""
+    with open(file, "rb") as raw:
+        is_gzip = raw.read(2) == _GZIP_MAGIC
+    if is_gzip:
+        return gzip.open(file, "rt", encoding="utf-8-sig", errors=errors, newline="")
+    return open(file, encoding="utf-8-sig", errors=errors, newline="")
+
+
+def _whole_or_lines(lines: Any) -> Iterator[tuple[int, str]]:
+    """A JSON-lines file line by line with numbers from 1; one document (starting with ``[`` or a lone ``{``) whole."""
+    first = lines.readline()
+    one_document = first.lstrip().startswith("[") or first.strip() == "{"
+    lines.seek(0)
+    if one_document:
+        yield 1, lines.read().rstrip()
+        return
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, line.rstrip()
+
+
+def _odd_element(file: str, values: list[Any]) -> str | None:
+    """The sentence about a list that mixes objects with something else, or texts with something else."""
+    kind = str if values and isinstance(values[0], str) else dict
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, kind):
+            return (
+                f"{file}: element {number} of the list is no {'text' if kind is str else 'JSON object'} as "
+                f"the others: {_shortened(json.dumps(value))} Mend or remove it."
+            )
+    return None
+
+
+def wrong_beginning(file: str) -> str | None:
+    """What is wrong with the first bytes of a file, with the way out; None if they are those of its suffix."""
+    size = Path(file).stat().st_size
+    if size == 0:
+        return "is empty. Name files that hold at least one example."
+    with open(file, "rb") as raw:
+        begin = raw.read(_FIRST_BYTES)
+        if file.lower().endswith(".gz") and not begin.startswith(_GZIP_MAGIC):
+            return f"is no gzip file, it begins with {begin[:16]!r}. Take .gz off its name, or compress it."
+        if begin.startswith(_GZIP_MAGIC):
+            raw.seek(0)
+            try:
+                begin = cast(BinaryIO, gzip.GzipFile(fileobj=raw)).read(_FIRST_BYTES)
+            except (OSError, EOFError, zlib.error) as error:
+                return _damaged(error)
+            if not begin:
+                return "is compressed nothing. Name files that hold at least one example."
+        elif reader_of(file) == "parquet":
+            raw.seek(-min(4, size), 2)
+            if not begin.startswith(_PARQUET_MAGIC) or raw.read() != _PARQUET_MAGIC or size < 12:
+                return (
+                    f"is no whole Parquet file, which begins and ends with PAR1; it begins with {begin[:16]!r}. Copy "
+                    "it again, or give it the suffix of what it holds."
+                )
+    return None if reader_of(file) == "parquet" else _not_text(file, begin)
+
+
+def _damaged(error: Exception) -> str:
+    return f"is a damaged gzip file: {error}. Copy or compress it again."
+
+
+def _not_text(file: str, begin: bytes) -> str | None:
+    if begin.startswith(_PARQUET_MAGIC):
+        return "is a Parquet file. Give it the suffix .parquet."
+    if begin.startswith(b"PK\x03\x04"):
+        return "is a zip archive, or an Office document. Unpack it, or save it as CSV or JSON."
+    if begin.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "is not UTF-8 text but UTF-16. Save it as UTF-8."
+    if b"\0" in begin:
+        return f"is no text, it begins with {begin[:16]!r}. Give it the suffix of what it holds."
+    return _not_json(begin) if reader_of(file) == "json" else None
+
+
+def _not_json(begin: bytes) -> str | None:
+    """JSON data is objects, in lines or in a list; a list of texts is taken for documents."""
+    text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    in_list = text.startswith(b"[")
+    if in_list:
+        text = text[1:].lstrip()
+    if not text or text.startswith(b"{") or (in_list and text.startswith((b'"', b"]"))):
+        return None
+    seen = text.splitlines()[0].decode("utf-8", errors="replace")
+    return (
+        f"holds {'a list of something else than' if in_list else 'no'} JSON objects, it begins with "
+        f"{_shortened(seen, 40)} Write an object such as "
+        '{"prompt": "...", "completion": "..."} for each example.'
+    )
+
+
+def _require_known_files(folder: Path, setting: str) -> None:
+    if not is_saved_dataset(folder) and not known_files(folder):
+        raise DataError(
+            f"{setting}: the folder {folder} holds no {_known_suffixes()} file. Name a folder or file that does."
+        )
+
+
+def _require_one_kind(files: list[str], setting: str) -> None:
+    unknown = [file for file in files if reader_of(file) is None]
+    if unknown:
+        raise DataError(
+            f"{setting} takes {_known_suffixes()} files (or .gz of one), got {unknown[0]}. Convert it, or give it the "
+            "suffix of what it holds."
+        )
+    if len({reader_of(file) for file in files}) > 1:
+        raise DataError(
+            f"{setting} takes files of one kind, the glob matches {count_of_suffixes(files)}. "
+            "Narrow it, as in *.jsonl."
+        )
+
+
+def _suffix(file: str | Path) -> str:
+    return Path(str(file).lower().removesuffix(".gz")).suffix
+
+
+def _known_suffixes() -> str:
+    return "/".join(suffix.removeprefix(".") for suffix in READER_BY_SUFFIX)
+
+
+def _shortened(text: str, limit: int = 120) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...") + "."

@@ -1,0 +1,93 @@
+"""Local paths of a model and its tokenizer; apart from reading them, so that a wrong one is told before torch is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowmem_ft.errors import ModelError, did_you_mean
+from lowmem_ft.models.config import ModelConfig
+
+GGUF_MAGIC = b"GGUF"
+_GGUF_HEADER_BYTES = 24
+"""Magic, version, and the numbers of tensors and of metadata entries."""
+
+_OF_A_TOKENIZER = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
+"""How the names of files begin that a tokenizer is read from."""
+
+
+def check_model_path(config: ModelConfig) -> None:
+    """Refuse a model's path that is no folder and no GGUF file; a hub id passes.
+
+    Raises:
+        ModelError: if it looks like a path and nothing fit for a model is there.
+    """
+    name = config.name_or_path or ""
+    path = Path(name).expanduser()
+    if config.revision is not None and path.exists():
+        raise ModelError(
+            f"model.revision={config.revision} is about a hub repository, but model.name_or_path={name} is on this "
+            "machine. Set model.revision=null."
+        )
+    if path.suffix == ".gguf":
+        _require_gguf(path, f"model.name_or_path={name}")
+    elif path.is_dir():
+        if config.gguf_file:
+            _require_gguf(path / config.gguf_file, f"model.gguf_file={config.gguf_file}")
+        elif not (path / "config.json").is_file():
+            is_adapter = (path / "adapter_config.json").is_file()
+            hint = (
+                f" It is an adapter: `lowmem-ft merge {name} DIR` makes a model of it." if is_adapter else ""
+            )
+            raise ModelError(
+                f"A model folder holds config.json and *.safetensors; model.name_or_path={name} has no "
+                f"config.json.{hint} Pass another folder, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
+            )
+    elif path.is_file() or looks_like_a_path(name):
+        raise ModelError(
+            f"model.name_or_path={name} is no folder.{_neighbours(path)} Pass a folder with config.json and "
+            "*.safetensors, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
+        )
+
+
+def check_tokenizer_path(config: ModelConfig) -> None:
+    """Refuse a tokenizer's path that is no folder with a tokenizer in it; hub ids and GGUF files pass.
+
+    Raises:
+        ModelError: if it looks like a path and no folder is there, or a folder holds no file of a tokenizer.
+    """
+    name = config.tokenizer_name_or_path or ""
+    path = Path(name or config.name_or_path or "").expanduser()
+    if path.is_dir() and (name or not config.gguf_file):
+        if not any(file.name.startswith(_OF_A_TOKENIZER) for file in path.iterdir()):
+            raise ModelError(
+                f"No tokenizer could be read from {path}: it holds no tokenizer.json. "
+                "Set model.tokenizer_name_or_path to a folder or hub id that has one."
+            )
+    elif name and (path.is_file() or looks_like_a_path(name)):
+        raise ModelError(
+            f"model.tokenizer_name_or_path={name} is no folder.{_neighbours(path)} Pass a folder with tokenizer.json, "
+            "or a hub id."
+        )
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether a name cannot be a hub id."""
+    return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
+
+
+def _require_gguf(file: Path, setting: str) -> None:
+    if not file.is_file():
+        raise ModelError(f"{setting}: there is no such file.{_neighbours(file)} Correct the path.")
+    with file.open("rb") as raw:
+        begin = raw.read(_GGUF_HEADER_BYTES)
+    if not begin.startswith(GGUF_MAGIC):
+        raise ModelError(
+            f"{setting} is no GGUF file, which begins with GGUF; got {begin[:8]!r}. Download it again, or name another."
+        )
+    if len(begin) < _GGUF_HEADER_BYTES:
+        raise ModelError(f"{setting} ends after {len(begin)} bytes, within its header. Download it again.")
+
+
+def _neighbours(missing: Path) -> str:
+    folder = missing.parent
+    return did_you_mean(missing.name, (entry.name for entry in folder.iterdir())) if folder.is_dir() else ""

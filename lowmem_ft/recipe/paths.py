@@ -1,0 +1,119 @@
+"""What a recipe names on this machine's disk, looked at before the libraries are imported that take seconds to."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lowmem_ft.data.files import local_files, read_chat_template
+from lowmem_ft.errors import DataError, UserError
+from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
+from lowmem_ft.recipe.tree import Recipe
+
+PROBED_BYTES = 4096
+"""Written and dropped again: a full disk lets files be made, and refuses what goes into them."""
+
+
+def run_folder_of(recipe: Recipe) -> Path:
+    """Where a run of the recipe writes."""
+    return Path(recipe.training.output_dir or f"runs/{recipe.name}").expanduser()
+
+
+def check_paths_of_run(recipe: Recipe) -> None:
+    """Refuse a run whose files are not there, or whose folders cannot be written; hub names pass.
+
+    Raises:
+        UserError: lists all of it.
+    """
+    of_model: list[Callable[[], object]] = []
+    if not _goes_on_from_a_checkpoint(recipe):
+        of_model = [lambda: check_model_path(recipe.model), lambda: check_tokenizer_path(recipe.model)]
+    _raise_all([*of_model, *_checks_of_data(recipe), *_checks_of_folders(recipe)])
+
+
+def require_writable(folder: Path, setting: str) -> None:
+    """Refuse a folder that cannot be written to, or cannot be made; nothing is left behind.
+
+    Args:
+        folder: there already, or to be made with its parents.
+        setting: what asks for it, for the message.
+
+    Raises:
+        UserError: if a file lies in its way, or the system refuses to write there.
+    """
+    nearest = folder.absolute()
+    while not nearest.exists() and not nearest.is_symlink():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        what = "is a file" if nearest == folder.absolute() else f"lies below {nearest}, which is a file"
+        raise UserError(f"{setting}={folder} {what}. Name a folder.")
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as probe:
+            probe.write(bytes(PROBED_BYTES))
+            probe.flush()
+    except OSError as error:
+        raise UserError(
+            f"{setting}={folder} cannot be written: {error.strerror} in {nearest}. Name a folder where you may write "
+            "and that has room."
+        ) from error
+
+
+def _raise_all(checks: list[Callable[[], object]]) -> None:
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def _goes_on_from_a_checkpoint(recipe: Recipe) -> bool:
+    """Whether model and tokenizer come from there, wherever they once lay; a checkpoint of adapters has no model."""
+    wanted = recipe.training.resume_from_checkpoint
+    if recipe.adapter.name != "none" or wanted is None:
+        return False
+    return wanted != "auto" or any(run_folder_of(recipe).glob("checkpoint-*"))
+
+
+def _checks_of_data(recipe: Recipe) -> Iterator[Callable[[], object]]:
+    config = recipe.data
+    yield lambda: _require_data(config.path)
+    for setting, path in (("data.path", config.path), ("data.eval_path", config.eval_path)):
+        if path is not None:
+            yield lambda path=path, setting=setting: local_files(path, setting=setting)
+    if config.chat_template is not None:
+        yield lambda template=config.chat_template: read_chat_template(template)
+
+
+def _require_data(path: str | None) -> None:
+    if path is None:
+        raise DataError("data.path names the training data, got null. Set data=FILE or data=HUB_NAME.")
+
+
+def _checks_of_folders(recipe: Recipe) -> Iterator[Callable[[], object]]:
+    yield lambda: require_writable(run_folder_of(recipe), "training.output_dir")
+    checkpoint = recipe.training.resume_from_checkpoint
+    if checkpoint not in (None, "auto"):
+        yield lambda: _require_checkpoint(Path(checkpoint).expanduser())
+    if recipe.offload.folder is not None:
+        yield lambda folder=recipe.offload.folder: _require_folder(Path(folder).expanduser())
+
+
+def _require_checkpoint(folder: Path) -> None:
+    """Whether it is complete is looked at later, with what it holds."""
+    if not folder.is_dir():
+        raise UserError(
+            f"training.resume_from_checkpoint={folder} is no folder. Name a checkpoint-N of a run, or "
+            "auto for the newest of training.output_dir."
+        )
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(
+            f"offload.folder must be a folder that exists, got {folder}. Make it, on a fast local disk."
+        )
+    require_writable(folder, "offload.folder")

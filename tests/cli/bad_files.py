@@ -1,0 +1,263 @@
+"""The files that the table of bad inputs names, all small: each is wrong in one way that users' files are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import safetensors.torch
+import torch
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny"
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+GOOD_LINE = json.dumps({"messages": CHAT})
+
+
+def write_bad_files(folder: Path) -> None:
+    """Everything that a row of the table may name, relative to ``folder``."""
+    (folder / "good.jsonl").write_text(f"{GOOD_LINE}\n" * 4, encoding="utf-8")
+    for write in (
+        _write_rows,
+        _write_text_files,
+        _write_bytes,
+        _write_folders,
+        _write_recipes,
+        _write_models,
+    ):
+        write(folder)
+
+
+def _write_rows(folder: Path) -> None:
+    """Well-formed JSON lines whose examples cannot be trained on."""
+    rows: dict[str, list[Any]] = {
+        "other_columns": [{"foo": "a", "bar": "b"}],
+        "preferences": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+        "unknown_role": [{"messages": [{"role": "alien", "content": "Hi"}]}],
+        "no_role": [{"messages": [{"content": "Hi"}]}],
+        "messages_are_text": [{"messages": "Hi"}],
+        "messages_of_text": [{"messages": ["Hi", "Hello"]}],
+        "no_messages": [{"messages": []}],
+        "null_messages": [{"messages": None}],
+        "no_content": [{"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": None}]}],
+        "content_is_number": [{"messages": [{"role": "user", "content": 3}]}],
+        "images": [{"messages": [{"role": "user", "content": [{"type": "image", "url": "x.png"}]}]}],
+        "no_answer": [{"messages": CHAT[:1]}],
+        "blank": [{"prompt": " ", "completion": "b"}],
+        "pairs": [{"prompt": "a b", "completion": "c d"}] * 4,
+        "number_text": [{"text": 7}],
+        "prompt_list_and_text": [{"prompt": CHAT[:1], "completion": "Hello"}],
+        "prompt_is_number": [{"prompt": 1, "completion": "b"}],
+        "alpaca": [{"instruction": "Say it", "input": "", "output": "It"}] * 4,
+        "text": [{"text": "one two three four five six"}] * 4,
+        "empty_text": [{"text": ""}] * 4,
+        "one": [{"text": "one two three"}],
+        "long_prompts": [{"prompt": "word " * 300, "completion": "b"}] * 4,
+        "half_empty": [{"text": "one two three"}, {"text": ""}] * 4,
+    }  # fmt: skip
+    for name, examples in rows.items():
+        text = "".join(f"{json.dumps(example)}\n" for example in examples)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+def _write_text_files(folder: Path) -> None:
+    files = {
+        "empty.jsonl": "",
+        "blank_lines.jsonl": "\n\n\n",
+        "line_3.jsonl": f"{GOOD_LINE}\n{GOOD_LINE}\n{{'messages': 1}}\n",
+        "cut_line.jsonl": f'{GOOD_LINE}\n{{"messages": [{{"role": "user", "con',
+        "strings.jsonl": '"only a string"\n"another"\n',
+        "numbers.json": "[1, 2, 3]",
+        "lists.json": "[[1, 2], [3]]",
+        "nulls.json": "[null, null]",
+        "mixed.json": '[{"text": "a b c"}, 3]',
+        "empty_list.json": "[]",
+        "scalar.json": "42",
+        "cut.json": '[{"text": "a b c"}, {"text": ',
+        "trailing_comma.json": '[{"text": "a b c"},]',
+        "mixed_types.jsonl": '{"text": "a"}\n{"text": {"inner": 1}}\n{"text": [1]}\n',
+        "changing_columns.jsonl": '{"prompt": "a", "completion": "b"}\n{"question": "a", "answer": "b"}\n',
+        "empty.csv": "",
+        "header_only.csv": "prompt,completion\n",
+        "semicolons.csv": "prompt;completion\na;b\n",
+        "twice.csv": "text,text\na,b\n",
+        "ragged.csv": "prompt,completion\na,b\nc,d,e,f\n",
+        "no_header.csv": "a,b\nc,d\n",
+        "open_quote.csv": 'prompt,completion\n"a,b\nc,d\n',
+        "blank.txt": "\n\n\n",
+        "data.xlsx": "x",
+        "data.docx": "x",
+        "no_suffix": "x",
+        "template_broken.jinja": "{% for message in messages %}",
+        "template_refuses.jinja": "{{ raise_exception('no chats here') }}",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _write_bytes(folder: Path) -> None:
+    """Files whose suffix promises something else than they hold."""
+    good = f"{GOOD_LINE}\n".encode()
+    pd.DataFrame({"text": ["one two three"] * 4}).to_parquet(folder / "good.parquet")
+    parquet = (folder / "good.parquet").read_bytes()
+    whole = gzip.compress(good * 500)
+    files = {
+        "not_gzip.jsonl.gz": good,
+        "cut.jsonl.gz": whole[: len(whole) // 2],
+        "empty_inside.jsonl.gz": gzip.compress(b""),
+        "not_gzip.csv.gz": b"prompt,completion\na,b\n",
+        "not_gzip.txt.gz": b"some text\n",
+        "damaged.csv.gz": gzip.compress(b"prompt,completion\n" + b"a,b\n" * 999)[:40],
+        "text.parquet": good,
+        "cut.parquet": parquet[: len(parquet) // 2],
+        "magic_only.parquet": b"PAR1",
+        "parquet.jsonl": parquet,
+        "parquet.csv": parquet,
+        "parquet.txt": parquet,
+        "gzip.jsonl": gzip.compress(good),
+        "gzip.csv": gzip.compress(b"prompt,completion\na,b\n"),
+        "zip.jsonl": b"PK\x03\x04" + bytes(200),
+        "zip.csv": b"PK\x03\x04" + bytes(200),
+        "zeros.jsonl": bytes(4096),
+        "zeros.csv": bytes(4096),
+        "zeros.txt": bytes(4096),
+        "latin1.jsonl": '{"text": "café au lait"}\n'.encode("latin-1"),
+        "latin1.csv": "prompt,completion\ncafé,b\n".encode("latin-1"),
+        "latin1.txt": "café au lait\n".encode("latin-1"),
+        "utf16.jsonl": good.decode().encode("utf-16"),
+        "utf16.txt": "some text\n".encode("utf-16"),
+        "bom.jsonl": b"\xef\xbb\xbf" + good * 4,
+        "binary.yaml": bytes(range(256)),
+        "latin1.yaml": "name: café\n".encode("latin-1"),
+        "zeros.yaml": bytes(64),
+        "latin1.jinja": "café".encode("latin-1"),
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def _write_folders(folder: Path) -> None:
+    (folder / "empty_folder").mkdir()
+    (folder / "mixed_folder").mkdir()
+    (folder / "mixed_folder" / "a.jsonl").write_text('{"text": "a b"}\n')
+    (folder / "mixed_folder" / "b.csv").write_text("text\na b\n")
+    (folder / "other_files").mkdir()
+    (folder / "other_files" / "notes.md").write_text("x")
+    (folder / "saved").mkdir()
+    (folder / "saved" / "state.json").write_text("{}")
+    (folder / "old_run" / "model").mkdir(parents=True)
+    (folder / "old_run" / "recipe.yaml").write_text("name: old\nmodel: {name_or_path: x}\n")
+    (folder / "old_run" / "metrics.jsonl").write_text("")
+    (folder / "checkpoint-without-manifest").mkdir()
+    (folder / "checkpoint-broken").mkdir()
+    (folder / "checkpoint-broken" / "checkpoint.json").write_text("{")
+
+
+def _write_recipes(folder: Path) -> None:
+    model = f"model: {{name_or_path: {TINY}, weights: random}}\n"
+    recipes = {
+        "good": f"{model}data: {{path: good.jsonl, max_length: 64}}\ntraining: {{max_steps: 1}}\n",
+        "tabs": "model:\n\tname_or_path: x\n",
+        "open_bracket": "model: [\n",
+        "list": "- model: x\n",
+        "scalar": "just text\n",
+        "number": "3\n",
+        "empty": "",
+        "two_documents": "name: a\n---\nname: b\n",
+        "twice": "training: {seed: 1}\ntraining: {seed: 2}\n",
+        "key_twice": "training:\n  seed: 1\n  seed: 2\n",
+        "unknown_group": f"{model}trainig: {{seed: 1}}\n",
+        "unknown_key": f"{model}training: {{sed: 1}}\n",
+        "group_is_list": f"{model}training: [1, 2]\n",
+        "group_is_text": "model: some/model\n",
+        "wrong_type": f"{model}training: {{seed: one}}\n",
+        "number_for_text": f"{model}data: {{path: 1.5}}\n",
+        "interpolation": "model: {name_or_path: '${nowhere.key}'}\n",
+        "environment": "model: {name_or_path: '${oc.env:LOWMEM_FT_NOT_SET}'}\n",
+        "resolver": "model: {name_or_path: '${no_such_resolver:1}'}\n",
+        "open_interpolation": "model: {name_or_path: '${oc.env'}\n",
+        "cycle": "base: cycle.yaml\n",
+        "cycle_a": "base: cycle_b.yaml\n",
+        "cycle_b": "base: cycle_a.yaml\n",
+        "base_missing": "base: nowhere.yaml\n",
+        "base_misspelt": "base: tinny\n",
+        "base_list": "base: [tiny, demo]\n",
+        "base_broken": "base: open_bracket.yaml\n",
+        "self_reference": "model: {name_or_path: '${model.name_or_path}'}\n",
+        "alias": "model: &m {name_or_path: *m}\n",
+        "tag": "model: !!python/object/apply:os.system ['true']\n",
+        "number_keys": f"{model}training: {{1: 2}}\n3: 4\n",
+        "dotted": f"{model}training.seed: 3\n",
+        "nested": f"{model}training: {{seed: {{value: 3}}}}\n",
+    }
+    for name, text in recipes.items():
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+
+def _write_models(folder: Path) -> None:
+    """Model folders, each lacking or damaging one thing; ``good`` has weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    good = folder / "good_model"
+    shutil.copytree(TINY, good, ignore=shutil.ignore_patterns("data.jsonl"))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY)).save_pretrained(good)
+
+    def variant(name: str, change: Callable[[Path], None]) -> None:
+        shutil.copytree(good, folder / name)
+        change(folder / name)
+
+    weights = "model.safetensors"
+    variant("no_config", lambda model: (model / "config.json").unlink())
+    variant("no_weights", lambda model: (model / weights).unlink())
+    variant("no_tokenizer", lambda model: [file.unlink() for file in model.glob("tokenizer*")])
+    variant("broken_tokenizer", lambda model: (model / "tokenizer.json").write_text("{"))
+    variant("empty_config", lambda model: (model / "config.json").write_text(""))
+    variant("config_is_list", lambda model: (model / "config.json").write_text("[]"))
+    variant("config_not_json", lambda model: (model / "config.json").write_text("{model_type: llama}"))
+    variant("no_model_type", lambda model: _set_config(model, model_type=None))
+    variant("unknown_model_type", lambda model: _set_config(model, model_type="lama"))
+    variant("no_hidden_size", lambda model: _set_config(model, hidden_size=None))
+    variant("odd_heads", lambda model: _set_config(model, num_attention_heads=3))
+    variant("other_width", lambda model: _set_config(model, hidden_size=64))
+    variant("text_weights", lambda model: (model / weights).write_text("not weights"))
+    variant("empty_weights", lambda model: (model / weights).write_bytes(b""))
+    variant("cut_weights", lambda model: (model / weights).write_bytes((good / weights).read_bytes()[:-100]))
+    variant("cut_header", lambda model: (model / weights).write_bytes((good / weights).read_bytes()[:20]))
+    variant("pickled_weights", _pickle_weights)
+    variant("weights_missing_one", _drop_one_weight)
+    variant("small_vocabulary", _shrink_vocabulary)
+    (folder / "empty_model").mkdir()
+    for name, content in {
+        "cut.gguf": b"GGUF" + bytes(10),
+        "magic.gguf": b"GGUF",
+        "other.gguf": b"not a gguf file at all, only text",
+        "empty.gguf": b"",
+    }.items():
+        (folder / name).write_bytes(content)
+
+
+def _set_config(model: Path, **fields: Any) -> None:
+    written = json.loads((model / "config.json").read_text())
+    written = {name: value for name, value in {**written, **fields}.items() if value is not None}
+    (model / "config.json").write_text(json.dumps(written))
+
+
+def _pickle_weights(model: Path) -> None:
+    torch.save(safetensors.torch.load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
+def _drop_one_weight(model: Path) -> None:
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    safetensors.torch.save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+def _shrink_vocabulary(model: Path) -> None:
+    _set_config(model, vocab_size=100)
+    (model / "model.safetensors").unlink()
