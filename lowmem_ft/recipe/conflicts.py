@@ -5,15 +5,20 @@ A new rule is a function in ``memory_rules.py`` or ``run_rules.py``, and a row o
 
 from __future__ import annotations
 
+import math
 import operator
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from lowmem_ft.errors import RecipeError
 from lowmem_ft.recipe import memory_rules, run_rules
 from lowmem_ft.recipe.keys import accepts_none, recipe_groups, recipe_keys
 from lowmem_ft.recipe.tree import Recipe
+
+LARGEST_WHOLE_NUMBER = 2**32 - 1
+"""Of any key: more steps, examples, tokens or layers than there are; what is larger overflows somewhere."""
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -41,7 +46,9 @@ def recipe_problems(recipe: Recipe, unreliable: Collection[str] = ()) -> list[st
     Returns:
         One sentence a problem; empty if the recipe can work.
     """
-    problems = _empty_names(recipe)
+    extreme = _extreme_numbers(recipe)
+    problems = [*_empty_names(recipe), *extreme.values()]
+    unreliable = {*unreliable, *extreme}
     for group in recipe_groups():
         own_rules: Callable[[], list[str]] | None = getattr(getattr(recipe, group), "problems", None)
         if own_rules is not None:
@@ -145,6 +152,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         run_rules.schedule_takes_its_arguments,
         ("training.lr_scheduler_type", "training.lr_scheduler_kwargs"),
     ),
+    Conflict(run_rules.warmup_ends_within_the_run, ("training.warmup_steps", "training.max_steps")),
+    Conflict(run_rules.columns_differ, tuple(f"data.{name}" for name in run_rules.COLUMNS)),
+    Conflict(
+        memory_rules.tiles_hold_tokens,
+        ("tiling.mlp", "data.max_length", "training.per_device_train_batch_size"),
+    ),
 )
 
 
@@ -157,6 +170,32 @@ def _empty_names(recipe: Recipe) -> list[str]:
         and operator.attrgetter(path)(recipe) == ""
         and path != "data.system_prompt"
     ]
+
+
+def _extreme_numbers(recipe: Recipe) -> dict[str, str]:
+    """Numbers that no rule of a key's own needs to think of, each with what is wrong, by key."""
+    problems = {}
+    for path in recipe_keys():
+        value = operator.attrgetter(path)(recipe)
+        for number in _numbers_in(value):
+            if isinstance(number, float) and not math.isfinite(number):
+                problems[path] = f"{path} must be finite, got {number}."
+            elif isinstance(number, int) and abs(number) > LARGEST_WHOLE_NUMBER:
+                problems[path] = (
+                    f"{path} must be a whole number that a run can count to, at most {LARGEST_WHOLE_NUMBER}, got "
+                    f"{number}."
+                )
+    return problems
+
+
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _numbers_in(entry)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
 
 
 def _names_any(problem: str, unreliable: Collection[str]) -> bool:

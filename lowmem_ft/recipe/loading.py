@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -25,13 +26,17 @@ from lowmem_ft.recipe.keys import (
 )
 from lowmem_ft.recipe.overrides import parse_overrides
 from lowmem_ft.recipe.recipe_files import RecipeFile, read_recipe_files
+from lowmem_ft.recipe.replaced_sources import Replaced, replaced_by
 from lowmem_ft.recipe.tree import Recipe
+
+logger = logging.getLogger(__name__)
 
 
 def load_recipe(name_or_path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe of that name, with the settings applied.
 
-    A file may extend another (``base: NAME|PATH``); a key counts where it is set last: base, file, overrides.
+    A file may extend another (``base: NAME|PATH``); a key counts where it is set last: base, file, overrides. Keys that
+    describe a data set or a model go with it: where a later layer names another one, they do not hold for that.
 
     Args:
         name_or_path: the name of a shipped recipe, or the path of a ``.yaml`` file; None: the defaults alone.
@@ -55,7 +60,9 @@ def load_recipe(name_or_path: str | os.PathLike[str] | None, overrides: Iterable
     settings, malformed = parse_overrides(overrides)
     draft.problems += malformed
     draft.apply(settings)
-    return draft.finish()
+    recipe = draft.finish()
+    draft.log_replaced()
+    return recipe
 
 
 def _named(file: RecipeFile, chosen: RecipeFile) -> dict[str, Any]:
@@ -72,9 +79,23 @@ class _Draft:
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)
+    replaced: list[Replaced] = field(default_factory=list)
 
     def apply(self, settings: dict[str, Any], origin: str = "") -> None:
-        """Take over settings; an unknown key or a wrong type becomes a problem that names its origin."""
+        """Take over one layer of settings; an unknown key or a wrong type becomes a problem that names its origin."""
+        earlier, self.values = self.values, {}
+        self._read(settings, origin)
+        replaced = replaced_by(earlier, self.values)
+        self.replaced += replaced
+        dropped = {key for source in replaced for key in source.dropped}
+        self.values = {**{key: earlier[key] for key in earlier if key not in dropped}, **self.values}
+
+    def log_replaced(self) -> None:
+        """Say which keys went with a data set or model that a later layer replaced."""
+        for source in self.replaced:
+            logger.info("%s", source)
+
+    def _read(self, settings: dict[str, Any], origin: str) -> None:
         for name, value in settings.items():
             if name not in recipe_groups():
                 self._set(name, value, origin)
@@ -92,7 +113,10 @@ class _Draft:
             return
         try:
             self.values[path] = typed_value(key, value)
-        except OmegaConfBaseException:
+        except (
+            OmegaConfBaseException,
+            TypeError,
+        ):  # TypeError: a list where a mapping belongs, or the reverse
             self.wrong.add(path)
             self.problems.append(f"{origin}{_wrong_type(key, value)}")
 
@@ -116,6 +140,7 @@ def typed_value(key: RecipeKey, value: Any) -> Any:
 
     Raises:
         OmegaConfBaseException: if the value is none of that type.
+        TypeError: if it is a list where a mapping belongs, or the reverse.
     """
     if key.choices and isinstance(value, bool):
         # YAML 1.1 reads a bare `no` as false: `mixed_precision: no` means the choice of that name.

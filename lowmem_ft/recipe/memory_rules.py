@@ -187,3 +187,15 @@ def tiled_mlp_treats_tokens_alone(recipe: Recipe) -> str | None:
         f"tiling.mlp={recipe.tiling.mlp} needs MLPs that treat each token by itself, got model.quantization=int8, "
         "which looks for outliers over all tokens. Set tiling.mlp=1 or model.quantization=nf4."
     )
+
+
+def tiles_hold_tokens(recipe: Recipe) -> str | None:
+    """Beyond one token a piece, more pieces would do nothing; ``data.max_length=null`` depends on the model."""
+    length = recipe.data.max_length
+    num_tokens = None if length is None else length * recipe.training.per_device_train_batch_size
+    if num_tokens is None or recipe.tiling.mlp <= max(1, num_tokens):
+        return None
+    return (
+        f"tiling.mlp={recipe.tiling.mlp} is more pieces than a micro-batch has tokens "
+        f"(training.per_device_train_batch_size * data.max_length = {num_tokens}). Set tiling.mlp=8."
+    )

@@ -88,6 +88,32 @@ def constant_schedule_has_no_warmup(recipe: Recipe) -> str | None:
     return None
 
 
+def warmup_ends_within_the_run(recipe: Recipe) -> str | None:
+    """Where the number of steps follows from the data, training compares it once the data is read."""
+    training = recipe.training
+    if training.max_steps == -1 or training.warmup_steps <= training.max_steps:
+        return None
+    return (
+        f"training.warmup_steps={training.warmup_steps:.0f} is more than training.max_steps={training.max_steps}: the "
+        "learning rate would never reach training.learning_rate. Lower it, or give a share of all steps, such as 0.03."
+    )
+
+
+COLUMNS = ("messages_column", "prompt_column", "input_column", "completion_column", "text_column")
+
+
+def columns_differ(recipe: Recipe) -> str | None:
+    """A prompt that is its own completion is a slip; columns that are left out follow from the format."""
+    named = {key: getattr(recipe.data, key) for key in COLUMNS if getattr(recipe.data, key) is not None}
+    twice = [key for key in named if list(named.values()).count(named[key]) > 1]
+    if not twice:
+        return None
+    return (
+        f"{' and '.join(f'data.{key}' for key in twice)} must be different columns, got {named[twice[0]]} for each. "
+        "Name the column that holds each part."
+    )
+
+
 def schedule_takes_its_arguments(recipe: Recipe) -> str | None:
     """The schedule is built once on a stand-in, so that transformers itself judges its arguments."""
     name = recipe.training.lr_scheduler_type

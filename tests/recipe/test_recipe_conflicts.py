@@ -102,6 +102,18 @@ BROKEN_AND_MENDED = {
         ["training.lr_scheduler_kwargs={min_lr: 1e-6}"],
         ["training.lr_scheduler_kwargs={min_lr: 1e-6}", "training.lr_scheduler_type=cosine_with_min_lr"],
     ),
+    "warmup_ends_within_the_run": (
+        ["training.max_steps=4", "training.warmup_steps=5"],
+        ["training.max_steps=4", "training.warmup_steps=4"],
+    ),
+    "columns_differ": (
+        ["data.prompt_column=text", "data.completion_column=text"],
+        ["data.prompt_column=text", "data.completion_column=answer"],
+    ),
+    "tiles_hold_tokens": (
+        ["tiling.mlp=129", "data.max_length=64", "training.per_device_train_batch_size=2"],
+        ["tiling.mlp=128", "data.max_length=64", "training.per_device_train_batch_size=2"],
+    ),
 }
 
 

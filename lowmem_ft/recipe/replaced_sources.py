@@ -1,0 +1,95 @@
+"""What of a recipe describes its data set or its model, and means nothing for another one.
+
+A recipe that names UltraChat also names UltraChat's splits. Whoever says ``data=my_chats.jsonl`` replaces the data set,
+and its splits, revision and columns with it, unless the same layer (the command line, or a file with a ``base``) sets
+them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OF_A_SOURCE: dict[str, tuple[str, ...]] = {
+    "data.path": (
+        "data.name",
+        "data.revision",
+        "data.data_files",
+        "data.split",
+        "data.sample_by",
+        "data.format",
+        "data.messages_column",
+        "data.prompt_column",
+        "data.input_column",
+        "data.completion_column",
+        "data.text_column",
+        "data.eval_path",
+        "data.eval_split",
+    ),
+    "data.eval_path": ("data.eval_split",),
+    "model.name_or_path": (
+        "model.revision",
+        "model.gguf_file",
+        "model.tokenizer_name_or_path",
+        "model.trust_remote_code",
+    ),
+}
+"""By the key that names a source: the keys that say how to read that very source."""
+
+_HELD_OUT = ("data.eval_path", "data.eval_split", "data.eval_size")
+_OF_HELD_OUT = ("training.eval_steps", "training.eval_on_start")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replaced:
+    """A source that a later layer replaced.
+
+    Args:
+        key: names the source, such as ``data.path``.
+        before: what was replaced.
+        now: by what.
+        dropped: the keys, with their values, that went with it.
+    """
+
+    key: str
+    before: str
+    now: str
+    dropped: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        dropped = ", ".join(f"{key}={value}" for key, value in self.dropped.items())
+        return f"{self.key}={self.now} replaces {self.before}, for which {dropped} were set: left out."
+
+
+def replaced_by(earlier: Mapping[str, Any], layer: Mapping[str, Any]) -> list[Replaced]:
+    """The sources of earlier layers that a layer replaces, with the keys that go with them.
+
+    Args:
+        earlier: values by dotted key, of all layers before.
+        layer: values by dotted key.
+
+    Returns:
+        One entry a replaced source that has such keys. A schedule of evaluations goes with the last held-out data.
+    """
+    replaced = []
+    for key, described in OF_A_SOURCE.items():
+        before, now = earlier.get(key), layer.get(key)
+        if before is None or now is None or before == now:
+            continue
+        dropped = {name: earlier[name] for name in described if name in earlier and name not in layer}
+        if any(name in dropped for name in _HELD_OUT):
+            dropped |= _evaluation_without_data(earlier, layer, dropped)
+        if dropped:
+            replaced.append(Replaced(key=key, before=before, now=now, dropped=dropped))
+    return replaced
+
+
+def _evaluation_without_data(
+    earlier: Mapping[str, Any], layer: Mapping[str, Any], dropped: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The earlier layers' schedule of evaluations, if neither they nor this layer name other held-out data."""
+    kept = {**{name: value for name, value in earlier.items() if name not in dropped}, **layer}
+    if any(kept.get(name) is not None for name in _HELD_OUT):
+        return {}
+    return {name: earlier[name] for name in _OF_HELD_OUT if name in earlier and name not in layer}
