@@ -2,7 +2,7 @@
 
     accelerate launch scripts/finetune.py recipe=NAME|PATH [key=value ...]
 
-It is ``lowmem-ft train`` as a file, which is what ``accelerate launch`` wants.
+It is ``accelerate launch -m lowmem_ft train`` as a file, for a clone of the repository.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from lowmem_ft.cli.cpu_processes import start_requested_cpu_processes
 from lowmem_ft.cli.train import main
 
 if __name__ == "__main__":
-    start_requested_cpu_processes(__file__, sys.argv[1:])
+    start_requested_cpu_processes([__file__], sys.argv[1:])
     sys.exit(main())

@@ -58,7 +58,12 @@ def make_model(folder: Path) -> None:
     shutil.copytree(TINY, folder)
     (folder / "data.jsonl").rename(folder.with_name("data.jsonl"))
     config = AutoConfig.from_pretrained(
-        folder, hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1
+        folder,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=1,
+        num_key_value_heads=1,
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

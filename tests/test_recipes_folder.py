@@ -36,7 +36,7 @@ def test_a_recipe_loads_by_name_and_by_path(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_opens_with_its_launch_line(path):
     first = path.read_text(encoding="utf-8").splitlines()[0]
-    assert first == f"# accelerate launch scripts/finetune.py recipe={path.stem}"
+    assert first == f"# accelerate launch -m lowmem_ft train recipe={path.stem}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -16,11 +16,11 @@ import psutil
 logger = logging.getLogger(__name__)
 
 
-def start_requested_cpu_processes(script: str, arguments: Sequence[str]) -> None:
+def start_requested_cpu_processes(program: Sequence[str], arguments: Sequence[str]) -> None:
     """Replace this process by torch's launcher with N processes, if Accelerate was asked for N and started one.
 
     Args:
-        script: the Python file to run in each process.
+        program: what to run in each process: a Python file, or ``-m`` and a module.
         arguments: its arguments.
     """
     num_processes = _requested_cpu_processes()
@@ -37,7 +37,7 @@ def start_requested_cpu_processes(script: str, arguments: Sequence[str]) -> None
         f"--nproc_per_node={num_processes}",
     ]
     sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, script, *arguments])
+    os.execv(sys.executable, [*launcher, *program, *arguments])
 
 
 def _requested_cpu_processes() -> int:

@@ -152,7 +152,7 @@ class AccelerateRuntime:
         if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
             raise UserError(
                 f"Training runs in one process or data-parallel (DDP), but the launch asks for {kind}. "
-                "Run `accelerate launch --num_processes N scripts/finetune.py ...` without that option, or choose "
+                "Run `accelerate launch --num_processes N -m lowmem_ft train ...` without that option, or choose "
                 "another configuration with `accelerate config`."
             )
         if accelerator.num_processes > 1:

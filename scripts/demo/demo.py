@@ -164,8 +164,8 @@ def show_summary(before: Sequence[Answer], after: Sequence[Answer], seconds: flo
     console.print(
         "A model this small learns the form of an answer in minutes; to be right as well, it would have to be larger.\n"
         'Next: your own chats in a .jsonl file, one {"messages": [...]} a line:\n'
-        f"  accelerate launch scripts/finetune.py recipe=demo model={RUN_DIR / 'model'} data=my.jsonl "
-        "data.eval_path=null data.eval_size=0.1 training.output_dir=runs/mine",
+        f"  accelerate launch -m lowmem_ft train recipe=demo model={RUN_DIR / 'model'} data=my.jsonl "
+        "data.eval_size=0.1 training.output_dir=runs/mine",
         markup=False,
         highlight=False,
         soft_wrap=True,

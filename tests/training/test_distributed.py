@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from lowmem_ft.training import train
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
+MODULE = ("-m", "lowmem_ft", "train")
 
 
-def launch_two(*arguments):
+def launch_two(*arguments, program=(str(SCRIPT),)):
     command = [
         sys.executable,
         "-m",
@@ -24,7 +25,7 @@ def launch_two(*arguments):
         "--num_processes",
         "2",
         "--cpu",
-        str(SCRIPT),
+        *program,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
@@ -33,14 +34,21 @@ def launch_two(*arguments):
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("data.packing=true", "data.max_length=64")], ids=["padded", "packed"]
+    "options,program",
+    [((), (str(SCRIPT),)), (("data.packing=true", "data.max_length=64"), MODULE)],
+    ids=["padded, by the script", "packed, by the module"],
 )
-def test_two_processes_equal_one(tiny, metrics, tmp_path, options):
+def test_two_processes_equal_one(tiny, metrics, tmp_path, options, program):
     one, two = tmp_path / "one", tmp_path / "two"
     # 14 steps: two epochs of 7, and with packing windows that do not divide evenly
     shared = ("training.max_steps=14", "training.eval_steps=7", *options)
     train(tiny(*shared, "training.gradient_accumulation_steps=2", output_dir=one))
-    launched = launch_two(*shared, "training.gradient_accumulation_steps=1", f"training.output_dir={two}")
+    launched = launch_two(
+        *shared,
+        "training.gradient_accumulation_steps=1",
+        f"training.output_dir={two}",
+        program=program,
+    )
     assert launched.returncode == 0, launched.stderr
     assert "2 process(es)" in launched.stderr
     # Gradients of the two halves are added in fp32 either way; all-reduce may add them in the other order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._inductor
+import torch._inductor  # noqa: F401
 from torch import nn
 
 from lowmem_ft.memory.storage_tracker import StorageTracker

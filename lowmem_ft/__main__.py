@@ -1,0 +1,16 @@
+"""``python -m lowmem_ft``: the command ``lowmem-ft``, as launchers take it.
+
+accelerate launch -m lowmem_ft train recipe=NAME|PATH [key=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lowmem_ft.cli import main
+from lowmem_ft.cli.cpu_processes import start_requested_cpu_processes
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["train"]:
+        start_requested_cpu_processes(["-m", "lowmem_ft"], sys.argv[1:])
+    sys.exit(main())
