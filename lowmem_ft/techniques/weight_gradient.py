@@ -5,6 +5,7 @@ Axes: C tokens of a piece, N tokens of several pieces, O outputs of the layer, I
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,12 +15,20 @@ _ROWS_AT_ONCE = 8192
 """Rows of a gradient that pass through a temporary together, so that the temporary stays small."""
 
 
+_REDUCED_SUMS = {
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+}
+"""The options, on by default, that let cuBLAS cut a sum over tokens into parts and add these in 16 bits."""
+
+
 class WeightGradient:
     """The sum over pieces of ``d_output.T @ input``, as exact as one product over all tokens.
 
     A half-precision gradient to which each piece is added would round with every piece, and a sum in fp32 takes
     4 * O * I bytes that are read and written for every piece. So the factors wait for one product at the end where they
-    take less than that sum; where they take more, a quarter of it waits to be added at a time.
+    take less than that sum; where they take more, a quarter of it waits to be added at a time. Products sum in fp32
+    throughout, whatever ``torch.backends.cuda.matmul`` allows to others.
 
     Args:
         shape: O x I.
@@ -83,12 +92,27 @@ def row_slices(tensor: Tensor) -> Iterator[slice]:
 
 
 def _add_product_(sum_OI: Tensor, d_outputs: Sequence[Tensor], input_NI: Tensor) -> None:
-    for rows in row_slices(sum_OI):
-        d_output_NO = _joined([d_output_CO[:, rows] for d_output_CO in d_outputs])
-        if sum_OI.dtype == input_NI.dtype:
-            sum_OI[rows].addmm_(d_output_NO.t(), input_NI)
-        else:
-            sum_OI[rows] += d_output_NO.t() @ input_NI
+    with _sums_in_float32(input_NI.dtype):
+        for rows in row_slices(sum_OI):
+            d_output_NO = _joined([d_output_CO[:, rows] for d_output_CO in d_outputs])
+            if sum_OI.dtype == input_NI.dtype:
+                sum_OI[rows].addmm_(d_output_NO.t(), input_NI)
+            else:
+                sum_OI[rows] += d_output_NO.t() @ input_NI
+
+
+@contextlib.contextmanager
+def _sums_in_float32(dtype: torch.dtype) -> Iterator[None]:
+    if dtype not in _REDUCED_SUMS:
+        yield
+        return
+    matmul, option = torch.backends.cuda.matmul, _REDUCED_SUMS[dtype]
+    was_allowed, may_split = getattr(matmul, option), getattr(matmul, f"{option}_split_k")
+    setattr(matmul, option, (False, may_split))
+    try:
+        yield
+    finally:
+        setattr(matmul, option, (was_allowed, may_split))
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

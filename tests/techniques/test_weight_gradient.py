@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.weight_gradient import WeightGradient
@@ -75,3 +76,43 @@ def test_many_tokens_are_summed_a_quarter_of_the_sum_at_a_time():
             del piece
             most_alive = max(most_alive, tracker.live_bytes)
     assert sum_bytes < most_alive <= sum_bytes * 5 / 4 + piece_bytes
+
+
+OPTION = {
+    "bfloat16": "allow_bf16_reduced_precision_reduction",
+    "float16": "allow_fp16_reduced_precision_reduction",
+}
+
+
+class SeenByProducts(TorchDispatchMode):
+    """What cuBLAS would be told at each matrix product."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.options = read, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.options.append(self.read())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("own", [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("num_tokens", [TOKENS_THAT_WAIT, 60])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cublas_sums_in_float32_and_the_users_setting_stays(dtype, num_tokens, own):
+    """On a CPU the options change nothing: that they are set during each product is all that can be seen."""
+    option, matmul = OPTION[str(dtype).removeprefix("torch.")], torch.backends.cuda.matmul
+
+    def read():
+        return getattr(matmul, option), getattr(matmul, f"{option}_split_k")
+
+    before = read()
+    setattr(matmul, option, own)
+    try:
+        with SeenByProducts(read) as seen:
+            summed(*factors(num_tokens, dtype), 8)
+        assert set(seen.options) == {(False, own[1])}
+        assert read() == own
+    finally:
+        setattr(matmul, option, before)
