@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.handle import Handle
 from lowmem_ft.techniques.config import LossConfig, TilingConfig
+from lowmem_ft.techniques.decoder_layers import decoder_layers
 from lowmem_ft.techniques.head_tiles import HeadTiles
 from lowmem_ft.techniques.linear_cross_entropy import linear_cross_entropy_sum
 from lowmem_ft.techniques.reversible import set_attribute, wrap_method
@@ -51,7 +52,11 @@ class ChunkedLoss(Handle):
 
 
 def enable_chunked_loss(
-    model: nn.Module, config: LossConfig, tiling: TilingConfig | None = None
+    model: nn.Module,
+    config: LossConfig,
+    tiling: TilingConfig | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> ChunkedLoss | Handle:
     """Makes ``model(input_ids=..., labels=...)`` return its loss without ever holding all logits.
 
@@ -66,13 +71,15 @@ def enable_chunked_loss(
     Equals: transformers' ``ForCausalLMLoss`` and, with routers' logits on, its load-balancing loss; in train mode with
     labels smoothed as by ``torch.nn.functional.cross_entropy``. One difference: a batch in which all labels are ignored
     has the mean 0, not NaN.
-    Limits: the head must be a plain ``nn.Linear``. Call it where the model will run; meta and fake weights cannot be
-    checked and are taken on trust.
+    Limits: the head must be a plain ``nn.Linear``. Meta and fake weights cannot be checked and are taken on trust. Of
+    a model that waits on the host for its device, the check runs what lies around the layers alone: their kernels may
+    be the device's, and the host would take minutes for them.
 
     Args:
         model: a causal LM from transformers, or a PEFT model around one.
         config: the chunk's size and the share of the smoothed labels.
         tiling: into how many tiles to cut the vocabulary; None: one.
+        device: where the model will compute; None: where its weights are.
 
     Returns:
         A handle whose ``remove()`` brings the stock forward back; a plain one if ``chunk_tokens`` is None.
@@ -89,7 +96,9 @@ def enable_chunked_loss(
     head = _Head.of(causal_lm)
     _refuse_more_tiles_than_rows(tiling, head)
     loss = _Loss(head, config, tiling)
-    _check_equals_stock(causal_lm, head, _chunked_forward(causal_lm, loss, causal_lm.forward))
+    is_here = device is None or device.type == head.linear.weight.device.type
+    with contextlib.nullcontext() if is_here else _without_layers(causal_lm):
+        _check_equals_stock(causal_lm, head, _chunked_forward(causal_lm, loss, causal_lm.forward))
     log.info(
         "loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients made in forward",
         config.chunk_tokens,
@@ -188,7 +197,7 @@ def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[...
         if labels_BT is None:
             return stock_forward(**kwargs)
         num_items = kwargs.pop("num_items_in_batch", None)
-        return_dict = kwargs.pop("return_dict", causal_lm.config.return_dict)
+        return_dict = kwargs.pop("return_dict", None)
         targets_N = _shifted(labels_BT, kwargs.pop("shift_labels", None)).flatten()
         losses: list[Tensor] = []
 
@@ -212,7 +221,8 @@ def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[...
         outputs = type(outputs)(
             **{**outputs, "loss": loss + _auxiliary_loss(causal_lm, outputs), "logits": None}
         )
-        return outputs if return_dict else outputs.to_tuple()
+        wants_dict = causal_lm.config.return_dict if return_dict is None else return_dict
+        return outputs if wants_dict else outputs.to_tuple()
 
     return forward
 
@@ -289,6 +299,25 @@ def _close(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
     is_close = difference <= tolerance * stock.float().abs().max()
     # A trace has no values to compare, only the memory of comparing them.
     return isinstance(is_close, FakeTensor) or bool(is_close)
+
+
+@contextlib.contextmanager
+def _without_layers(causal_lm: Any) -> Iterator[None]:
+    """Let the model hand its embeddings to its last norm and its head; with routers' losses, through its last layer."""
+    layers, config = decoder_layers(causal_lm, way_out="offload.parameters=device"), causal_lm.config
+    stack = list(layers)
+    parts = {"": config} | {key: part for key in config.sub_configs if (part := getattr(config, key, None))}
+    attention = {key: part._attn_implementation for key, part in parts.items()}
+    # A load-balancing loss needs a router, and where only some layers have one, the last one has.
+    num_kept = 1 if getattr(config.get_text_config(), "output_router_logits", False) else 0
+    del layers[: len(stack) - num_kept]
+    config._attn_implementation = "eager"  # the device's kernel may be the device's alone
+    try:
+        yield
+    finally:
+        del layers[:]
+        layers.extend(stack)
+        config._attn_implementation = attention
 
 
 @contextlib.contextmanager

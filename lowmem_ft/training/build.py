@@ -229,7 +229,7 @@ def _enable_in_forward(
     if recipe.loss.chunk_tokens is None:
         _refuse_mean_of_means(model)
         return handles, None
-    loss = enable_chunked_loss(model, recipe.loss, recipe.tiling)
+    loss = enable_chunked_loss(model, recipe.loss, recipe.tiling, device=host_memory.device)
     assert isinstance(loss, ChunkedLoss), "there is a chunk size"
     return [*handles, loss], loss
 

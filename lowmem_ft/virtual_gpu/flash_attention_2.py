@@ -131,6 +131,11 @@ def _run(
 
 
 def _check(operands: tuple[Tensor, Tensor, Tensor], capability: tuple[int, int]) -> None:
+    for operand in operands:
+        if operand.device.type == "cpu":
+            raise NotImplementedError(
+                "flash-attn has no kernel for the CPU, and was given a tensor that is there"
+            )
     if capability < _AMPERE:
         got = f"compute capability {capability[0]}.{capability[1]}"
         needs = "compute capability 8.0 or later (Ampere)"

@@ -188,3 +188,19 @@ def test_the_models_of_the_shipped_recipes_need_no_hub(model):
 
     config = load_model_config(ModelConfig(name_or_path=model), architecture_only=True)
     assert config.get_text_config().num_hidden_layers > 1
+
+
+def test_no_attention_of_a_gpu_is_asked_for_where_streamed_weights_wait(make_recipe):
+    """Its kernels take no tensors of the host, on which the loss is compared with the stock one before the run."""
+    settings = (
+        "model.attn_implementation=flash_attention_2",
+        "model.dtype=bfloat16",
+        "training.mixed_precision=no",
+        "offload.parameters=stream",
+        "offload.optimizer=host",
+        "optimizer.in_backward=true",
+        "accumulation.order=vertical",
+        "checkpointing.mode=full",
+    )
+    estimate = estimate_memory(make_recipe(*settings), "rtx-4090")
+    assert "attention: flash-attn 2, which has to be installed where the run is" in estimate.choices

@@ -10,12 +10,15 @@ import transformers as hf
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+from transformers import modeling_flash_attention_utils as flash_attention
 
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.config import TilingConfig
+from lowmem_ft.techniques.decoder_layers import decoder_layers
 
+GPU = torch.device("cuda", 0)
 VOCABULARY = 120
 LLAMA = {
     "vocab_size": VOCABULARY,
@@ -180,6 +183,14 @@ def test_shift_labels_are_honoured():
         torch.testing.assert_close(model(**inputs, shift_labels=shifted).loss, stock)
 
 
+def test_return_dict_left_open_is_the_configs():
+    """PEFT's models pass ``return_dict=None`` on where nobody has said it."""
+    model, inputs = tiny_model(), batch()
+    stock = model(**inputs, return_dict=None)
+    with enable_chunked_loss(model, LossConfig()):
+        torch.testing.assert_close(model(**inputs, return_dict=None).loss, stock.loss)
+
+
 def test_positional_arguments_and_tuples():
     model, inputs = tiny_model(), batch()
     stock = model(**inputs).loss
@@ -329,7 +340,8 @@ def test_bad_smoothing_and_tiles_explain_themselves_at_once():
         enable_chunked_loss(tiny_model(), LossConfig(chunk_tokens=None, label_smoothing_factor=0.1))
 
 
-def test_head_that_does_something_unknown_is_refused():
+@pytest.mark.parametrize("device", [None, GPU])
+def test_head_that_does_something_unknown_is_refused(device):
     model = tiny_model()
     stock_forward = type(model).forward
 
@@ -343,18 +355,86 @@ def test_head_that_does_something_unknown_is_refused():
 
     model.__class__ = Odd
     with pytest.raises(ModelError, match=r"Odd computes something else.*loss.chunk_tokens=null"):
-        enable_chunked_loss(model, LossConfig())
+        enable_chunked_loss(model, LossConfig(), device=device)
     assert "forward" not in vars(model)
+    assert len(model.model.layers) == 2
 
 
-def test_loss_that_is_not_shifted_is_refused():
+@pytest.mark.parametrize("device", [None, GPU])
+def test_loss_of_routers_that_is_weighed_otherwise_is_refused(device):
+    model = tiny_model("mixtral_router_loss")
+    stock_forward = type(model).forward
+
+    class Odd(type(model)):
+        def forward(self, *args, **kwargs):
+            outputs = stock_forward(self, *args, **kwargs)
+            if outputs.loss is not None:
+                outputs.loss = outputs.loss + 0.3 * outputs.aux_loss
+            return outputs
+
+    model.__class__ = Odd
+    with pytest.raises(ModelError, match="Odd computes something else"):
+        enable_chunked_loss(model, LossConfig(), device=device)
+
+
+@pytest.mark.parametrize("device", [None, GPU])
+def test_loss_that_is_not_shifted_is_refused(device):
     model = AutoModelForCausalLM.from_config(
         hf.BartConfig(vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_attention_heads=2,
                       decoder_ffn_dim=32, encoder_layers=1, encoder_ffn_dim=32, encoder_attention_heads=2,
                       is_decoder=True, is_encoder_decoder=False)
     )  # fmt: skip
     with pytest.raises(ModelError, match="computes something else"):
-        enable_chunked_loss(model, LossConfig())
+        enable_chunked_loss(model, LossConfig(), device=device)
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
+    raise AssertionError(f"flash-attn has no kernel for {q.device}")
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """The package flash-attn behind transformers' own code, with kernels for a GPU alone."""
+    kernels = (
+        flash_attn_func,
+        flash_attn_func,
+        None,
+        flash_attention._pad_input,
+        flash_attention._unpad_input,
+    )
+    monkeypatch.setattr(flash_attention, "_lazy_imports", lambda *_, **__: kernels)
+    monkeypatch.setattr(flash_attention, "_loaded_implementation", None)
+    monkeypatch.setattr(hf.PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+
+
+class Runs:
+    """Counts the calls of layers."""
+
+    def __init__(self, layers):
+        self.of = [0] * len(layers)
+        for index, layer in enumerate(layers):
+            layer.register_forward_hook(lambda *_, index=index: self.count(index))
+
+    def count(self, index):
+        self.of[index] += 1
+
+
+@pytest.mark.usefixtures("flash_attn")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_waits_for_its_gpu_is_checked_around_its_layers(name):
+    model = tiny_model(name)
+    layers = decoder_layers(model)
+    names, stack = list(dict(model.named_parameters())), list(layers)
+    if type(model)._supports_flash_attn:
+        model.config._attn_implementation = "flash_attention_2"
+    attention = model.config._attn_implementation
+    runs = Runs(layers)
+    with enable_chunked_loss(model, LossConfig(chunk_tokens=5), device=GPU):
+        last_alone = [0] * (len(stack) - 1) + [2]  # it has a router, whose loss is checked, too
+        assert runs.of == (last_alone if "router" in name else [0] * len(stack))
+        assert list(layers) == stack
+        assert list(dict(model.named_parameters())) == names
+        assert model.config._attn_implementation == attention
 
 
 def test_head_that_is_not_linear_is_refused():
