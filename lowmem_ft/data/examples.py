@@ -92,9 +92,9 @@ class MappedExamples:
         members = [reference] if self._packed is None else self._packed.row(reference).tolist()
         return [_example(self._table[index]) for index in members]
 
-    def first(self) -> TokenizedExample:
-        """The first example in the order of the source."""
-        return _example(self._table[0])
+    def head(self, count: int) -> list[TokenizedExample]:
+        """The first examples in the order of the source."""
+        return [_example(self._table[index]) for index in range(min(count, len(self._table)))]
 
 
 class StreamedExamples:
@@ -140,9 +140,9 @@ class StreamedExamples:
         """The row itself."""
         return reference
 
-    def first(self) -> TokenizedExample:
-        """The first example in the order of the source."""
-        return next(self._examples())
+    def head(self, count: int) -> list[TokenizedExample]:
+        """The first examples in the order of the source."""
+        return list(islice(self._examples(), count))
 
     def _examples(self) -> Iterator[TokenizedExample]:
         summary = DataSummary()

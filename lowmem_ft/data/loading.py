@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from lowmem_ft.data.formats import choose_loss_on, recognise_format
 from lowmem_ft.data.packing import pack_best_fit
 from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.data.sources import READING_ERRORS, Source, open_rows, reading_error
-from lowmem_ft.data.summary import DataSummary, Outcome, marked_text, summarise
+from lowmem_ft.data.summary import DataSummary, Outcome, check_known_tokens, marked_text, summarise
 from lowmem_ft.data.tokenizing import TOKENIZED, Tokenization
 from lowmem_ft.errors import DataError
 
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 TOKENIZING_BATCH_ROWS = 1000
 STREAMING_BATCH_ROWS = 64
+NUM_EXAMPLES_TO_LOOK_AT = 32
+"""Of the training data, before the first step: fewer than a streamed batch, which is tokenized anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ def _load_mapped(
     elif config.eval_size is not None:
         train_table, eval_table = _hold_out(train_table, config.eval_size, seed)
     train, summary = _examples(train_table, config, train_source, is_train=True)
-    _log_example(train.first(), tokenizer)
+    _look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT), tokenizer)
     evaluation, evaluation_summary = None, None
     if eval_table is not None:
         evaluation, evaluation_summary = _examples(
@@ -142,7 +144,7 @@ def _load_streamed(
 ) -> PreparedData:
     train_source, eval_source = _sources(config)
     train = _stream(config, train_source, tokenizer, vocab_size, is_train=True)
-    _log_example(train.first(), tokenizer)
+    _look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT), tokenizer)
     evaluation = (
         None if eval_source is None else _stream(config, eval_source, tokenizer, vocab_size, is_train=False)
     )
@@ -345,6 +347,8 @@ def _batches(rows: Any, source: Source, *, batch_rows: int) -> Iterator[dict[str
         raise reading_error(error, source) from error
 
 
-def _log_example(example: TokenizedExample, tokenizer: PreTrainedTokenizerBase) -> None:
+def _look_at(examples: Sequence[TokenizedExample], tokenizer: PreTrainedTokenizerBase) -> None:
+    check_known_tokens(examples, tokenizer)
+    example = examples[0]
     text = marked_text(example.input_ids_T, example.labels_T, tokenizer)
     logger.info("Example %d as the model reads it, learnt between ⟦ and ⟧:\n%s", example.sample_id, text)

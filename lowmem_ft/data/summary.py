@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batch import IGNORED_LABEL
+from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+MUCH_UNKNOWN = 0.1
+"""Share of unknown tokens that is worth a warning; names and emoji make up some percent of good data."""
 
 
 class Outcome(IntEnum):
@@ -147,6 +155,36 @@ def summarise(
         num_label_tokens=int(num_label_tokens.sum()),
         longest=int(num_tokens.max(initial=0)),
     )
+
+
+def check_known_tokens(examples: Iterable[TokenizedExample], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Look for text that the tokenizer has no tokens for; byte-level tokenizers have one for any.
+
+    Args:
+        examples: some of the data.
+        tokenizer: it made them.
+
+    Raises:
+        DataError: if all that is learnt is the unknown token.
+    """
+    unknown_id: Any = tokenizer.unk_token_id
+    if unknown_id in (None, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return  # GPT-2 calls its EOS unknown too, and never needs it for that
+    learnt = np.concatenate([example.labels_T[example.labels_T != IGNORED_LABEL] for example in examples])
+    text = learnt[(learnt == unknown_id) | ~np.isin(learnt, tokenizer.all_special_ids)]
+    share = float(np.mean(text == unknown_id)) if len(text) else 0.0
+    if share == 1:
+        raise DataError(
+            f"The tokenizer knows no word of what is learnt: every token is {tokenizer.unk_token!r}. Set "
+            "model.tokenizer_name_or_path to the model's own tokenizer, or choose a model for this kind of text."
+        )
+    if share > MUCH_UNKNOWN:
+        logger.warning(
+            "%.0f %% of the learnt tokens are %r, which the tokenizer has for text it does not know. Check that model "
+            "and tokenizer belong together, and are made for this kind of text.",
+            100 * share,
+            tokenizer.unk_token,
+        )
 
 
 def marked_text(

@@ -65,17 +65,17 @@ def test_a_tokenizer_without_a_template_gets_chatml_for_chats_only(write_jsonl, 
     data = load(write_jsonl([{"messages": chat}], "chat.jsonl"), tokenizer=tokenizer)
     assert "Chat template: ChatML, as the tokenizer has none" in caplog.text
     assert len(tokenizer) == size
-    assert learnt_text(data.train.first(), tokenizer) == "Ho<|im_end|><|endoftext|>"
+    assert learnt_text(data.train.head(1)[0], tokenizer) == "Ho<|im_end|><|endoftext|>"
 
 
 def test_alpaca_files_are_chats_with_a_template_and_plain_text_without(write_jsonl, load, make_tokenizer):
     path = write_jsonl(
         [{"instruction": "Sing.", "input": None, "output": "La"}, {"instruction": "a", "output": "b"}]
     )
-    chat = load(path).train.first()
+    chat = load(path).train.head(1)[0]
     assert make_tokenizer().decode(chat.input_ids_T.tolist()).startswith("<|im_start|>user\nSing.<|im_end|>")
     bare = make_tokenizer(chat_template=None)
-    plain = load(path, tokenizer=bare).train.first()
+    plain = load(path, tokenizer=bare).train.head(1)[0]
     assert bare.decode(plain.input_ids_T.tolist()).startswith("Below is an instruction")
     assert learnt_text(chat, bare) == learnt_text(plain, bare) == "La<|im_end|>"
 
@@ -85,7 +85,7 @@ def test_a_chat_template_from_a_file_replaces_the_tokenizers(write_jsonl, load, 
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     path = write_jsonl([{"messages": chat}])
     data = load(path, chat_template=str(tmp_path / "template.jinja"))
-    assert make_tokenizer().decode(data.train.first().input_ids_T.tolist()) == "|Hi|Ho"
+    assert make_tokenizer().decode(data.train.head(1)[0].input_ids_T.tolist()) == "|Hi|Ho"
     with pytest.raises(DataError, match=r"data\.chat_template is a file .*absent\.jinja"):
         load(path, chat_template=str(tmp_path / "absent.jinja"))
 
