@@ -42,7 +42,11 @@ def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[st
 def causal_lm_class(hf_config: PretrainedConfig, path: str, **source: Any) -> type[PreTrainedModel]:
     """The class that ``AutoModelForCausalLM`` would choose for a config."""
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return get_class_from_dynamic_module(hf_config.auto_map["AutoModelForCausalLM"], path, **source)
+        own_class = get_class_from_dynamic_module(hf_config.auto_map["AutoModelForCausalLM"], path, **source)
+        own_class.register_for_auto_class(
+            "AutoModelForCausalLM"
+        )  # or its code would not be saved with its weights
+        return own_class
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     candidates = {cls.__name__: cls for cls in (found if isinstance(found, tuple) else (found,))}
     named = [candidates[name] for name in hf_config.architectures or () if name in candidates]

@@ -50,7 +50,12 @@ def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:
     try:
         with _quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, device_map={"": "meta"}, output_loading_info=True, ignore_mismatched_sizes=True
+                folder,
+                device_map={"": "meta"},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                # Where transformers put the model's own code, which has been running all along.
+                trust_remote_code=type(model).__module__.startswith("transformers_modules."),
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model saved in {folder} cannot be read back: {error}") from error
