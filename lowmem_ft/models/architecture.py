@@ -51,7 +51,9 @@ def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: Pretrain
     Raises:
         ModelError: if a size is not in the file; names all that are missing.
     """
-    if type(hf_config) not in CONFIG_MAPPING.values() or "text_config" in written:
+    model_type = hf_config.model_type
+    own_code = model_type not in CONFIG_MAPPING or type(hf_config) is not CONFIG_MAPPING[model_type]
+    if own_code or "text_config" in written:
         return  # the model's own code, and models of several parts, may know their sizes
     defaults = type(hf_config)()
     missing = [

@@ -27,6 +27,7 @@ from transformers import (
 from lowmem_ft.errors import MissingPackageError, ModelError
 from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
 from lowmem_ft.models.architecture import catalogue_config, hub_id_of, nearest_names, refuse_incomplete
+from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config, lazy_weights
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
@@ -49,8 +50,9 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
             gated ones too, without a network.
 
     Raises:
-        ModelError: if the name is no folder, no GGUF file and no reachable hub repository, or holds no causal LM; or if
-            its config.json is invalid or incomplete.
+        ModelError: if the name is no folder, no GGUF file and no reachable hub repository, or holds no causal LM (an
+            encoder is none, though transformers has a class that would take it); or if its config.json is invalid or
+            incomplete.
     """
     if architecture_only and (catalogued := catalogue_config(config)):
         return catalogued
@@ -60,6 +62,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
         logger.info("model.name_or_path=%s stands for the hub's %s.", config.name_or_path, path)
     try:
         hf_config = AutoConfig.from_pretrained(path, **source)
+        del source["trust_remote_code"]  # for Auto classes alone
         written, _ = ({}, None) if "gguf_file" in source else PretrainedConfig.get_config_dict(path, **source)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise _explained(config, error) from error
@@ -72,6 +75,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
         )
     if written:
         refuse_incomplete(path, written, hf_config)
+    refuse_bidirectional(config.name_or_path or "", hf_config)
     return hf_config
 
 
@@ -79,20 +83,27 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``.
 
     Raises:
-        ModelError: if no tokenizer can be read there.
+        ModelError: if no tokenizer can be read there, or one without a vocabulary.
     """
     check_tokenizer_path(config)
     source = source_of(config)
     if config.tokenizer_name_or_path:
         source = _tokenizer_source(config.tokenizer_name_or_path)
     path = source.pop("path")
+    way_out = "Set model.tokenizer_name_or_path to a folder or hub id that has one."
     try:
-        return AutoTokenizer.from_pretrained(path, **source)
+        tokenizer = AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError) as error:
+        lacks_files = "Couldn't instantiate the backend tokenizer" in str(error)
+        reason = "it has no tokenizer.json." if lacks_files else _first_line(error)
+        raise ModelError(f"No tokenizer could be read from {path}: {reason} {way_out}") from error
+    # Where there are no files, transformers makes up one that knows its special tokens alone.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(
-            f"No tokenizer could be read from {path}: {_first_line(error)} "
-            "Set model.tokenizer_name_or_path to a folder or hub id that has one."
-        ) from error
+            f"A tokenizer needs a vocabulary, but {path} has none: every text would be unknown or empty to the model. "
+            f"{way_out}"
+        )
+    return tokenizer
 
 
 def load_model(

@@ -26,6 +26,7 @@ from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.budget_cap import apply_budget, report_budget
 from lowmem_ft.training.build import build_session, plan_session, resumed
+from lowmem_ft.training.causality import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoint import (
     Progress,
     delete_old_checkpoints,
@@ -139,6 +140,7 @@ class TrainingRun:
         )
         self.num_steps = self._num_training_steps()
         self.session: Session = build_session(built, self.runtime, plan, num_training_steps=self.num_steps)
+        refuse_bidirectional_weights(self.session, recipe.model.name_or_path or "")
         # Loading and wrapping may draw random numbers; dropout must not depend on how many.
         set_seed(config.seed + self.runtime.process_index, deterministic=config.full_determinism)
         if resume_from is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, max_positions
@@ -236,9 +237,11 @@ def test_a_tokenizer_folder_that_is_none_is_said_to_be_none(folder):
 
 def test_a_local_model_may_take_its_tokenizer_from_the_hub(folder, monkeypatch):
     seen = {}
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "recipes" / "tiny")
     monkeypatch.setattr("lowmem_ft.models.loading.hub_is_reachable", lambda: True)
     monkeypatch.setattr(
-        "lowmem_ft.models.loading.AutoTokenizer.from_pretrained", lambda path, **source: seen.update(source)
+        "lowmem_ft.models.loading.AutoTokenizer.from_pretrained",
+        lambda path, **source: seen.update(source) or tokenizer,
     )
     load_tokenizer(ModelConfig(name_or_path=str(folder), tokenizer_name_or_path="some/tokenizer"))
     assert seen == {"local_files_only": False}

@@ -1,0 +1,64 @@
+"""Does an architecture predict each token from the ones before it, and from nothing else?
+
+transformers has a causal LM class for many encoders too, which are causal only if their config says ``is_decoder``.
+Trained as they come, they see the very token that they are to predict.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+from lowmem_ft.errors import ModelError
+
+
+def refuse_bidirectional(name: str, hf_config: PretrainedConfig) -> None:
+    """Refuse encoders, encoder-decoders, and decoders whose attention is switched to both directions.
+
+    Not every config tells, of models with code of their own least of all: ``training/causality.py`` asks the weights.
+
+    Args:
+        name: the model, as the user calls it.
+        hf_config: its architecture; transformers has a causal LM class for it.
+
+    Raises:
+        ModelError: if a token of this architecture sees the ones after it.
+    """
+    reason = _bidirectional_by(hf_config)
+    if reason:
+        raise ModelError(
+            "model.name_or_path needs a causal language model, whose tokens see only the ones before them; "
+            f"{name} is of type {hf_config.model_type!r}, {reason}. Choose a decoder, such as one of "
+            "`lowmem-ft models`."
+        )
+
+
+def _bidirectional_by(hf_config: PretrainedConfig) -> str:
+    """What makes it bidirectional; empty if nothing does."""
+    if hf_config.is_encoder_decoder:
+        return "an encoder-decoder (is_encoder_decoder=true in its config.json)"
+    text: Any = hf_config.get_text_config(decoder=True)
+    if getattr(text, "is_causal", None) is False or text.to_dict().get("use_bidirectional_attention") in (
+        True,
+        "all",
+    ):
+        return "and its config.json switches attention to both directions (is_causal, use_bidirectional_attention)"
+    if getattr(text, "is_decoder", False) or getattr(
+        text, "causal", False
+    ):  # the latter is XLM's name for it
+        return ""
+    if type(text) in MODEL_FOR_MASKED_LM_MAPPING or _is_an_encoder_without_switch(text):
+        return "an encoder (a model that was trained as a decoder says is_decoder=true in its config.json)"
+    return ""
+
+
+def _is_an_encoder_without_switch(hf_config: Any) -> bool:
+    """Whether ``is_decoder=false`` means something to the modules: GPT-NeoX has the field, and never looks at it."""
+    if getattr(hf_config, "is_decoder", None) is not False:
+        return False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    return any(getattr(module, "is_causal", None) is False for module in model.modules())

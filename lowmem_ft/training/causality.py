@@ -1,0 +1,71 @@
+"""Do later tokens change what a model says of earlier ones? Asked of the weights, where its code does not tell."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lowmem_ft.data import IGNORED_LABEL, Batch
+from lowmem_ft.errors import ModelError
+from lowmem_ft.models import vocab_size
+from lowmem_ft.training.session import Session
+from lowmem_ft.training.step import evaluation_loss
+
+NUM_TOKENS = 16
+TOLERANCE = 0.01
+"""Of the loss. A causal model's differs by rounding alone, most with 8-bit weights, whose outliers are found over all
+tokens of a batch."""
+
+
+def refuse_bidirectional_weights(session: Session, name: str) -> None:
+    """Compare the loss of a few tokens with that of the same tokens but the last, which is no label.
+
+    Two forward passes of one row, for models that nothing vouches for: models/causality.py has read the config by now,
+    and attention modules of transformers' own that call themselves causal are believed.
+
+    Args:
+        session: the built model, before its first step.
+        name: the model, as the user calls it.
+
+    Raises:
+        ModelError: if the two differ.
+    """
+    if _is_vouched_for(session.unwrapped_model):
+        return
+    middle = (
+        vocab_size(session.unwrapped_model.config) or 4 * NUM_TOKENS
+    ) // 2  # special tokens are at the ends
+    ids_T = torch.arange(NUM_TOKENS) + max(0, middle - NUM_TOKENS)
+    other_ids_T = ids_T.clone()
+    other_ids_T[-1] = ids_T[0]
+    session.model.eval()
+    try:
+        before, after = (float(evaluation_loss(session, [_batch(ids)])[0]) for ids in (ids_T, other_ids_T))
+    finally:
+        session.model.train()
+    if abs(after - before) > TOLERANCE * abs(before):
+        raise ModelError(
+            "model.name_or_path needs a causal language model, whose tokens see only the ones before them; in "
+            f"{name} another last token changes the loss of those before it from {before:.4f} to {after:.4f}. "
+            "Choose a decoder, such as one of `lowmem-ft models`."
+        )
+
+
+def _is_vouched_for(model: nn.Module) -> bool:
+    return type(model).__module__.startswith("transformers.models.") and any(
+        getattr(module, "is_causal", False) is True for module in model.modules()
+    )
+
+
+def _batch(input_ids_T: torch.Tensor) -> Batch:
+    input_ids_BT = input_ids_T[None]
+    labels_BT = input_ids_BT.clone()
+    labels_BT[:, [0, -1]] = IGNORED_LABEL
+    return Batch(
+        input_ids_BT=input_ids_BT,
+        labels_BT=labels_BT,
+        position_ids_BT=None,
+        sample_ids=(0,),
+        num_label_tokens=NUM_TOKENS - 2,
+        num_tokens=NUM_TOKENS,
+    )
