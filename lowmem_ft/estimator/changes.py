@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,15 @@ class Change:
     why: str
     estimate: MemoryEstimate
 
+    def to_json(self) -> dict[str, Any]:
+        """The change as JSON types, with the peaks it leads to."""
+        return {
+            "overrides": list(self.overrides),
+            "why": self.why,
+            "device": self.estimate.to_json()["device"],
+            "host": self.estimate.to_json()["host"],
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
@@ -44,23 +53,27 @@ class Changes:
         fitting: the changes that do, cheapest first; empty if none does.
         all_together: everything that the device lets one change, at once: what is missing even then, where nothing
             fits; None if there is nothing left to change.
+        complete: whether the search came to its end; what it had not tried by then may fit too.
     """
 
     fitting: tuple[Change, ...]
     all_together: Change | None
+    complete: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """The changes as JSON types, by the names of the published schema."""
+        together = self.all_together
+        return {
+            "fitting": [change.to_json() for change in self.fitting],
+            "all_together": None if together is None else together.to_json(),
+            "complete": self.complete,
+        }
 
 
 def cheapest_changes(
     recipe: Recipe, gpu: str | Gpu | None = None, *, budget: Budget | None = None
 ) -> Changes:
     """The three cheapest ways to make a recipe fit, each estimated; fewer if there are no more.
-
-    A way is as dear as the dearest change in it, in the order of ``ways_out_of``, and holds no change that it could do
-    without. Each does without the dearest change of those before it.
-
-    An estimate takes seconds, so the dearest change is found by bisection: what fits is taken to fit with further
-    changes too. Where that is not so (more rows may wait in vertical order) a cheaper way can be missed; each that is
-    returned does fit.
 
     Args:
         recipe: what does not fit.
@@ -70,37 +83,70 @@ def cheapest_changes(
     Returns:
         The changes.
     """
-    search = _Search(recipe, gpu, budget)
-    ways = search.that_run(list(ways_out_of(recipe)))
-    all_together = search.change(ways) if ways else None
-    found: list[Change] = []
-    dearest = 0  # of the way before: without it, all the cheaper changes together do not fit
-    while len(found) < NUM_CHANGES and search.fits(ways):
-        if found and search.num_estimates >= ENOUGH_ESTIMATES:
-            break
-        prefixes = range(1, len(ways))
-        dearest = bisect.bisect_left(
-            prefixes, True, lo=dearest, key=lambda length: search.fits(ways[:length])
-        )
-        found.append(search.cheapest_with(ways[dearest], ways[:dearest]))
-        ways = [*ways[:dearest], *ways[dearest + 1 :]]
-    return Changes(fitting=tuple(found), all_together=all_together)
+    search = ChangeSearch(recipe, gpu, budget=budget)
+    for _ in search:
+        pass
+    return search.found(complete=True)
 
 
-class _Search:
-    """Estimates of a recipe with changes, each made once."""
+class ChangeSearch:
+    """Looks for the cheapest ways to make a recipe fit; each step of the iteration is one that has been found.
 
-    def __init__(self, recipe: Recipe, gpu: str | Gpu | None, budget: Budget | None) -> None:
+    A way is as dear as the dearest change in it, in the order of ``ways_out_of``, and holds no change that it could do
+    without. Each does without the dearest change of those before it.
+
+    An estimate takes seconds, so the dearest change is found by bisection: what fits is taken to fit with further
+    changes too. Where that is not so (more rows may wait in vertical order) a cheaper way can be missed; each that is
+    found does fit. Each estimate is made once.
+
+    Args:
+        recipe: what does not fit.
+        gpu: where, as for ``estimate_memory``.
+        budget: what may be used; None: the recipe's own.
+        on_estimate: called before each estimate, with the number of those made.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        gpu: str | Gpu | None = None,
+        *,
+        budget: Budget | None = None,
+        on_estimate: Callable[[int], None] = lambda num_estimates: None,
+    ) -> None:
         self._recipe = recipe
         self._gpu = gpu
         self._budget = budget
+        self._on_estimate = on_estimate
         self._estimates: dict[tuple[str, ...], MemoryEstimate | UserError] = {}
+        self._found: list[Change] = []
+        self._all_together: Change | None = None
 
-    @property
-    def num_estimates(self) -> int:
-        return len(self._estimates)
+    def __iter__(self) -> Iterator[Change]:
+        """The ways, cheapest first; three at most."""
+        ways = self._that_run(list(ways_out_of(self._recipe)))
+        self._all_together = self._change(ways) if ways else None
+        dearest = 0  # of the way before: without it, all the cheaper changes together do not fit
+        while len(self._found) < NUM_CHANGES and self._fits(ways):
+            if self._found and len(self._estimates) >= ENOUGH_ESTIMATES:
+                break
+            prefixes = range(1, len(ways))
+            dearest = bisect.bisect_left(
+                prefixes, True, lo=dearest, key=lambda length: self._fits(ways[:length])
+            )
+            self._found.append(self._cheapest_with(ways[dearest], ways[:dearest]))
+            yield self._found[-1]
+            ways = [*ways[:dearest], *ways[dearest + 1 :]]
 
-    def that_run(self, ways: Sequence[WayOut]) -> list[WayOut]:
+    def found(self, *, complete: bool) -> Changes:
+        """What has been found so far.
+
+        Args:
+            complete: whether the search came to its end.
+        """
+        return Changes(fitting=tuple(self._found), all_together=self._all_together, complete=complete)
+
+    def _that_run(self, ways: Sequence[WayOut]) -> list[WayOut]:
         """Those that the device and the model can be trained with; not bf16 where it has none, for instance."""
         if not ways or self._runs(ways):
             return list(ways)
@@ -110,25 +156,25 @@ class _Search:
                 kept.append(way)
         return kept
 
-    def fits(self, ways: Sequence[WayOut]) -> bool:
+    def _fits(self, ways: Sequence[WayOut]) -> bool:
         """Whether the recipe does with these changes, of which there is one at least."""
         if not ways:
             return False
         estimate = self._estimate(ways)
         return not isinstance(estimate, UserError) and estimate.fits
 
-    def cheapest_with(self, dearest: WayOut, cheaper: Sequence[WayOut]) -> Change:
+    def _cheapest_with(self, dearest: WayOut, cheaper: Sequence[WayOut]) -> Change:
         """The dearest change with as few and as cheap others as it needs, where all of them together fit."""
-        if self.fits([dearest]):
-            return self.change([dearest])
+        if self._fits([dearest]):
+            return self._change([dearest])
         needed = [*cheaper, dearest]
         for way in reversed(cheaper):
             without = [other for other in needed if other is not way]
-            if self.fits(without):
+            if self._fits(without):
                 needed = without
-        return self.change(needed)
+        return self._change(needed)
 
-    def change(self, ways: Sequence[WayOut]) -> Change:
+    def _change(self, ways: Sequence[WayOut]) -> Change:
         """The recipe with some changes, which can run."""
         estimate = self._estimate(ways)
         assert not isinstance(estimate, UserError), "only changes that run get so far"
@@ -144,6 +190,7 @@ class _Search:
     def _estimate(self, ways: Sequence[WayOut]) -> MemoryEstimate | UserError:
         overrides = _overrides(self._recipe, ways)
         if overrides not in self._estimates:
+            self._on_estimate(len(self._estimates))
             recipe = self._recipe
             for way in ways:
                 recipe = way.applied_to(recipe)

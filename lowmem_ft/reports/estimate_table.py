@@ -45,6 +45,8 @@ def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
     Returns:
         Something that ``rich.print`` prints.
     """
+    if not changes.fitting and not changes.complete:
+        return Text(f"The search was ended before it had found a change that makes it fit on {gpu_name}.")
     if not changes.fitting:
         return _what_is_missing(changes.all_together, gpu_name)
     table = _grid()
@@ -52,7 +54,9 @@ def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
         setting = Text(" ".join(change.overrides), "bold")
         peak = f"peak {format_bytes(change.estimate.process_peak_bytes)}"
         table.add_row(Text(peak, no_wrap=True), Group(setting, Text(change.why)))
-    return Group(Text(f"Cheapest changes that make it fit on {gpu_name}:", "bold"), _indented(table))
+    title = Text(f"Cheapest changes that make it fit on {gpu_name}:", "bold")
+    ended = () if changes.complete else (Text("The search was ended; there may be more."),)
+    return Group(title, _indented(table), *ended)
 
 
 def price_per_million_tokens(step: StepTime | None, price: Price | None) -> float | None:

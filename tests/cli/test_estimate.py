@@ -1,20 +1,24 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
+import io
 import json
 import logging
+import os
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lowmem_ft.catalog.gpu import Gpu, Price
-from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.cli import main
-from lowmem_ft.errors import ModelError, RecipeError, UserError, did_you_mean
+from lowmem_ft.errors import ModelError, RecipeError, UserError
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.recipe import load_recipe
@@ -47,12 +51,13 @@ class FakeEstimator:
         self.needs_bytes = 20 * GIB
         self.recipes: list = []
         self.refusals: dict[str, UserError] = {}
-        self.changes = ["one", "two", "three"]
-        self.helped: str | None = None
+        self.changes_help = True
+        self.interrupted_after: int | None = None
+        self.searched: list = []
 
     def estimate_memory(self, recipe, gpu=None, *, budget=None) -> MemoryEstimate:
         self.recipes.append(recipe)
-        gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+        gpu = find_gpu(gpu) if isinstance(gpu, str) and gpu != "cpu" else None if gpu == "cpu" else gpu
         memory_bytes = gpu.memory_bytes if gpu else 0
         return MemoryEstimate(
             model=ModelSize(name="a-model", parameters=1000, trainable_parameters=1000),
@@ -82,38 +87,23 @@ class FakeEstimator:
             for gpu in gpus
         ]
 
-    def cheapest_changes(self, recipe, gpu=None) -> types.SimpleNamespace:
-        self.helped = gpu
-        smaller = dataclasses.replace(
-            self.estimate_memory(recipe, gpu), process_peak_bytes=7 * GIB, fits=True
+    def estimate_changed(self, recipe, gpu=None, *, budget=None) -> MemoryEstimate:
+        """What the search asks: each change alone makes it fit, or none does."""
+        if len(self.searched) == self.interrupted_after:
+            raise KeyboardInterrupt
+        self.searched.append(gpu)
+        plain = self.estimate_memory(recipe, gpu)
+        return (
+            dataclasses.replace(plain, process_peak_bytes=7 * GIB, fits=True) if self.changes_help else plain
         )
-        changes = [
-            types.SimpleNamespace(overrides=(f"checkpointing.mode={mode}",), why="", estimate=smaller)
-            for mode in self.changes
-        ]
-        return types.SimpleNamespace(fitting=changes, all_together=None)
-
-
-def find_gpu(name: str) -> Gpu:
-    if name not in GPUS:
-        raise UserError(f"There is no GPU {name!r}.{did_you_mean(name, GPUS)}")
-    return GPUS[name]
 
 
 @pytest.fixture
 def estimator(monkeypatch: pytest.MonkeyPatch):
     fake = FakeEstimator()
-    modules = {
-        "lowmem_ft.estimator": {
-            "estimate_memory": fake.estimate_memory,
-            "estimate_on_gpus": fake.estimate_on_gpus,
-        },
-        "lowmem_ft.estimator.changes": {"cheapest_changes": fake.cheapest_changes},
-    }
-    for name, members in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+    for asked in ("estimate_memory", "estimate_on_gpus"):
+        monkeypatch.setattr(f"lowmem_ft.estimator.{asked}", getattr(fake, asked))
+    monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", fake.estimate_changed)
     monkeypatch.setattr("lowmem_ft.catalog.gpus.load_gpus", lambda: GPUS)
     monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
     logger = logging.getLogger("lowmem_ft")
@@ -160,7 +150,7 @@ def test_mistyped_settings_are_explained_all_at_once(estimator, capsys):
 
 def test_an_unknown_gpu_names_the_nearest(estimator, capsys):
     assert estimate("recipe=tiny", "--gpu", "smal") == 2
-    assert "There is no GPU 'smal'. Did you mean `small`?" in capsys.readouterr().err
+    assert "There is no GPU 'smal' in the catalogue. Did you mean `small`?" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_fit_exits_with_3_and_three_changes(estimator, capsys):
@@ -168,12 +158,13 @@ def test_a_run_that_does_not_fit_exits_with_3_and_three_changes(estimator, capsy
     out = capsys.readouterr().out
     assert out.startswith("a-model does not fit on small: 12.0 GiB over\n")
     changes = out[out.index("Cheapest changes that make it fit on small:") :]
-    assert changes.count("peak 7.00 GiB  checkpointing.mode=") == 3
+    assert changes.count("peak 7.00 GiB  ") == 3
     assert "--gpu all" not in out
+    assert set(estimator.searched) == {"small"}
 
 
 def test_where_no_change_helps_other_gpus_are_pointed_at(estimator, capsys):
-    estimator.changes = []
+    estimator.changes_help = False
     assert estimate("recipe=tiny", "--gpu", "small") == 3
     assert capsys.readouterr().out.endswith("\nSee other GPUs with --gpu all.\n")
     estimator.needs_bytes = 100 * GIB
@@ -193,7 +184,63 @@ def test_json_on_stdout_stands_there_alone(estimator, capsys):
     seen = capsys.readouterr()
     assert json.loads(seen.out) == estimator.estimate_memory(None, GPUS["small"]).to_json()
     assert "does not fit on small" in seen.err
-    assert "Cheapest changes" in seen.err
+
+
+def test_a_script_waits_for_no_search_that_it_has_not_asked_for(estimator, capsys, tmp_path):
+    for file in ("-", str(tmp_path / "estimate.json")):
+        assert estimate("recipe=tiny", "--gpu", "small", "--json", file) == 3
+        seen = capsys.readouterr()
+        assert "With --changes: the cheapest changes" in seen.out + seen.err
+    assert estimator.searched == []
+    assert estimate("recipe=tiny", "--gpu", "small", "--no-changes") == 3
+    assert "Cheapest changes" not in capsys.readouterr().out
+    assert estimator.searched == []
+
+
+def test_changes_that_are_asked_for_stand_in_the_json(estimator, capsys):
+    assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert changes["complete"] is True
+    assert len(changes["fitting"]) == 3
+    assert changes["fitting"][0]["device"]["process_peak_bytes"] == 7 * GIB
+    assert all("=" in setting for one in changes["fitting"] for setting in one["overrides"])
+    assert estimate("recipe=tiny", "--gpu", "big", "--json", "-", "--changes") == 0
+    assert json.loads(capsys.readouterr().out)["changes"] is None
+
+
+@pytest.mark.parametrize("after,kept", [(1, 0), (6, 1)])
+def test_ctrl_c_ends_the_search_and_keeps_the_verdict_and_what_was_found(estimator, capsys, after, kept):
+    estimator.interrupted_after = after
+    assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
+    seen = capsys.readouterr()
+    changes = json.loads(seen.out)["changes"]
+    assert (len(changes["fitting"]), changes["complete"]) == (kept, False)
+    assert "does not fit on small" in seen.err
+    assert "The search was ended" in seen.err
+    assert "No change makes it fit" not in seen.err
+
+
+def test_the_verdict_is_said_before_the_search_begins(estimator, capsys, monkeypatch):
+    heard = []
+    plain = estimator.estimate_changed
+
+    def listens(*arguments, **keywords):
+        heard.append(capsys.readouterr().out)
+        return plain(*arguments, **keywords)
+
+    monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", listens)
+    assert estimate("recipe=tiny", "--gpu", "small") == 3
+    assert heard[0].startswith("a-model does not fit on small: 12.0 GiB over\n")
+
+
+def test_the_search_says_how_far_it_is_on_a_terminal(estimator, monkeypatch):
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr("rich.get_console", lambda: terminal)
+    assert estimate("recipe=tiny", "--gpu", "small") == 3
+    said: list[str] = []
+    monkeypatch.setattr("rich.status.Status.update", lambda status, text: said.append(text))
+    assert estimate("recipe=tiny", "--gpu", "small") == 3
+    assert any("1 tried, 0 found; Ctrl-C ends it" in text for text in said)
 
 
 def test_json_in_a_file_leaves_the_report_on_stdout(estimator, capsys, tmp_path):
@@ -234,7 +281,7 @@ def test_all_exits_with_3_where_none_fits_and_helps_the_nearest(estimator, capsy
     estimator.needs_bytes = 100 * GIB
     assert estimate("recipe=tiny", "--gpu", "all") == 3
     assert "Cheapest changes that make it fit on big:" in capsys.readouterr().out
-    assert estimator.helped == "big"
+    assert set(estimator.searched) == {"big"}
 
 
 def test_plot_and_snapshot_are_written(estimator, tmp_path, monkeypatch):
@@ -242,8 +289,7 @@ def test_plot_and_snapshot_are_written(estimator, tmp_path, monkeypatch):
     timeline.malloc(Allocation(size_bytes=GIB, category="parameter", phase="load"))
     plain = estimator.estimate_memory
     monkeypatch.setattr(
-        sys.modules["lowmem_ft.estimator"],
-        "estimate_memory",
+        "lowmem_ft.estimator.estimate_memory",
         lambda *arguments: dataclasses.replace(plain(*arguments), timeline=timeline),
     )
     plot, snapshot = tmp_path / "memory.html", tmp_path / "run.pickle"
@@ -264,17 +310,68 @@ def test_files_that_cannot_be_written_are_refused_before_the_estimate(estimator,
     assert estimator.recipes == []
 
 
-def test_a_file_that_turns_out_not_to_be_writable_is_no_traceback(estimator, capsys, tmp_path):
-    assert estimate("recipe=tiny", "--gpu", "big", "--json", str(tmp_path)) == 2
-    assert (
-        f"error: --json cannot write {tmp_path}: Is a directory. Name another file."
-        in capsys.readouterr().err
-    )
+def test_what_is_wrong_with_a_file_is_said_before_the_estimate(estimator, capsys, tmp_path):
+    plain_file = tmp_path / "file"
+    plain_file.touch()
+    both = str(tmp_path / "both.html")
+    for arguments, said in {
+        ("--json", str(tmp_path)): f"--json names a file, got the folder {tmp_path}. Name a file in it.",
+        ("--json", ""): "--json names a file, got the folder ''.",
+        ("--plot", str(tmp_path)): "--plot names a file, got the folder",
+        ("--snapshot", str(plain_file / "x.pickle")): "is a file. Name another.",
+        ("--json", both, "--plot", both): "--json and --plot write files of their own",
+        ("--json", both, "--json", "-"): f"--json is given once, got {both} and -. Leave one out.",
+    }.items():
+        assert estimate("recipe=tiny", "--gpu", "big", *arguments) == 2
+        assert said in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: False)
+        assert estimate("recipe=tiny", "--gpu", "big", "--json", both) == 2
+    assert "--json needs a file that may be written" in capsys.readouterr().err
+    assert estimator.recipes == []
 
 
-def test_a_snapshot_needs_a_gpu(estimator, capsys, tmp_path):
-    assert estimate("recipe=tiny", "--snapshot", str(tmp_path / "run.pickle")) == 2
-    assert "--snapshot shows CUDA's caching allocator, got a CPU." in capsys.readouterr().err
+def test_a_file_that_turns_out_not_to_be_writable_is_no_traceback(estimator, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", refuses_to_write)
+    path = tmp_path / "estimate.json"
+    assert estimate("recipe=tiny", "--gpu", "big", "--json", str(path)) == 2
+    assert f"error: --json cannot write {path}: No space left on device." in capsys.readouterr().err
+
+
+def refuses_to_write(*arguments, **keywords):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_snapshot_needs_a_gpu(estimator, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for gpu in ([], ["--gpu", "cpu"], ["--gpu", "CPU"]):
+        assert estimate("recipe=tiny", *gpu, "--snapshot", str(tmp_path / "run.pickle")) == 2
+        assert "--snapshot shows CUDA's caching allocator, got a CPU." in capsys.readouterr().err
+    assert estimator.recipes == []
+
+
+@pytest.mark.parametrize(
+    "arguments,said",
+    [
+        (["--gpu", "smal"], "Did you mean `small`?"),
+        (["--gpu", "small,big"], "--gpu takes one name, or all, got small,big."),
+        (["--gpu", "small", "--gpu", "big"], "--gpu is given once, got small and big."),
+        (["--gpu", "small", "big"], "A setting is written key=value, got `big`."),
+        (["--gpu", ""], "There is no GPU ''"),
+        (["--gpu", "all", "--snapshot", "x.pickle"], "--snapshot shows one GPU, got --gpu all."),
+    ],
+)
+def test_a_gpu_that_cannot_be_meant_is_said_before_anything_is_loaded(estimator, capsys, arguments, said):
+    assert estimate("recipe=tiny", *arguments) == 2
+    assert said in capsys.readouterr().err
+    assert estimator.recipes == []
+
+
+def test_all_and_cpu_are_understood_in_capitals(estimator, capsys):
+    assert estimate("recipe=tiny", "--gpu", "ALL") == 0
+    assert "fits on 1 of 3 GPUs" in capsys.readouterr().out
+    assert estimate("recipe=tiny", "--gpu", " CPU") == 0
+    assert "fits on cpu" in capsys.readouterr().out
 
 
 def test_the_script_is_the_estimate_command():

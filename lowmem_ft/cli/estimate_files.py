@@ -1,0 +1,48 @@
+"""The files that ``lowmem-ft estimate`` writes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowmem_ft.errors import UserError
+
+if TYPE_CHECKING:
+    from lowmem_ft.memory.estimate import MemoryEstimate
+
+
+def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace) -> None:
+    """The plot and the allocator's snapshot, where they were asked for."""
+    from lowmem_ft.reports.memory_plot import write_plot
+    from lowmem_ft.reports.snapshot import write_snapshot
+    from lowmem_ft.virtual_gpu.estimate import allocator_config_of_environment
+
+    config = allocator_config_of_environment()
+    if options.plot is not None:
+        with _writing("plot", options.plot) as path:
+            write_plot(path, estimate, config)
+    if options.snapshot is not None:
+        with _writing("snapshot", options.snapshot) as path:
+            write_snapshot(path, estimate.timeline, config)
+
+
+def write_json(values: dict[str, Any], options: argparse.Namespace) -> None:
+    """The values as JSON, to a file or alone on stdout, where that was asked for."""
+    text = json.dumps(values, indent=2)
+    if options.json == "-":
+        print(text)
+    elif options.json is not None:
+        with _writing("json", options.json) as path:
+            path.write_text(f"{text}\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _writing(option: str, name: str) -> Iterator[Path]:
+    try:
+        yield Path(name)
+    except OSError as error:
+        raise UserError(f"--{option} cannot write {name}: {error.strerror}. Name another file.") from error

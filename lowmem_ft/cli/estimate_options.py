@@ -1,0 +1,187 @@
+"""What ``lowmem-ft estimate`` was asked: its options, and what can be refused before time is spent on it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.errors import RecipeError, UserError
+
+ALL_GPUS = "all"
+CPU = "cpu"
+
+_USAGE = (
+    "lowmem-ft estimate recipe=NAME|PATH [key=value ...] [--gpu NAME|all] [--changes] [--json FILE|-] "
+    "[--plot FILE] [--snapshot FILE]"
+)
+_EXAMPLES = """\
+examples:
+  lowmem-ft estimate recipe=7b-bf16 --gpu l40s
+  lowmem-ft estimate model=llama-3.1-8b --gpu all
+  lowmem-ft estimate recipe=8b-bf16 data.max_length=8192 checkpointing.mode=none --gpu h100-80gb --plot memory.html
+  lowmem-ft estimate recipe=my/recipe.yaml budget=24GiB --json -
+
+recipe= may be left out where model= is given. Data is not read: rows are taken to be data.max_length long.
+The recipe's own step runs on a virtual GPU, without weights. `lowmem-ft gpus` and `lowmem-ft models` list the names.
+Exit codes: 0 it fits, 3 it does not, 2 the input is at fault."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, list[str]]:
+    """The options, the recipe's name or path (None where the settings name a model instead), and the settings.
+
+    Raises:
+        UserError: if an option cannot be done, or neither a recipe nor a model is named.
+    """
+    options, others = _parser().parse_known_args(list(arguments))
+    recipe_name, settings = _split(others)
+    _check(options)
+    return options, recipe_name, settings
+
+
+def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    choices = [argument for argument in arguments if argument.startswith("recipe=")]
+    settings = [argument for argument in arguments if not argument.startswith("recipe=")]
+    names_model = any(setting.startswith(("model=", "model.name_or_path=")) for setting in settings)
+    if choices == ["recipe="] or len(choices) > 1 or (not choices and not names_model):
+        seen = " ".join(choices or arguments) or "nothing"
+        raise RecipeError(
+            f"An estimate needs one recipe=NAME|PATH, or model=NAME, got {seen}. "
+            "`lowmem-ft recipes` and `lowmem-ft models` list the names."
+        )
+    return (choices[0].partition("=")[2] if choices else None), settings
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse a GPU that nobody knows, and files that could not be written."""
+    if options.gpu is not None:
+        options.gpu = options.gpu.strip()
+        if options.gpu.lower() in (ALL_GPUS, CPU):
+            options.gpu = options.gpu.lower()
+    problems = [*_gpu_problems(options.gpu), *_file_problems(options)]
+    if problems:
+        raise UserError(*problems)
+    if options.plot is not None:
+        from lowmem_ft.reports.memory_plot import check_plot_path
+
+        check_plot_path(Path(options.plot))
+
+
+def _gpu_problems(gpu: str | None) -> Sequence[str]:
+    if gpu in (None, ALL_GPUS, CPU):
+        return ()
+    if "," in gpu or " " in gpu.strip():
+        names = [name for name in gpu.replace(",", " ").split() if name]
+        from lowmem_ft.catalog.gpus import load_gpus
+
+        if len(names) > 1 and any(name in load_gpus() for name in names):
+            return (
+                f"--gpu takes one name, or all, got {gpu}. Ask for one after the other, or for --gpu all.",
+            )
+    from lowmem_ft.catalog.gpus import find_gpu
+
+    try:
+        find_gpu(gpu)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def _file_problems(options: argparse.Namespace) -> list[str]:
+    files = {name: getattr(options, name) for name in ("json", "plot", "snapshot")}
+    problems: list[str] = []
+    options_by_file: dict[Path, str] = {}
+    for name, file in files.items():
+        if file is None or (name, file) == ("json", "-"):
+            continue
+        path = Path(file)
+        problem = _write_problem(name, file, path)
+        if problem is None and path.absolute() in options_by_file:
+            other = options_by_file[path.absolute()]
+            problem = f"--{other} and --{name} write files of their own, got {file} for both. Name another."
+        options_by_file[path.absolute()] = name
+        problems += [problem] if problem else []
+        if name != "json" and options.gpu == ALL_GPUS:
+            problems.append(f"--{name} shows one GPU, got --gpu all. Name one, such as --gpu rtx-4090.")
+    if options.snapshot is not None and options.gpu == CPU:
+        problems.append(NO_SNAPSHOT_OF_CPU)
+    return problems
+
+
+NO_SNAPSHOT_OF_CPU = "--snapshot shows CUDA's caching allocator, got a CPU. Name a GPU: --gpu NAME."
+
+
+def _write_problem(name: str, file: str, path: Path) -> str | None:
+    """Why a file could not be written; None if nothing is known to stand in the way."""
+    if path.is_dir():
+        return f"--{name} names a file, got the folder {file or repr(file)}. Name a file in it."
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        if parent.exists():
+            return f"--{name} writes into a folder, got {file}, where {path.parent} is a file. Name another."
+        return f"--{name} writes into a folder that exists, got {file}. Create {path.parent} first."
+    if not os.access(path if path.exists() else parent, os.W_OK):
+        return (
+            f"--{name} needs a file that may be written, got {file}. Name another, or change its permissions."
+        )
+    return None
+
+
+class _Once(argparse.Action):
+    """Of two values for one option argparse would take the last, and say nothing."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            raise UserError(
+                f"{option_string} is given once, got {before} and {values}. "
+                + ("Ask for one, or for --gpu all." if self.dest == "gpu" else "Leave one out.")
+            )
+        setattr(namespace, self.dest, values)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lowmem-ft estimate",
+        usage=_USAGE,
+        description="Say what a run will need on a GPU: memory by use and phase, time, cost, and whether it fits.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME|all",
+        action=_Once,
+        help="a GPU of `lowmem-ft gpus`, cpu, or all GPUs by price; without: what this machine has",
+    )
+    parser.add_argument(
+        "--changes",
+        action=argparse.BooleanOptionalAction,
+        help="where it does not fit, search for the cheapest changes that make it fit, which can take minutes; the "
+        "default, but under --json (Ctrl-C ends the search and keeps what it has found)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE|-",
+        action=_Once,
+        help="write the estimate as JSON; - is stdout, then JSON alone",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", action=_Once, help="draw memory over the run: .html to explore, or .png"
+    )
+    parser.add_argument(
+        "--snapshot",
+        metavar="FILE",
+        action=_Once,
+        help="write a .pickle that https://pytorch.org/memory_viz opens",
+    )
+    return parser
