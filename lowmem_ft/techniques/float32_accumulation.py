@@ -19,6 +19,8 @@ def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float
     Costs: those 2 bytes: of all weights in horizontal order, of one layer in vertical.
     Equals: the gradients in float32 of the same 16-bit products. In bfloat16 a sum of 16 micro-batches would drop what
     is smaller than 1/256 of it.
+    Limits: ``DistributedDataParallel`` takes no such gradients. Runs of several processes do without it
+    (``training/gradient_averaging.py``).
     Source: ``Tensor.grad_dtype`` of torch 2.11.
 
     Args:

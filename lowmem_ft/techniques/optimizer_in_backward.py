@@ -141,6 +141,8 @@ class InBackward(Handle):
                 f"{list(parameter.shape)} came twice: something calls backward inside backward (such as reentrant "
                 "checkpointing), or twice a step. Set optimizer.in_backward=false."
             )
+        if not self._taken:
+            _refuse_several_processes()  # whose group may have been made since
         self._taken.add((parameter, start))
         gradient = gradient.contiguous()
         self._sum_of_squares += norm_in_float32(gradient).square()
@@ -247,9 +249,10 @@ def enable_optimizer_in_backward(
     Costs: with clipping and ``memory`` a copy of each gradient to the host and back.
     Equals: the same updates bit for bit, at one gradient a step; where it clips, the norm is the sum of the same
     squares in another order (1e-6), and a sum of micro-batches is rounded to the type of its weight once.
-    Limits: each gradient must be finished by one backward a step: no accumulation over several, no averaging over
-    processes. Without clipping a gradient that is not finite changes nothing more, but what came before it in backward
-    is applied: the run has to go back to its last checkpoint.
+    Limits: each gradient must be finished by one backward a step: no accumulation over several, and one process, for
+    ``DistributedDataParallel`` averages gradients after they have been applied here. Without clipping a gradient that
+    is not finite changes nothing more, but what came before it in backward is applied: the run has to go back to its
+    last checkpoint.
     Source: Full Parameter Fine-tuning for Large Language Models with Limited Resources (LOMO), 2023 (arXiv:2306.09782),
     which runs backward twice to clip.
 
@@ -264,11 +267,24 @@ def enable_optimizer_in_backward(
         off.
 
     Raises:
+        UserError: if there are several processes.
         DoesNotFitError: if the host has too little memory for the gradients.
     """
+    _refuse_several_processes()
     in_backward = InBackward(optimizer, device=device, max_grad_norm=max_grad_norm, memory=memory)
     log.info("optimizer in backward: %s", _describe(in_backward, memory))
     return in_backward
+
+
+def _refuse_several_processes() -> None:
+    """Each would apply the gradients of its own data alone: they would train as many different models."""
+    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    num_processes = torch.distributed.get_world_size() if is_grouped else 1
+    if num_processes > 1:
+        raise UserError(
+            f"optimizer.in_backward=true works in one process, got {num_processes}: gradients are applied before they "
+            "are averaged over processes. Set optimizer.in_backward=false, or start one process."
+        )
 
 
 def _describe(in_backward: InBackward, memory: HostMemory | None) -> str:

@@ -104,8 +104,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         frozen=recipe.adapter.name != "none",
     )
     check_optimizer(recipe.optimizer, runtime.device)
-    problems = problems_with_processes(recipe, runtime.num_processes, bytes_per_weight=dtype.itemsize)
-    if problems:
+    if problems := problems_with_processes(recipe, runtime.num_processes):
         raise UserError(*problems)
     attention = choose_attention(
         recipe.model.attn_implementation,

@@ -37,6 +37,7 @@ from lowmem_ft.memory.mapped_files import MappedFiles
 from lowmem_ft.models import ModelConfig, load_finer_weights, load_model, weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.gradient_norm import clip_grad_norm
+from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.loss_scaling import unscale
 from lowmem_ft.units import parse_bytes
 
@@ -71,6 +72,10 @@ class Runtime(Protocol):
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """What the step calls in place of the two: wrapped for several processes and for loss scaling."""
+        ...
+
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The mean over all processes of finished gradients, where the prepared model has not made it in backward."""
         ...
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -123,6 +128,7 @@ class AccelerateRuntime:
         self.num_processes: int = accelerator.num_processes
         self.process_index: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
+        self._averages_after_backward = False
 
     @staticmethod
     def create(config: TrainingConfig, output_dir: Path) -> AccelerateRuntime:
@@ -195,6 +201,10 @@ class AccelerateRuntime:
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap the model for data parallelism and the optimizer for loss scaling, where the run needs them."""
+        if self.num_processes > 1 and not ddp_takes(model):
+            self._averages_after_backward = True
+            copy_from_main_process(model)
+            return model, self.accelerator.prepare(optimizer, device_placement=[False])
         own_forward = {name: value for name, value in vars(model).items() if name == "forward"}
         # Weights and state are where they belong, on the host some of them.
         prepared_model, prepared_optimizer = self.accelerator.prepare(
@@ -207,6 +217,11 @@ class AccelerateRuntime:
             vars(model).pop(name, None)
         vars(model).update(own_forward)
         return prepared_model, prepared_optimizer
+
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Those that DDP does not take: sums of 16-bit gradients in float32."""
+        if self._averages_after_backward:
+            average_gradients(parameters)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Accelerate's autocast at ``training.mixed_precision``."""

@@ -57,10 +57,11 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     for index, batch in enumerate(window):
         with runtime.micro_batch(session.model, is_last=index == len(window) - 1):
             micro_loss = _forward(session, batch, num_label_tokens)
-            # DDP averages gradients over the processes; the window's loss is their sum.
+            # Gradients are averaged over the processes; the window's loss is their sum.
             runtime.backward(micro_loss * runtime.num_processes)
         loss += micro_loss.detach()
     loss = runtime.sum_over_processes(loss)
+    runtime.average_gradients(session.trainable_parameters())
     grad_norm = session.clip_grad_norm()
     finite = runtime.is_finite(loss + grad_norm)
     overflow = not finite and runtime.is_finite(loss) and runtime.loss_scale_may_overflow()

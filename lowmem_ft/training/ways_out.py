@@ -70,15 +70,10 @@ def ways_out_of(recipe: Recipe, *, num_processes: int = 1) -> Iterator[WayOut]:
     Yields:
         The changes.
     """
-    known = _problems_in(num_processes, recipe)
+    known = set(problems_with_processes(recipe, num_processes))
     for way in _ways_out_of(recipe):
-        if _problems_in(num_processes, way.applied_to(recipe)) <= known:
+        if known.issuperset(problems_with_processes(way.applied_to(recipe), num_processes)):
             yield way
-
-
-def _problems_in(num_processes: int, recipe: Recipe) -> set[str]:
-    bytes_per_weight = 4 if recipe.model.dtype == "float32" else 2
-    return set(problems_with_processes(recipe, num_processes, bytes_per_weight=bytes_per_weight))
 
 
 def _ways_out_of(recipe: Recipe) -> Iterator[WayOut]:

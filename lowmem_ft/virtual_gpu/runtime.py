@@ -171,6 +171,9 @@ class VirtualRuntime:
         self.machine.mark_state(optimizer)
         return model, optimizer
 
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """There is one process."""
+
     def autocast(self) -> AbstractContextManager[None]:
         """Torch's autocast, without its weight cache."""
         if self._autocast_dtype is None:

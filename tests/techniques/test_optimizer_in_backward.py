@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -379,3 +381,35 @@ def test_sums_in_float32_are_applied_unrounded_where_nothing_waits():
     enable_float32_accumulation(later, takes_float32=True)
     in_backward = stepped_in_backward(other, later, None, num_steps=1)
     assert is_equal(in_backward, stepped_after(model, now, None, num_steps=1))
+
+
+@pytest.fixture
+def join_group():
+    """Makes this process the first of two, of which the other does nothing; ends the group with the test."""
+
+    def join():
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+    yield join
+    gc.collect()  # a DDP model goes before the group that it holds
+    torch.distributed.destroy_process_group()
+
+
+def test_several_processes_are_refused(join_group):
+    join_group()
+    with pytest.raises(UserError, match=r"works in one process, got 2: .* Set optimizer.in_backward=false"):
+        enable_optimizer_in_backward(optimizer_of(tiny_model()), device=CPU, max_grad_norm=None)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_model_that_is_made_data_parallel_later_is_refused_before_a_weight_changes(
+    join_group, max_grad_norm
+):
+    model = tiny_model()
+    before = weights(model)
+    enable_optimizer_in_backward(optimizer_of(model), device=CPU, max_grad_norm=max_grad_norm)
+    join_group()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(UserError, match="works in one process, got 2"):
+        backward(parallel)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(model).items())

@@ -172,7 +172,6 @@ def test_several_processes_are_refused_with_the_way_out(tiny, tmp_path):
     assert [problem.split(" works")[0] for problem in error.value.problems] == [
         "optimizer.in_backward=true",
         "offload.optimizer=host",
-        "accumulation.dtype=float32",
     ]
     assert all("Set " in problem for problem in error.value.problems)
 
