@@ -61,6 +61,11 @@ class Gpu:
     sources: Mapping[str, str]
 
     @property
+    def context_is_estimate(self) -> bool:
+        """Whether nobody has read the size of its context: it follows from the number of multiprocessors."""
+        return self.sources.get("context_mib", "estimate").startswith("estimate")
+
+    @property
     def cheapest_price(self) -> Price | None:
         """The lowest price an hour; None if nobody rents it out."""
         return min(self.prices, key=lambda price: price.usd_per_hour, default=None)

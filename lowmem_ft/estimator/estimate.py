@@ -13,7 +13,7 @@ import torch
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
-from lowmem_ft.estimator.host import host_base_bytes
+from lowmem_ft.estimator.host import host_outside
 from lowmem_ft.estimator.target import allocator_cap, budget_beyond, choose_gpu, limits, processor_name
 from lowmem_ft.estimator.tracing import TracedRecipe, trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate
@@ -129,7 +129,7 @@ def _estimate(
     replays: Replays | None = None,
 ) -> MemoryEstimate:
     surroundings = Surroundings(
-        host_base_bytes=host_base_bytes(traced.trace, on_gpu=gpu is not None),
+        host=host_outside(traced.trace, recipe, on_gpu=gpu is not None),
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
         micro_batches_per_step=_untraced_micro_batches(recipe),
         not_modelled=() if recipe.offload.folder is None else ("time that the disk of offload.folder takes",),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
+from lowmem_ft.recipe import Recipe
 from lowmem_ft.units import MIB
+from lowmem_ft.virtual_gpu.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.trace import Trace
 
 PROCESS_BYTES = 450 * MIB
@@ -13,30 +15,41 @@ PROCESS_BYTES = 450 * MIB
 CUDA_PROCESS_BYTES = 2048 * MIB
 """What CUDA's libraries add on the host: an allowance, 1.5 to 3 GiB resident in reports of users; not measured here."""
 
+ADAPTER_BYTES = 4
+"""Of a parameter of an adapter, which is float32."""
+
 TENSORS_IN_FLIGHT = 2
 """Weights are read one tensor at a time while the one before is still being copied."""
 
 
-def host_base_bytes(trace: Trace, *, on_gpu: bool) -> int:
-    """The most host memory outside the trace: the process, and the larger of loading and saving.
+def host_outside(trace: Trace, recipe: Recipe, *, on_gpu: bool) -> HostOutside:
+    """Host memory outside the trace: the process all the time, weights on their way while it loads and while it saves.
 
     Args:
         trace: for the sizes of the weights.
+        recipe: adapters alone are saved where there are some.
         on_gpu: whether the weights live on a GPU; on a CPU they are part of the trace, and files are written from them.
 
     Returns:
-        Bytes.
+        Bytes of each.
     """
     if not on_gpu:
-        return PROCESS_BYTES
-    sizes = [
-        allocation.size_bytes
-        for allocation in trace.timeline.allocations
-        if allocation.category == "parameter"
+        return HostOutside(process_bytes=PROCESS_BYTES)
+    weights = [allocation for allocation in trace.timeline.allocations if allocation.category == "parameter"]
+    largest = max((weight.size_bytes for weight in weights), default=0)
+    # Streamed weights are written from where they rest; the slots of their visits are as large as a layer that rests.
+    resting = {weight.size_bytes for weight in weights if weight.place != "device"}
+    copied = [
+        weight.size_bytes
+        for weight in weights
+        if weight.place == "device" and weight.size_bytes not in resting
     ]
-    largest = max(sizes, default=0)
-    loading = TENSORS_IN_FLIGHT * largest
-    saving = min(
-        sum(sizes), max(MAX_SHARD_BYTES, largest)
-    )  # a file's tensors are copied to the host together
-    return PROCESS_BYTES + CUDA_PROCESS_BYTES + max(loading, saving)
+    saved = sum(copied)
+    if recipe.adapter.name != "none":
+        saved = min(saved, trace.model.trainable_parameters * ADAPTER_BYTES)
+    in_a_file = max(MAX_SHARD_BYTES, max(copied, default=0))  # whose tensors are copied to the host together
+    return HostOutside(
+        process_bytes=PROCESS_BYTES + CUDA_PROCESS_BYTES,
+        loading_bytes=TENSORS_IN_FLIGHT * largest,
+        saving_bytes=min(saved, in_a_file),
+    )

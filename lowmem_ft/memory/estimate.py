@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.memory.uncertainty import Uncertainty, is_tight
 from lowmem_ft.units import format_bytes
 
 SCHEMA = 1
@@ -24,10 +25,34 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLimit:
-    """The device, and its memory as the driver reports it."""
+    """The device, and its memory as the driver reports it.
+
+    Args:
+        name: of the device.
+        memory_bytes: all of it; 0 if unknown.
+        held_by_others_bytes: what other processes and displays hold, where it is this machine's own.
+        context_is_estimate: whether nobody has read what a process's CUDA context takes on such a device.
+    """
 
     name: str
     memory_bytes: int
+    held_by_others_bytes: int = 0
+    context_is_estimate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRange:
+    """Where the peak of the process will lie, and the uncertainty that says so (see ``memory/uncertainty.py``).
+
+    Args:
+        low_bytes: the lower end.
+        high_bytes: the upper end, which decides whether it fits; cached memory has been given back where it has to be.
+        uncertainty: the shares that make the range.
+    """
+
+    low_bytes: int
+    high_bytes: int
+    uncertainty: Uncertainty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +93,11 @@ class MemoryEstimate:
         allocated_peak_bytes: of tensors, as ``torch.cuda.max_memory_allocated`` counts.
         reserved_peak_bytes: of the caching allocator's segments, as ``torch.cuda.max_memory_reserved`` counts.
         process_peak_bytes: of the process, as ``nvidia-smi`` shows: reserved, CUDA context, libraries.
+        process_range: where that will lie; None: not known.
         host_peak_bytes: resident host memory of the process.
         host_pinned_bytes: the part of it that is pinned, at its own peak.
+        host_by_part_at_peak: what the host's peak is made of, by category, and by ``process``, ``loading`` and
+            ``saving`` beside the tensors; they sum to it.
         disk_peak_bytes: of files that are mapped as memory (``offload.folder``); they are resident only while there is
             room, and not counted as such.
         by_category_at_peak: allocated bytes at the moment of the allocated peak; they sum to it.
@@ -78,7 +106,8 @@ class MemoryEstimate:
         peak_module: module of the allocation that made the peak; empty if outside any.
         step: time of a step; None where there is no clock, as on a CPU.
         budget: what it is judged against.
-        fits: whether the process stays within the device's budget and the host's.
+        fits: whether no allocation fails, the upper end of the range stays within the device's budget, and the host's
+            peak within its own.
         choices: what was decided for this device, with reasons, such as the attention kernel.
         not_modelled: what the numbers leave out.
         versions: of the libraries the trace ran with.
@@ -100,6 +129,8 @@ class MemoryEstimate:
     step: StepTime | None
     budget: BudgetVerdict
     fits: bool
+    process_range: ProcessRange | None = None
+    host_by_part_at_peak: Mapping[str, int] = field(default_factory=dict)
     disk_peak_bytes: int = 0
     choices: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
@@ -112,6 +143,20 @@ class MemoryEstimate:
         """What the device's budget leaves unused; negative if it is exceeded; None without a limit."""
         limit = self.budget.device_bytes
         return None if limit is None else limit - self.process_peak_bytes
+
+    @property
+    def process_high_bytes(self) -> int:
+        """The upper end of the process's range; the figure itself where there is none."""
+        return self.process_peak_bytes if self.process_range is None else self.process_range.high_bytes
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits with so little to spare that it may not in practice (see ``memory/uncertainty.py``)."""
+        budget = self.budget
+        return self.fits and (
+            is_tight(self.process_peak_bytes, budget.device_bytes)
+            or is_tight(self.host_peak_bytes, budget.host_bytes)
+        )
 
     def __str__(self) -> str:
         """The verdict in a few lines; ``lowmem_ft.reports.estimate_table`` shows all of it."""
@@ -136,7 +181,9 @@ class MemoryEstimate:
         if spare is None:
             return "no limit to judge by."
         if self.fits:
-            return f"fits, {format_bytes(spare)} to spare."
+            how = "fits tightly" if self.tight else "fits"
+            host = format_bytes(self.host_peak_bytes)
+            return f"{how}, {format_bytes(spare)} to spare, and needs {host} of host memory."
         return f"does not fit, {format_bytes(-spare)} are missing." if spare < 0 else "does not fit."
 
     def to_json(self) -> dict[str, Any]:
@@ -147,6 +194,7 @@ class MemoryEstimate:
             "tokens_per_second": self.step.tokens_per_second,
             "bound_by": self.step.bound_by,
         }
+        process_range = self.process_range
         return {
             "schema": SCHEMA,
             "model": {
@@ -154,16 +202,25 @@ class MemoryEstimate:
                 "parameters": self.model.parameters,
                 "trainable_parameters": self.model.trainable_parameters,
             },
-            "gpu": {"name": self.gpu.name, "memory_bytes": self.gpu.memory_bytes},
+            "gpu": {
+                "name": self.gpu.name,
+                "memory_bytes": self.gpu.memory_bytes,
+                "held_by_others_bytes": self.gpu.held_by_others_bytes,
+                "context_is_estimate": self.gpu.context_is_estimate,
+            },
             "device": {
                 "allocated_peak_bytes": self.allocated_peak_bytes,
                 "reserved_peak_bytes": self.reserved_peak_bytes,
                 "process_peak_bytes": self.process_peak_bytes,
+                "process_low_bytes": process_range and process_range.low_bytes,
+                "process_high_bytes": process_range and process_range.high_bytes,
             },
+            "uncertainty": process_range and asdict(process_range.uncertainty),
             "host": {
                 "peak_bytes": self.host_peak_bytes,
                 "pinned_bytes": self.host_pinned_bytes,
                 "disk_bytes": self.disk_peak_bytes,
+                "by_part_at_peak": dict(self.host_by_part_at_peak),
             },
             "by_category_at_peak": dict(self.by_category_at_peak),
             "by_phase": dict(self.by_phase),
@@ -175,6 +232,7 @@ class MemoryEstimate:
                 "headroom_bytes": self.headroom_bytes,
             },
             "fits": self.fits,
+            "tight": self.tight,
             "choices": list(self.choices),
             "not_modelled": list(self.not_modelled),
             "versions": dict(self.versions),

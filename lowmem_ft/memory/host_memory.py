@@ -7,7 +7,7 @@ import logging
 import math
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,6 +61,7 @@ class HostMemory:
         is_limited: whether this machine's memory is what counts; false for traces of another machine.
         budget_bytes: what the whole process may hold on the host, resident; None: all there is.
         files: hold :data:`IN_FILES` instead of RAM; None: nothing lies in files.
+        on_allocation: called with each tensor and what it is for, such as by who keeps a record of a trace.
 
     Attributes:
         is_pinned: whether the next tensor in RAM will be pinned.
@@ -76,6 +77,7 @@ class HostMemory:
         is_limited: bool = True,
         budget_bytes: int | None = None,
         files: Files | None = None,
+        on_allocation: Callable[[Tensor, Category], None] = lambda tensor, category: None,
     ) -> None:
         self.device = device
         self.is_pinned = kernels_of(device) == "cuda"
@@ -84,6 +86,7 @@ class HostMemory:
         self._files = files
         self._is_limited = is_limited
         self._budget_bytes = budget_bytes
+        self._on_allocation = on_allocation
 
     def files_for(self, category: Category) -> Files | None:
         """Where tensors of a category lie; None: in RAM."""
@@ -175,6 +178,7 @@ class HostMemory:
         return None
 
     def _count(self, tensor: Tensor, category: Category, *, in_file: bool) -> None:
+        self._on_allocation(tensor, category)
         storage = tensor.untyped_storage()
         self._add(category, storage.nbytes(), in_file)
         weakref.finalize(storage, self._add, category, -storage.nbytes(), in_file).atexit = False

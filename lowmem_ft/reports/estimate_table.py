@@ -15,11 +15,23 @@ from rich.text import Text
 from lowmem_ft.catalog.gpu import Price
 from lowmem_ft.memory.category import PHASES
 from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
-from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, shortfall, verdict
+from lowmem_ft.reports.wording import (
+    CATEGORY_WORDS,
+    HOST_PART_WORDS,
+    PHASE_WORDS,
+    is_cpu,
+    module_words,
+    shortfall,
+    tightness,
+    verdict,
+)
 from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from lowmem_ft.estimator.changes import Change, Changes
+
+WORTH_A_WORD = 0.005
+"""Of the host's peak: smaller parts are left out."""
 
 
 def estimate_table(estimate: MemoryEstimate, price: Price | None = None) -> RenderableType:
@@ -88,10 +100,13 @@ def _headline(estimate: MemoryEstimate) -> Text:
     if model.trainable_parameters != model.parameters:
         share = model.trainable_parameters / model.parameters
         trained = f"{model.trainable_parameters:,} trained ({share:.2%})"
+    colour = "yellow" if estimate.tight else "green" if estimate.fits else "red"
+    warning = tightness(estimate)
     return Text.assemble(
         (model.name, "bold"),
         " ",
-        (verdict(estimate), "bold green" if estimate.fits else "bold red"),
+        (verdict(estimate), f"bold {colour}"),
+        (f"\n{warning}" if warning else "", colour),
         f"\n{model.parameters:,} parameters, {trained}",
     )
 
@@ -99,7 +114,7 @@ def _headline(estimate: MemoryEstimate) -> Text:
 def _memory_bars(estimate: MemoryEstimate) -> RenderableType:
     """A bar for each use of the device's memory; the whole width is all of it, or all that is needed."""
     memory, process = estimate.gpu.memory_bytes, estimate.process_peak_bytes
-    whole, width = memory or process, max(memory, process, 1)
+    whole, width = memory or process, max(memory, process + estimate.gpu.held_by_others_bytes, 1)
     table = Table(box=None, padding=(0, 1, 0, 0), show_header=False, expand=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
@@ -110,10 +125,22 @@ def _memory_bars(estimate: MemoryEstimate) -> RenderableType:
     peaks = (
         f"allocated {format_bytes(estimate.allocated_peak_bytes)}, "
         f"reserved {format_bytes(estimate.reserved_peak_bytes)}, "
-        f"process {format_bytes(estimate.process_peak_bytes)}"
+        f"process {format_bytes(estimate.process_peak_bytes)}{_range(estimate)}"
     )
     title = f"Memory of {estimate.gpu.name} at the peak" + (f", of {format_bytes(memory)}" if memory else "")
     return Group(Text(title, "bold"), _indented(Group(table, Text(peaks))))
+
+
+def _range(estimate: MemoryEstimate) -> str:
+    found = estimate.process_range
+    return "" if found is None else f" ({_from_to(found.low_bytes, found.high_bytes)})"
+
+
+def _from_to(low_bytes: int, high_bytes: int) -> str:
+    """Two sizes, with one unit where they share it: ``18.1 to 18.7 GiB``."""
+    low, high = format_bytes(low_bytes), format_bytes(high_bytes)
+    (number, unit), same_unit = low.split(), low.split()[1] == high.split()[1]
+    return f"{number if same_unit else f'{number} {unit}'} to {high}"
 
 
 def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
@@ -124,9 +151,15 @@ def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
     if cached := estimate.reserved_peak_bytes - estimate.allocated_peak_bytes:
         yield "cached, not in use", cached, "blue"
     if outside := estimate.process_peak_bytes - estimate.reserved_peak_bytes:
-        yield "context, libraries", outside, "blue"
+        yield (
+            "context, estimated" if estimate.gpu.context_is_estimate else "context, libraries",
+            outside,
+            "blue",
+        )
+    if others := estimate.gpu.held_by_others_bytes:
+        yield "held by others", others, "magenta"
     if estimate.gpu.memory_bytes:
-        free = estimate.gpu.memory_bytes - estimate.process_peak_bytes
+        free = estimate.gpu.memory_bytes - others - estimate.process_peak_bytes
         yield ("free", free, "dim") if free >= 0 else ("missing", -free, "red")
 
 
@@ -145,6 +178,8 @@ def _fact_lines(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple
     peaks = [f"{PHASE_WORDS[phase]} {format_bytes(by_phase[phase])}" for phase in PHASES if phase in by_phase]
     yield "by phase", ", ".join(peaks)
     yield "host", _host_words(estimate)
+    if parts := _host_parts(estimate):
+        yield "", parts
     step = estimate.step
     if step is not None:
         yield (
@@ -173,6 +208,17 @@ def _host_words(estimate: MemoryEstimate) -> str:
     words += f", of {format_bytes(limit)} allowed" if limit is not None else ""
     on_disk = estimate.disk_peak_bytes
     return words + (f"; {format_bytes(on_disk)} on disk, in offload.folder" if on_disk else "")
+
+
+def _host_parts(estimate: MemoryEstimate) -> str:
+    """What the host's peak is made of, the largest first; of a CPU the bars above show it."""
+    parts = {} if is_cpu(estimate) else estimate.host_by_part_at_peak
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(
+        f"{HOST_PART_WORDS[part]} {format_bytes(num_bytes)}"
+        for part, num_bytes in largest_first
+        if num_bytes >= WORTH_A_WORD * estimate.host_peak_bytes
+    )
 
 
 def _grid() -> Table:

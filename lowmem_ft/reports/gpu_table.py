@@ -12,7 +12,12 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
 from lowmem_ft.reports.wording import shortfall
-from lowmem_ft.units import format_bytes
+from lowmem_ft.units import GIB, format_bytes
+
+LEGEND = (
+    "GiB that the process needs of the GPU's memory, and on the host. $/hour: the lowest on-demand price known; "
+    "`lowmem-ft gpus` says whose, and of what date. $/1M: tokens."
+)
 
 
 def gpu_table(
@@ -31,20 +36,22 @@ def gpu_table(
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("GPU", no_wrap=True)
     table.add_column("verdict", min_width=len("12.3 GiB over"))
-    for heading in ("needs", "of", "tokens/s", "$/hour", "$/1M tok"):
+    for heading in ("needs", "of", "host", "tok/s", "$/hour", "$/1M"):
         table.add_column(heading, justify="right", no_wrap=True)
     for estimate in by_price(estimates, gpus):
         table.add_row(*_row(estimate, gpus[estimate.gpu.name]))
     model = estimates[0].model
     num_fitting = sum(estimate.fits for estimate in estimates)
+    num_tight = sum(estimate.tight for estimate in estimates)
     title = f" fits on {num_fitting} of {len(estimates) + len(cannot_run)} GPUs"
+    title += f", on {num_tight} of them tightly" if num_tight else ""
     return Group(
         Text.assemble((model.name, "bold"), title, f"\n{model.parameters:,} parameters"),
         *_in_common(estimates),
         "",
         table,
         *_refusals(cannot_run),
-        Text("\n$/hour: the lowest on-demand price known; `lowmem-ft gpus` says whose, and of what date."),
+        Text(f"\n{LEGEND}"),
     )
 
 
@@ -72,8 +79,9 @@ def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[RenderableType]:
     return [
         estimate.gpu.name,
         _verdict(estimate),
-        format_bytes(estimate.process_peak_bytes),
-        format_bytes(estimate.gpu.memory_bytes),
+        _gib(estimate.process_peak_bytes),
+        _gib(estimate.gpu.memory_bytes),
+        _gib(estimate.host_peak_bytes),
         f"{step.tokens_per_second:,.0f}" if step is not None and estimate.fits else "-",
         f"{price.usd_per_hour:.2f}" if price else "-",
         format_dollars(cost).removeprefix("$") if cost is not None else "-",
@@ -84,7 +92,14 @@ def _verdict(estimate: MemoryEstimate) -> Text:
     if not estimate.fits:
         return Text(shortfall(estimate), "red")
     headroom = estimate.headroom_bytes
-    return Text("fits" if headroom is None else f"{format_bytes(headroom)} free", "green")
+    left, colour = ("tight", "yellow") if estimate.tight else ("free", "green")
+    return Text("fits" if headroom is None else f"{format_bytes(headroom)} {left}", colour)
+
+
+def _gib(num_bytes: int) -> str:
+    """A size in a column of GiB, with three digits."""
+    gib = num_bytes / GIB
+    return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
 def _refusals(cannot_run: Mapping[str, str]) -> list[Text]:

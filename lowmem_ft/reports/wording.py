@@ -6,6 +6,7 @@ import re
 
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.uncertainty import TIGHT_SHARE, is_tight
 from lowmem_ft.units import format_bytes
 
 CATEGORY_WORDS: dict[Category, str] = {
@@ -40,23 +41,76 @@ def module_words(module: str) -> str:
     return f"{numbered[2]} of layer {numbered[1]}" if numbered[2] else f"layer {numbered[1]}"
 
 
+HOST_PART_WORDS = {
+    **CATEGORY_WORDS,
+    "gradient": "gradients that wait",
+    "process": "the process itself",
+    "loading": "weights being read",
+    "saving": "a file being written",
+}
+"""Names of what host memory beside a GPU is made of."""
+
+
 def verdict(estimate: MemoryEstimate) -> str:
-    """Whether the run fits and by how much, such as ``fits on l4 with 3.10 GiB to spare``."""
+    """Whether the run fits, by how much, and what it needs beside the device.
+
+    Such as ``fits on l4 with 3.10 GiB to spare, and needs 4.60 GiB of host memory``.
+    """
     headroom, limit = estimate.headroom_bytes, estimate.budget.device_bytes
     where = f"on {estimate.gpu.name}"
-    if limit is not None and limit < estimate.gpu.memory_bytes:
+    if limit is not None and limit < estimate.gpu.memory_bytes - estimate.gpu.held_by_others_bytes:
         where = f"in {format_bytes(limit)} of {estimate.gpu.name}"
     if not estimate.fits:
-        return f"does not fit {where}: {shortfall(estimate)}"
-    return f"fits {where}" if headroom is None else f"fits {where} with {format_bytes(headroom)} to spare"
+        return f"does not fit {where}: {shortfall(estimate)}{_beside_others(estimate)}"
+    how = f"fits {'tightly ' if estimate.tight else ''}{where}"
+    if headroom is not None:
+        how += f" with {format_bytes(headroom)} to spare{_beside_others(estimate)}"
+    return how if is_cpu(estimate) else f"{how}, and needs {host_need(estimate)}"
+
+
+def host_need(estimate: MemoryEstimate) -> str:
+    """What a run needs beside the device, such as ``65.3 GiB of host memory``."""
+    need = f"{format_bytes(estimate.host_peak_bytes)} of host memory"
+    return (
+        f"{need} and {format_bytes(estimate.disk_peak_bytes)} of disk" if estimate.disk_peak_bytes else need
+    )
+
+
+def tightness(estimate: MemoryEstimate) -> str:
+    """Why a verdict is tight, and what to do; empty if it is not."""
+    if not estimate.tight:
+        return ""
+    budget = estimate.budget
+    left = [
+        f"{1 - needed / limit:.1%} of {what}"
+        for what, needed, limit in (
+            ("the device's memory", estimate.process_peak_bytes, budget.device_bytes),
+            ("budget.host", estimate.host_peak_bytes, budget.host_bytes),
+        )
+        if is_tight(needed, limit) and limit is not None
+    ]
+    return (
+        f"Tight: {' and '.join(left)} is left, and estimates have been off by up to {TIGHT_SHARE:.0%}. It may run out "
+        "of memory: try a few steps before a long run."
+    )
+
+
+def _beside_others(estimate: MemoryEstimate) -> str:
+    others = estimate.gpu.held_by_others_bytes
+    return f" beside {format_bytes(others)} that others hold" if others else ""
 
 
 def shortfall(estimate: MemoryEstimate) -> str:
-    """By how much a run that does not fit exceeds its device, its host, or both."""
+    """By how much a run that does not fit, perhaps at the upper end alone, exceeds its device, its host, or both."""
     headroom, host_limit = estimate.headroom_bytes, estimate.budget.host_bytes
     over = []
     if headroom is not None and headroom < 0:
         over.append(f"{format_bytes(-headroom)} over")
+    elif (
+        estimate.budget.device_bytes is not None
+        and estimate.process_high_bytes > estimate.budget.device_bytes
+    ):
+        over.append(f"up to {format_bytes(estimate.process_high_bytes - estimate.budget.device_bytes)} over")
     if host_limit is not None and estimate.host_peak_bytes > host_limit:
         over.append(f"host {format_bytes(estimate.host_peak_bytes - host_limit)} over")
     return ", ".join(over) or "out of memory"

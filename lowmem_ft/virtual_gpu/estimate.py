@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.analysis import allocation_at, categories_at, peak_by_phase
 from lowmem_ft.memory.category import Phase
-from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, StepTime
+from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ProcessRange, StepTime
 from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.memory.uncertainty import Uncertainty, uncertainty_on_cpu, uncertainty_on_gpu
+from lowmem_ft.virtual_gpu.host_peak import HostOutside
+from lowmem_ft.virtual_gpu.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replays import Replays
 from lowmem_ft.virtual_gpu.trace import Trace
 
+OTHERS = "other processes and a display on the GPU"
 NOT_MODELLED = (
-    "other processes and a display on the GPU",
     "kernels that torch.compile would fuse",
     "scratch of kernels below 1 MiB",
 )
@@ -31,7 +31,8 @@ class Surroundings:
 
     Args:
         outside_bytes: device memory outside torch's allocator, by what holds it.
-        host_base_bytes: host memory of the process beside what the trace shows.
+        held_by_others_bytes: device memory of other processes and displays; None: not known, and taken for none.
+        host: host memory of the process beside what the trace shows.
         tokens_per_step: tokens of one optimizer step, without padding; 0 if unknown.
         micro_batches_per_step: as the run would have them; None: as traced.
         allocator: settings of the caching allocator.
@@ -41,7 +42,8 @@ class Surroundings:
     """
 
     outside_bytes: Mapping[str, int] = field(default_factory=dict)
-    host_base_bytes: int = 0
+    held_by_others_bytes: int | None = None
+    host: HostOutside = field(default_factory=HostOutside)
     tokens_per_step: int = 0
     micro_batches_per_step: int | None = None
     allocator: AllocatorConfig = field(default_factory=lambda: allocator_config_of_environment())
@@ -83,42 +85,92 @@ def estimate_on_gpu(
         replays: those of the trace by the same allocator, to share them between GPUs; None: fresh ones.
 
     Returns:
-        The estimate. It fits if no request fails and the process stays within the budget. Of a program that runs out of
-        memory, what it would have needed.
+        The estimate. It fits if no request fails and the upper end of the process's range stays within the budget (see
+        ``memory/uncertainty.py``). Of a program that runs out of memory, what it would have needed.
     """
-    outside = sum(surroundings.outside_bytes.values())
-    limit = budget.device_bytes or gpu.memory_bytes
+    outside, others = sum(surroundings.outside_bytes.values()), surroundings.held_by_others_bytes
+    available, allowed = gpu.memory_bytes - (others or 0), surroundings.allowed_bytes
+    limit = min(budget.device_bytes or available, available)
     replays = replays or Replays(trace, surroundings.allocator)
     choices = list(trace.choices)
-    reserved_peak = replays.reserved_peak_bytes
-    capacity, allowed = gpu.memory_bytes - outside, surroundings.allowed_bytes
-    most = capacity if allowed is None else min(capacity, allowed)
-    runs = reserved_peak <= most
-    if not runs and replays.peak_live_bytes("device") <= most:
-        capped = replays.within(capacity, allowed)
-        if capped.out_of_memory is None:
-            runs, reserved_peak = True, capped.peak_reserved_bytes
-            choices.append(
-                f"the allocator has to empty its cache {capped.num_retries} times to stay within the limit, which "
-                "costs time; PYTORCH_ALLOC_CONF=expandable_segments:True needs less"
-            )
-    # Managed memory moves to the host where the device is full: it takes what is left.
-    managed_peak = replays.peak_live_bytes("managed")
-    process_peak = min(reserved_peak + outside + managed_peak, max(limit, reserved_peak + outside))
+    held = _held_by_allocator(replays, available - outside, allowed)
+    if held is not None and held.num_retries:
+        choices.append(
+            f"the allocator has to empty its cache {held.num_retries} times to stay within the limit, which costs "
+            "time; PYTORCH_ALLOC_CONF=expandable_segments:True needs less"
+        )
+    reserved_peak = replays.reserved_peak_bytes if held is None else held.peak_bytes
+
+    def process_peak(of_torch: int) -> int:
+        """With managed memory, which moves to the host where the device is full: it takes what is left."""
+        return min(of_torch + replays.peak_live_bytes("managed"), max(limit, of_torch))
+
+    uncertainty = uncertainty_on_gpu(
+        is_quantized=trace.is_quantized, context_is_estimate=gpu.context_is_estimate
+    )
+    margin = uncertainty.bytes_of(reserved_peak, outside)
+    highest = _upper_end(replays, uncertainty, available, outside, allowed)
+    process = process_peak(reserved_peak + outside)
+    process_range = ProcessRange(
+        low_bytes=max(0, process - margin),
+        high_bytes=max(process, process_peak(highest or reserved_peak + outside + margin)),
+        uncertainty=uncertainty,
+    )
+    device = DeviceLimit(
+        name=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        held_by_others_bytes=others or 0,
+        context_is_estimate=gpu.context_is_estimate,
+    )
+    host = replays.host_tensors.peak_with(surroundings.host)
     return _estimate(
         trace,
-        Device(gpu.name, gpu.memory_bytes, reserved_peak, process_peak),
+        DevicePeaks(device, reserved_peak, process, process_range),
         replays.unlimited.allocated_bytes,
         replays.unlimited.block_bytes,
         replays.unlimited.peak_allocated_at,
         budget=budget,
-        fits=runs and process_peak <= limit,
-        host_peak=surroundings.host_base_bytes + replays.peak_live_bytes("host", "pinned"),
+        fits=None not in (held, highest) and process_range.high_bytes <= limit,
+        host_by_part=host,
         step=step_time(replays, gpu, surroundings),
         choices=tuple(choices),
-        not_modelled=(*NOT_MODELLED, *surroundings.not_modelled),
+        not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *surroundings.not_modelled),
         trace_seconds=trace_seconds,
     )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The most that a caching allocator holds, and how often it gives all its cache back before that is enough."""
+
+    peak_bytes: int
+    num_retries: int = 0
+
+
+def _held_by_allocator(replays: Replays, capacity_bytes: int, allowed_bytes: int | None) -> _Held | None:
+    """What the allocator holds where there is so much, and it may take so much; None if it runs out of memory."""
+    most = capacity_bytes if allowed_bytes is None else min(capacity_bytes, allowed_bytes)
+    if replays.reserved_peak_bytes <= most:
+        return _Held(replays.reserved_peak_bytes)
+    if replays.peak_live_bytes("device") > most:
+        return None
+    capped = replays.within(capacity_bytes, allowed_bytes)
+    return None if capped.out_of_memory else _Held(capped.peak_reserved_bytes, capped.num_retries)
+
+
+def _upper_end(
+    replays: Replays, uncertainty: Uncertainty, available: int, outside: int, allowed: int | None
+) -> int | None:
+    """What the process takes if all is as much larger as it may be; None if the allocator then runs out of memory.
+
+    To need a hundredth more is to have a hundredth less.
+    """
+    more = 1 + uncertainty.reserved_share
+    outside += uncertainty.bytes_of(0, outside)
+    held = _held_by_allocator(
+        replays, int((available - outside) / more), None if allowed is None else int(allowed / more)
+    )
+    return None if held is None else round(held.peak_bytes * more) + outside
 
 
 def estimate_on_cpu(
@@ -137,19 +189,28 @@ def estimate_on_cpu(
         The estimate; reserved bytes are those allocated, as there is no caching allocator, and there is no clock.
     """
     allocated = list(trace.timeline.live_bytes())
+    sizes = [allocation.size_bytes for allocation in trace.timeline.allocations]
     peak_at = max(range(len(allocated)), key=allocated.__getitem__, default=None)
     peak = 0 if peak_at is None else allocated[peak_at]
-    process = peak + surroundings.host_base_bytes
+    base = surroundings.host.process_bytes
+    process, uncertainty = peak + base, uncertainty_on_cpu()
+    margin = uncertainty.bytes_of(peak, base)
     limits = [limit for limit in (budget.device_bytes, budget.host_bytes) if limit is not None]
+    by_category = {} if peak_at is None else categories_at(trace.timeline, peak_at, sizes)
+    process_range = ProcessRange(
+        low_bytes=process - margin, high_bytes=process + margin, uncertainty=uncertainty
+    )
     return _estimate(
         trace,
-        Device(name, budget.device_bytes or 0, peak, process),
+        DevicePeaks(
+            DeviceLimit(name=name, memory_bytes=budget.device_bytes or 0), peak, process, process_range
+        ),
         allocated,
-        [allocation.size_bytes for allocation in trace.timeline.allocations],
+        sizes,
         peak_at,
         budget=budget,
-        fits=process <= min(limits, default=process),
-        host_peak=process,
+        fits=process_range.high_bytes <= min(limits, default=process_range.high_bytes),
+        host_by_part={**by_category, "process": base},
         step=None,
         choices=trace.choices,
         not_modelled=("time on a CPU", "scratch inside the CPU's kernels", *surroundings.not_modelled),
@@ -175,43 +236,45 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
 
 
 @dataclass(frozen=True)
-class Device:
+class DevicePeaks:
     """A device and the peaks on it that tensors alone do not tell."""
 
-    name: str
-    memory_bytes: int
+    limit: DeviceLimit
     reserved_peak_bytes: int
     process_peak_bytes: int
+    process_range: ProcessRange
 
 
 def _estimate(
     trace: Trace,
-    device: Device,
+    device: DevicePeaks,
     allocated: Sequence[int],
     sizes: Sequence[int],
     peak_at: int | None,
     *,
     budget: BudgetVerdict,
     fits: bool,
-    host_peak: int,
+    host_by_part: Mapping[str, int],
     step: StepTime | None,
     choices: tuple[str, ...],
     not_modelled: tuple[str, ...],
     trace_seconds: float,
 ) -> MemoryEstimate:
-    timeline = trace.timeline
+    timeline, host_peak = trace.timeline, sum(host_by_part.values())
     at_peak = None if peak_at is None else allocation_at(timeline, peak_at)
     phase: Phase = "load" if at_peak is None else at_peak.phase
     if trace.assumed_largest:
         choices = (*choices, f"taken at their largest, as values decide: {', '.join(trace.assumed_largest)}")
     return MemoryEstimate(
         model=trace.model,
-        gpu=DeviceLimit(name=device.name, memory_bytes=device.memory_bytes),
+        gpu=device.limit,
         allocated_peak_bytes=0 if peak_at is None else allocated[peak_at],
         reserved_peak_bytes=device.reserved_peak_bytes,
         process_peak_bytes=device.process_peak_bytes,
+        process_range=device.process_range,
         host_peak_bytes=host_peak,
         host_pinned_bytes=_peak(timeline, ("pinned",)),
+        host_by_part_at_peak=host_by_part,
         by_category_at_peak={} if peak_at is None else categories_at(timeline, peak_at, sizes),
         by_phase=peak_by_phase(timeline, allocated),
         peak_phase=phase,
@@ -222,7 +285,7 @@ def _estimate(
         disk_peak_bytes=_peak(timeline, ("disk",)),
         choices=choices,
         not_modelled=not_modelled,
-        versions=_versions(),
+        versions=library_versions(),
         trace_seconds=trace_seconds,
         timeline=timeline,
     )
@@ -230,16 +293,3 @@ def _estimate(
 
 def _peak(timeline: Timeline, places: tuple[str, ...]) -> int:
     return max(timeline.live_bytes(places), default=0)  # type: ignore[arg-type]
-
-
-def _versions() -> dict[str, str]:
-    import transformers
-
-    import lowmem_ft
-
-    return {
-        "lowmem_ft": lowmem_ft.__version__,
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }

@@ -62,6 +62,7 @@ class VirtualMachine:
         self._model_name = ""
         self._num_parameters = 0
         self._num_trainable_parameters = 0
+        self._is_quantized = False
         self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
         self._running = contextlib.ExitStack()
         self._entered_at: float | None = None
@@ -169,6 +170,7 @@ class VirtualMachine:
                 parameters=self._num_parameters,
                 trainable_parameters=self._num_trainable_parameters,
             ),
+            is_quantized=self._is_quantized,
             choices=tuple(self.choices),
             assumed_largest=tuple(sorted(self.recorder.largest_assumed)),
         )
@@ -198,6 +200,7 @@ class VirtualMachine:
             self._num_trainable_parameters = sum(
                 n for parameter, n in sizes.items() if parameter.requires_grad
             )
+            self._is_quantized = not all(parameter.is_floating_point() for parameter in sizes)
 
     def _mark_parameters(self, root: nn.Module, prefix: str = "") -> None:
         for name, module in root.named_modules(prefix=prefix):

@@ -10,6 +10,7 @@ from lowmem_ft.memory.category import Place
 from lowmem_ft.memory.replay import Replay, replay
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.clock import Clock
+from lowmem_ft.virtual_gpu.host_peak import HostTensors
 from lowmem_ft.virtual_gpu.steady_state import with_repeated_step
 from lowmem_ft.virtual_gpu.trace import Trace
 
@@ -46,6 +47,11 @@ class Replays:
     def clock(self) -> Clock:
         """The log of work, to be timed on a GPU."""
         return Clock(self.trace.work)
+
+    @cached_property
+    def host_tensors(self) -> HostTensors:
+        """What waits beside the GPU."""
+        return HostTensors.of(self.trace.timeline)
 
     def within(self, capacity_bytes: int, allowed_bytes: int | None) -> Replay:
         """By an allocator with limits, in the long run; this one depends on the GPU and is not kept."""

@@ -17,6 +17,7 @@ class Trace:
         timeline: every allocation.
         work: every kernel and copy; marks say where steps and micro-batches lie.
         model: the model that was placed.
+        is_quantized: whether some of its weights are held in 4 or 8 bits.
         choices: what was decided while tracing.
         assumed_largest: operators whose result was taken at its largest, as its size depends on values.
     """
@@ -24,6 +25,7 @@ class Trace:
     timeline: Timeline
     work: list[Work]
     model: ModelSize
+    is_quantized: bool = False
     choices: tuple[str, ...] = ()
     assumed_largest: tuple[str, ...] = ()
 

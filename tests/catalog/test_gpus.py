@@ -12,6 +12,7 @@ import pytest
 
 from lowmem_ft.catalog import find_gpu, load_gpus
 from lowmem_ft.errors import UserError
+from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
 from lowmem_ft.units import GIB, MIB
 
 GPUS = load_gpus()
@@ -50,6 +51,16 @@ def test_a_row_is_complete_and_plausible(name):
     assert 100 * MIB < gpu.context_bytes < 700 * MIB
     assert gpu.sources.keys() >= {"memory_mib", "dense_tflops", "hardware", "context_mib"}
     assert all(gpu.sources.values())
+
+
+def test_estimated_contexts_are_told_from_those_that_were_read():
+    """The formula of the estimates is as near to the contexts that were read as the uncertainty says."""
+    read = [gpu for gpu in GPUS.values() if not gpu.context_is_estimate]
+    assert {"t4", "l4", "a100-80gb", "h100-80gb"} <= {gpu.name for gpu in read} < GPUS.keys()
+    threads = {(7, 5): 1024, (8, 0): 2048, (8, 9): 1536, (9, 0): 2048}  # that a multiprocessor can hold
+    for gpu in read:
+        formula = gpu.num_multiprocessors * threads[gpu.compute_capability] * 2048 + 36 * MIB
+        assert gpu.context_bytes == pytest.approx(formula, rel=ESTIMATED_CONTEXT_SHARE), gpu.name
 
 
 @pytest.mark.parametrize("name", GPUS)

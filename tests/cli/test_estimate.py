@@ -119,7 +119,9 @@ def estimate(*arguments: str) -> int:
 def test_a_run_that_fits_is_reported_and_exits_with_0(estimator, capsys):
     assert estimate("recipe=tiny", "--gpu", "big", "training.seed=3") == 0
     seen = capsys.readouterr()
-    assert seen.out.startswith("a-model fits on big with 60.0 GiB to spare\n")
+    assert seen.out.startswith(
+        "a-model fits on big with 60.0 GiB to spare, and needs 1.00 GiB of host memory\n"
+    )
     assert "at $2.00 an hour (x, )" in seen.out
     assert seen.err == ""
     assert estimator.recipes == [load_recipe("tiny", ["training.seed=3"])]

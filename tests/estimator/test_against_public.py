@@ -15,6 +15,8 @@ pytest.importorskip("bitsandbytes")
 from ground_truth.comparison import Comparison, summarize, table
 from ground_truth.public_runs import PublicRun, estimate_run
 
+from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE, TIGHT_SHARE
+
 FOLDER = Path(__file__).parents[1] / "data" / "measured"
 ROWS = {row["name"]: row for file in FOLDER.glob("public-*.json") for row in json.loads(file.read_text())}
 
@@ -24,9 +26,17 @@ FEW = (
     "tinyllama-1.1b nf4 r32 2x512 eager 2026-09-15",
 )
 
-PLAIN = {"allocated": (0.0001, 0.001), "reserved": (0.002, 0.01), "process": (0.004, 0.01)}
+PLAIN = {
+    "allocated": (0.0001, 0.001),
+    "reserved": (0.002, RESERVED_SHARE),
+    "process": (0.004, RESERVED_SHARE),
+}
 """Median and worst error. All that is left are single blocks, and the process beside torch."""
-QUANTISED = {"allocated": (0.002, 0.04), "reserved": (0.03, 0.06), "process": (0.03, 0.06)}
+QUANTISED = {
+    "allocated": (0.002, 0.04),
+    "reserved": (0.03, QUANTIZED_RESERVED_SHARE),
+    "process": (0.03, TIGHT_SHARE),
+}
 """Loading leaves blocks that are up to 1 MiB too large, and free ones between them: how many differs between runs of
 one configuration."""
 LOADS_IN_THREADS = "5.0.0"

@@ -14,6 +14,7 @@ from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
 from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES
 from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, RESERVED_SHARE
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.units import MIB
 
@@ -65,11 +66,20 @@ def test_the_json_holds_the_published_fields(make_recipe):
     assert values["schema"] == 1
     assert set(values) == {
         *("schema", "model", "gpu", "device", "host", "by_category_at_peak", "by_phase", "peak_at"),
-        *("step", "budget", "fits", "choices", "not_modelled", "versions", "trace_seconds"),
+        *("step", "budget", "fits", "tight", "choices", "not_modelled", "versions", "trace_seconds"),
+        "uncertainty",
     }
-    assert values["gpu"] == {"name": "l4", "memory_bytes": find_gpu("l4").memory_bytes}
+    assert values["gpu"] == {
+        "name": "l4",
+        "memory_bytes": find_gpu("l4").memory_bytes,
+        "held_by_others_bytes": 0,
+        "context_is_estimate": False,
+    }
     device = values["device"]
-    assert device["allocated_peak_bytes"] <= device["reserved_peak_bytes"] < device["process_peak_bytes"]
+    assert device["allocated_peak_bytes"] <= device["reserved_peak_bytes"] < device["process_low_bytes"]
+    assert device["process_low_bytes"] < device["process_peak_bytes"] < device["process_high_bytes"]
+    assert values["uncertainty"] == {"reserved_share": RESERVED_SHARE, "outside_share": CONTEXT_SHARE}
+    assert sum(values["host"]["by_part_at_peak"].values()) == values["host"]["peak_bytes"]
 
 
 def test_the_batch_and_the_settings_are_said(make_recipe):
@@ -123,7 +133,7 @@ def test_without_an_evaluation_batch_size_it_is_that_of_training(make_recipe):
 
 def test_host_memory_is_the_process_and_what_is_loaded_or_saved(make_recipe):
     on_gpu = estimate_memory(make_recipe(), "l4")
-    weights = 4 * on_gpu.model.parameters
+    weights = 4 * on_gpu.model.parameters  # fewer than a file holds
     base = PROCESS_BYTES + CUDA_PROCESS_BYTES
     assert base + weights <= on_gpu.host_peak_bytes <= base + weights + MIB
     on_cpu = estimate_memory(make_recipe(), "cpu")

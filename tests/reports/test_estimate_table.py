@@ -9,14 +9,15 @@ from rich.console import Console
 
 from lowmem_ft.catalog.gpu import Price
 from lowmem_ft.estimator.changes import Change, Changes
-from lowmem_ft.memory.estimate import BudgetVerdict
+from lowmem_ft.memory.estimate import BudgetVerdict, ProcessRange
+from lowmem_ft.memory.uncertainty import Uncertainty
 from lowmem_ft.reports.estimate_table import (
     changes_table,
     estimate_table,
     format_dollars,
     price_per_million_tokens,
 )
-from lowmem_ft.units import GIB
+from lowmem_ft.units import GIB, MIB
 
 PRICE = Price(provider="somebody", usd_per_hour=0.72, date="2026-10-01", source="https://example.org")
 
@@ -84,6 +85,47 @@ def test_the_report_says_where_how_fast_and_at_what_price(estimate, as_text):
     assert "attention: math kernel (the mask is not causal)" in text
     assert "not modelled memory that other processes hold" in text
     assert "traced in 3.1 s, torch 2.13.0" in text
+
+
+def test_the_range_of_the_process_stands_beside_it(estimate, as_text):
+    unsure = Uncertainty(reserved_share=0.01, outside_share=0.1)
+    around = ProcessRange(low_bytes=1000 * MIB, high_bytes=1536 * MIB, uncertainty=unsure)
+    text = as_text(estimate_table(dataclasses.replace(estimate, process_range=around)))
+    assert re.search(r"process [\d.]+ \w+ \(1000 MiB to 1.50 GiB\)", text)
+    around = dataclasses.replace(around, low_bytes=1229 * MIB)
+    text = as_text(estimate_table(dataclasses.replace(estimate, process_range=around)))
+    assert "(1.20 to 1.50 GiB)" in text
+
+
+def test_a_context_that_nobody_has_read_is_said_to_be_estimated(estimate, as_text):
+    gpu = dataclasses.replace(estimate.gpu, context_is_estimate=True)
+    lengths = bar_lengths(as_text(estimate_table(dataclasses.replace(estimate, gpu=gpu))))
+    assert "context, estimated" in lengths
+    assert "context, libraries" not in lengths
+
+
+def test_what_others_hold_has_a_bar(estimate, as_text):
+    gpu = dataclasses.replace(estimate.gpu, held_by_others_bytes=512 * MIB)
+    text = as_text(estimate_table(dataclasses.replace(estimate, gpu=gpu)))
+    assert bar_lengths(text)["held by others"] > 0
+    shares = [float(share) for share in re.findall(r"([\d.]+)% *$", text, re.M)]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+
+
+def test_a_tight_verdict_warns_below_its_first_line(estimate, as_text):
+    limit = round(estimate.process_peak_bytes / 0.97)
+    tight = dataclasses.replace(estimate, budget=BudgetVerdict(device_bytes=limit, host_bytes=None))
+    text = as_text(estimate_table(tight))
+    assert "Tight: 3.0% of the device's memory is left" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_host_is_shown_by_what_it_holds(estimate, as_text):
+    parts = {"process": GIB, "gradient": 2 * GIB, "input": MIB}
+    text = " ".join(
+        as_text(estimate_table(dataclasses.replace(estimate, host_by_part_at_peak=parts))).split()
+    )
+    assert "resident at the peak gradients that wait 2.00 GiB, the process itself 1.00 GiB step" in text
 
 
 def test_what_lies_on_disk_is_told_from_what_is_resident(estimate, as_text):

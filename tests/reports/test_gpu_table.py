@@ -60,11 +60,28 @@ def test_each_gpu_has_a_line_with_verdict_speed_and_price(estimates, as_text):
     assert max(map(len, lines)) <= 80
     row = {line.split()[0]: line.split() for line in lines if line}
     assert row["dear-2gb"][3] == "free"
-    assert row["dear-2gb"][-5:] == ["2.00", "GiB", "2,000", "3.60", "0.50"]
+    assert row["dear-2gb"][-5:] == [
+        "2.00",
+        "3.00",
+        "2,000",
+        "3.60",
+        "0.50",
+    ]  # of its memory, on the host, ...
     assert row["unpriced-8gb"][-3:] == ["2,000", "-", "-"]
     assert row["unpriced-1gb"][3] == "over"
     assert row["unpriced-1gb"][-3:] == ["-", "-", "-"]
     assert lines[0] == "two-layers fits on 3 of 4 GPUs"
+
+
+def test_tight_gpus_are_told_from_those_with_room(estimates, as_text):
+    limit = round(estimates[0].process_peak_bytes / 0.97)
+    estimates[0] = dataclasses.replace(
+        estimates[0], budget=BudgetVerdict(device_bytes=limit, host_bytes=None)
+    )
+    lines = as_text(gpu_table(estimates, GPUS, {})).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "two-layers fits on 3 of 4 GPUs, on 1 of them tightly"
+    assert [line.split()[3] for line in lines if line.startswith("dear-2gb")] == ["tight"]
 
 
 def test_gpus_that_cannot_run_it_are_listed_with_the_rule_once(estimates, as_text):

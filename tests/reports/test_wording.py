@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from lowmem_ft.memory.category import CATEGORIES, PHASES
-from lowmem_ft.memory.estimate import BudgetVerdict
-from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, verdict
+from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, ProcessRange
+from lowmem_ft.memory.uncertainty import Uncertainty
+from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, tightness, verdict
 from lowmem_ft.units import GIB, MIB
 
 
@@ -33,7 +34,9 @@ def test_every_category_and_phase_has_words():
 def test_the_verdict_says_by_how_much(estimate, too_big):
     assert estimate.headroom_bytes is not None
     spare = estimate.headroom_bytes / MIB
-    assert verdict(estimate) == f"fits on small-gpu with {spare:.0f} MiB to spare"
+    assert verdict(estimate) == (
+        f"fits on small-gpu with {spare:.0f} MiB to spare, and needs 3.00 GiB of host memory"
+    )
     missing = -too_big.headroom_bytes / MIB
     assert verdict(too_big) == f"does not fit on tiny-gpu: {missing:.0f} MiB over"
 
@@ -53,4 +56,45 @@ def test_a_run_that_exceeds_only_the_host_says_so(estimate):
 
 def test_without_a_limit_there_is_nothing_to_spare(estimate):
     unlimited = dataclasses.replace(estimate, budget=BudgetVerdict(device_bytes=None, host_bytes=None))
-    assert verdict(unlimited) == "fits on small-gpu"
+    assert verdict(unlimited) == "fits on small-gpu, and needs 3.00 GiB of host memory"
+
+
+def test_what_lies_on_disk_is_needed_too(estimate):
+    on_disk = verdict(dataclasses.replace(estimate, disk_peak_bytes=40 * GIB))
+    assert on_disk.endswith(", and needs 3.00 GiB of host memory and 40.0 GiB of disk")
+
+
+def test_of_a_processor_host_memory_is_all_there_is(estimate):
+    on_cpu = dataclasses.replace(estimate, gpu=DeviceLimit(name="cpu (x86_64)", memory_bytes=0))
+    assert "host" not in verdict(on_cpu)
+
+
+def test_a_tight_verdict_says_so_why_and_what_to_do(estimate):
+    assert tightness(estimate) == ""
+    limit = round(estimate.process_peak_bytes / 0.97)
+    tight = dataclasses.replace(estimate, budget=BudgetVerdict(device_bytes=limit, host_bytes=None))
+    assert verdict(tight).startswith("fits tightly in ")
+    assert tightness(tight).startswith(
+        "Tight: 3.0% of the device's memory is left, and estimates have been off by up to 6%."
+    )
+    host = dataclasses.replace(
+        estimate, budget=BudgetVerdict(device_bytes=2 * GIB, host_bytes=round(3 * GIB / 0.98))
+    )
+    assert tightness(host).startswith("Tight: 2.0% of budget.host is left")
+
+
+def test_what_others_hold_stands_in_the_verdict(estimate):
+    gpu = dataclasses.replace(estimate.gpu, held_by_others_bytes=512 * MIB)
+    budget = BudgetVerdict(device_bytes=1536 * MIB, host_bytes=None)
+    assert " to spare beside 512 MiB that others hold, and needs" in verdict(
+        dataclasses.replace(estimate, gpu=gpu, budget=budget)
+    )
+    refused = verdict(dataclasses.replace(estimate, gpu=gpu, budget=budget, fits=False))
+    assert refused.endswith(" beside 512 MiB that others hold")
+
+
+def test_where_the_upper_end_alone_is_too_much_that_is_said(estimate):
+    unsure = Uncertainty(reserved_share=0.01, outside_share=0.1)
+    high = ProcessRange(low_bytes=0, high_bytes=2 * GIB + MIB, uncertainty=unsure)
+    refused = dataclasses.replace(estimate, process_range=high, fits=False)
+    assert verdict(refused) == "does not fit on small-gpu: up to 1.00 MiB over"
