@@ -50,11 +50,14 @@ class FakeMode(FakeTensorMode):
 
 
 @contextlib.contextmanager
-def fake_tensors_in_disguise(read_values: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def fake_tensors_in_disguise(
+    read_values: Callable[[Tensor], Tensor], list_values: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
     """All of the patches below.
 
     Args:
         read_values: what a program gets that reads a whole fake tensor.
+        list_values: what it gets that reads one as a list.
     """
     with contextlib.ExitStack() as undo:
         import_utils = sys.modules.get("transformers.utils.import_utils")
@@ -62,6 +65,7 @@ def fake_tensors_in_disguise(read_values: Callable[[Tensor], Tensor]) -> Iterato
             replace(undo, import_utils, "is_fake_tensor", _never)
         replace(undo, torch.utils, "swap_tensors", _swap_tensors)
         replace(undo, Tensor, "numpy", _of(read_values, Tensor.numpy))
+        replace(undo, FakeTensor, "tolist", _list_of(list_values))
         replace(undo, Tensor, "__format__", _of_number(Tensor.__format__))
         replace(undo, Tensor, "pin_memory", _where_traced(Tensor.pin_memory))
         replace(
@@ -111,6 +115,17 @@ def _of(read_values: Callable[[Tensor], Tensor], numpy: Callable[..., Any]) -> C
             return numpy(values, force=force)
 
     return of_values
+
+
+def _list_of(list_values: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+    """``FakeTensor.tolist``, which asks for one element after the other."""
+
+    def tolist(self: Tensor) -> Any:
+        values = list_values(self)
+        with unset_fake_temporarily():
+            return values.tolist()
+
+    return tolist
 
 
 def _of_number(format_tensor: Callable[[Tensor, str], str]) -> Callable[[Tensor, str], str]:

@@ -3,8 +3,8 @@
 Programs look at their token ids, positions and masks: whether a batch is padded, where packed documents begin, how many
 labels there are. Such tensors are small and come from the host, so their values are computed on the side, and so are
 single floating-point numbers, such as an optimizer's step counter. An operator's result is known if all its tensors
-are. Everything else is unknown; if the program reads it none the less, it is 0.0, 1 or False, so that ``loss.item()``
-prints and a loss scaler finds no overflow.
+are. Everything else is unknown but for what ``finite_values.py`` says of all numbers; what the program gets that reads
+it none the less stands in ``questions.py``.
 
 A result whose *size* depends on unknown values has the largest size it could have: memory is not underestimated.
 """
@@ -19,12 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
 from lowmem_ft.errors import ModelError
+from lowmem_ft.virtual_gpu.finite_values import uniform_value
+from lowmem_ft.virtual_gpu.questions import asking_line
 
 aten = torch.ops.aten
 
 MOST_ELEMENTS = 2**21
 """Above it values are not computed: masks of tokens x tokens would cost more than the rest of the trace."""
 
+_YES_OR_NO = (aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
 _NAME = "_known_values"
 _MASKS = (torch.bool, torch.uint8)
 _NOT_COPIED = ("device", "pin_memory", "layout")
@@ -57,18 +60,37 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
     """
     made = _written(func, args) if result is None else _flat(result)
     results = [item for item in made if isinstance(item, FakeTensor)]
-    if not results or not all(map(_is_kept, results)):
+    if not results:
+        return
+    if not all(map(_is_kept, results)):
+        if results[0].dtype == torch.bool:
+            _set_if_uniform(func, args, results)
         return
     try:
         values = run_on_values(func, args, kwargs)
     except _UnknownError:
-        for tensor in results:  # an in-place operator may have made them unknown
-            set_values(tensor, None)
+        _set_if_uniform(func, args, results)
         return
     if result is None:
         return  # it has written to the values themselves
     for tensor, value in zip(results, _flat(values), strict=True):
         set_values(tensor, value)
+
+
+def _set_if_uniform(func: Any, args: tuple[Any, ...], results: list[FakeTensor]) -> None:
+    """All elements alike, or unknown, as after an in-place operator."""
+    is_one = len(results) == 1 and not results[0].is_floating_point()
+    value = uniform_value(func, args, results[0], known_values) if is_one else None
+    for tensor in results:
+        set_values(tensor, None if value is None else _filled(tensor, value))
+
+
+def _filled(tensor: FakeTensor, value: bool | int | float) -> Tensor:
+    """In the memory of one element if a tensor is large."""
+    with unset_fake_temporarily():
+        if tensor.numel() <= MOST_ELEMENTS:
+            return torch.full(tensor.shape, value, dtype=tensor.dtype)
+        return torch.full((), value, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -99,29 +121,20 @@ def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return func(*real_args, **real_kwargs)
 
 
-def read_value(func: Any, tensor: Tensor) -> float | int | bool:
-    """What ``tensor.item()`` answers: its value if that is known, else 0.0, 1 or False by type."""
+def read_value(func: Any, tensor: Tensor) -> float | int | bool | None:
+    """What ``tensor.item()`` answers, or None if that is unknown."""
     values = known_values(tensor)
-    if values is not None:
-        with unset_fake_temporarily():
-            return func(values)
-    return unknown_value(tensor)
+    if values is None:
+        return None
+    with unset_fake_temporarily():
+        return func(values)
 
 
-def read_values(tensor: Tensor) -> Tensor:
-    """What ``tensor.numpy()`` answers, as a real tensor: its values if they are known, else all 0.0, 1 or False."""
+def read_values(tensor: Tensor, instead: float | int | bool) -> Tensor:
+    """What ``tensor.numpy()`` answers, as a real tensor: its values if they are known, else ``instead``."""
     values = known_values(tensor)
     with unset_fake_temporarily():
-        return (
-            torch.full(tensor.shape, unknown_value(tensor), dtype=tensor.dtype) if values is None else values
-        )
-
-
-def unknown_value(tensor: Tensor) -> float | int | bool:
-    """What stands for a value that is not known, by type."""
-    if tensor.dtype == torch.bool:
-        return False
-    return 0.0 if tensor.is_floating_point() else 1
+        return torch.full(tensor.shape, instead, dtype=tensor.dtype) if values is None else values
 
 
 def result_of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
@@ -138,26 +151,28 @@ def result_of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return tree_map(lambda value: template.new_empty(value.shape, dtype=value.dtype), values), True
 
 
-def answer_of_unknown_value(
+def answer_from_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
-) -> Any:
-    """What an operator answers to the program itself, such as ``torch.equal``.
+) -> float | int | bool | None:
+    """What an operator answers to the program itself, such as ``torch.equal``; None if nobody knows if it is so.
 
     Raises:
-        ModelError: if the values are unknown.
+        ModelError: if it answers other than yes or no, from unknown values.
     """
     try:
         return run_on_values(func, args, kwargs)
     except _UnknownError:
+        if func in _YES_OR_NO:
+            return None
         raise depends_on_values(str(func)) from error
 
 
 def depends_on_values(call: str) -> ModelError:
     """The error for a call that a program makes, and whose result nobody can know."""
     return ModelError(
-        f"The program calls {call}, whose result depends on values that a trace does not have. Rewrite that part with "
-        "operators of fixed shape (masks in place of boolean indexing, scatter in place of loops over what was found), "
-        "or leave it out while tracing."
+        f"The program calls {call}, whose result depends on values that a trace does not have, at {asking_line()}. "
+        "Rewrite that part with operators of fixed shape (masks in place of boolean indexing, scatter in place of "
+        "loops over what was found), or leave it out while tracing."
     )
 
 
@@ -165,7 +180,7 @@ def _known_or_raise(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     known = known_values(value)
-    if known is None:
+    if known is None or (known.numel() > MOST_ELEMENTS and isinstance(value, FakeTensor)):
         raise _UnknownError
     return known
 

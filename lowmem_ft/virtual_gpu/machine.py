@@ -25,8 +25,10 @@ from lowmem_ft.virtual_gpu.checkpoints import checkpoints_without_values
 from lowmem_ft.virtual_gpu.cuda_names import on_virtual_device
 from lowmem_ft.virtual_gpu.disguise import FakeMode, fake_tensors_in_disguise
 from lowmem_ft.virtual_gpu.experts import experts_as_if_real
+from lowmem_ft.virtual_gpu.generation import beam_search_to_its_length
 from lowmem_ft.virtual_gpu.known_values import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.placement import place_module
+from lowmem_ft.virtual_gpu.questions import Questions
 from lowmem_ft.virtual_gpu.recorder import Recorder
 from lowmem_ft.virtual_gpu.trace import Trace
 from lowmem_ft.virtual_gpu.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
@@ -57,7 +59,7 @@ class VirtualMachine:
         self.attribution = Attribution(
             device.type, self._adopt, self._mark_parameters, self._after_optimizer_step
         )
-        self.recorder = Recorder(device.type, self.attribution, **rules)
+        self.recorder = Recorder(device.type, self.attribution, Questions(self.say), **rules)
         self.work = self.recorder.work
         self._model_name = ""
         self._num_parameters = 0
@@ -90,9 +92,10 @@ class VirtualMachine:
         # Autograd's own threads would not see the modes of this one.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(self._fake_mode)
-        stack.enter_context(fake_tensors_in_disguise(self._read_values))
+        stack.enter_context(fake_tensors_in_disguise(self._read_values, self._list_values))
         stack.enter_context(checkpoints_without_values(self.say))
         stack.enter_context(experts_as_if_real())
+        stack.enter_context(beam_search_to_its_length())
         stack.enter_context(bitsandbytes_on_virtual_gpu())
         stack.enter_context(self.attribution)
         stack.enter_context(abridged_for(self.recorder))
@@ -185,7 +188,12 @@ class VirtualMachine:
         if is_in_forward and known_values(tensor) is None:
             raise depends_on_values("Tensor.numpy()")
         self.work.synchronize()
-        return read_values(tensor)
+        return read_values(tensor, 1 if _is_integer(tensor) else 0)
+
+    def _list_values(self, tensor: Tensor) -> Tensor:
+        """One question, however many elements there are."""
+        self.work.synchronize()
+        return read_values(tensor, 0 if known_values(tensor) is not None else self.recorder.ask(tensor.dtype))
 
     def _placed(self, module: str, tensor: Tensor) -> None:
         self.recorder.mark(tensor, "parameter", module)
@@ -211,6 +219,10 @@ class VirtualMachine:
     def _after_optimizer_step(self, optimizer: Optimizer) -> None:
         self.work.mark(STEP_END)
         self.mark_state(optimizer)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 @contextlib.contextmanager

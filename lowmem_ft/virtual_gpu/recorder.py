@@ -28,12 +28,13 @@ from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.attribution import Attribution, Moment
 from lowmem_ft.virtual_gpu.known_values import (
-    answer_of_unknown_value,
+    answer_from_values,
     compute_values,
     read_value,
     result_of_unknown_size,
 )
 from lowmem_ft.virtual_gpu.operator_work import work_of
+from lowmem_ft.virtual_gpu.questions import Questions, asking_line
 from lowmem_ft.virtual_gpu.work import Work, WorkLog
 
 aten = torch.ops.aten
@@ -51,6 +52,7 @@ class Recorder(TorchDispatchMode):
     Args:
         device_type: the device whose storages count as its own; ``cpu`` makes the host the device.
         attribution: says what the program is doing.
+        questions: answers for values that are not known; None: nobody hears of them.
         scratch: buffers of kernels; None for devices without such rules.
         workspaces: buffers of libraries; None as well.
     """
@@ -59,6 +61,8 @@ class Recorder(TorchDispatchMode):
         self,
         device_type: str,
         attribution: Attribution,
+        questions: Questions | None = None,
+        *,
         scratch: Scratch | None = None,
         workspaces: Workspaces | None = None,
     ) -> None:
@@ -74,6 +78,7 @@ class Recorder(TorchDispatchMode):
         self.peak_bytes = 0
         self.largest_assumed: set[str] = set()
         """Operators whose result depends on values: it was taken at its largest."""
+        self._questions = questions or Questions(lambda choice: None)
         self._scratch = scratch
         self._workspaces = workspaces
         self._held_workspaces: set[object] = set()
@@ -140,6 +145,11 @@ class Recorder(TorchDispatchMode):
             self._add(others.size_bytes)
         weakref.finalize(storage, _release, self._reference, key).atexit = False
 
+    def ask(self, dtype: torch.dtype) -> float | int | bool:
+        """What stands for a value that nobody knows."""
+        _, is_in_forward = self.attribution.moment
+        return self._questions.answer(dtype, is_in_forward=is_in_forward)
+
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
         self.peak_bytes = self.live_bytes
@@ -154,7 +164,8 @@ class Recorder(TorchDispatchMode):
             return args[0].device
         if func is aten._local_scalar_dense.default:
             self.work.synchronize()
-            return read_value(func, args[0])
+            value = read_value(func, args[0])
+            return self.ask(args[0].dtype) if value is None else value
         if func is aten.record_stream.default:
             return None
         if func is aten.is_pinned.default:
@@ -200,11 +211,13 @@ class Recorder(TorchDispatchMode):
                 self.largest_assumed.add(str(func))
             return result
         except DataDependentOutputException as error:
-            return answer_of_unknown_value(func, args, kwargs, error)
+            answer = answer_from_values(func, args, kwargs, error)
+            return self.ask(torch.bool) if answer is None else answer
         except UnsupportedOperatorException as error:
             raise ModelError(
-                f"A trace needs to know the shape of what {func} returns, and torch has no rule for it. Give it one "
-                "with torch.library.register_fake, or write that part with other operators."
+                f"A trace needs to know the shape of what {func} returns, and torch has no rule for it, at "
+                f"{asking_line()}. Give it one with torch.library.register_fake, or write that part with other "
+                "operators."
             ) from error
 
     def _place_of(self, tensor: Tensor) -> Place | None:

@@ -411,17 +411,15 @@ def test_there_is_no_second_device():
         torch.zeros(1, device="cuda:1")
 
 
-def test_a_question_about_unknown_values_is_refused_by_name():
-    with VirtualGPU("t4"):
-        assert torch.equal(torch.arange(3), torch.arange(3).cuda().cpu())
-        with pytest.raises(ModelError, match=r"calls aten.equal.default, whose result depends on values"):
-            torch.equal(torch.randn(3), torch.randn(3))
-
-
 def test_an_operator_without_a_fake_rule_is_refused_by_name():
     torch.library.define("lowmem_ft_test::opaque", "(Tensor x) -> Tensor")
     torch.library.impl("lowmem_ft_test::opaque", "cpu", torch.clone)
-    with VirtualGPU("t4"), pytest.raises(ModelError, match=r"lowmem_ft_test.opaque.default.*register_fake"):
+    with (
+        VirtualGPU("t4"),
+        pytest.raises(
+            ModelError, match=r"opaque.default.* at \S*test_other_peoples_scripts.py:\d+.*register_fake"
+        ),
+    ):
         torch.ops.lowmem_ft_test.opaque(torch.randn(3, device="cuda"))
 
 
