@@ -323,7 +323,10 @@ def _without_layers(causal_lm: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    for module, _ in modes:
+        # bitsandbytes repacks a 4-bit weight on a CPU in its first evaluation, for a kernel without a derivative:
+        # training would go on with wrong gradients (0.50.2, Linear4bit.forward).
+        module.training = hasattr(module, "support_avx512bf16_for_cpu")
     try:
         yield
     finally:

@@ -89,7 +89,8 @@ def loss_and_gradients(model, **inputs):
     torch.manual_seed(3)
     outputs = model(**inputs)
     outputs.loss.backward()
-    return outputs, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    trained = (named for named in model.named_parameters() if named[1].requires_grad)
+    return outputs, {name: parameter.grad.clone() for name, parameter in trained}
 
 
 @pytest.mark.parametrize("tiles", [1, 3])
@@ -314,6 +315,29 @@ def test_enabling_leaves_modes_and_random_state_alone():
     enable_chunked_loss(model, LossConfig())
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
+
+
+def test_enabling_leaves_the_layout_of_4_bit_weights_alone():
+    """On some processors bitsandbytes packs a weight that is evaluated for a kernel that hands no gradient down."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model, inputs = tiny_model(), batch()
+    for layer in model.model.layers:
+        original = layer.mlp.down_proj
+        quantised = bitsandbytes.nn.Linear4bit(48, 32, bias=False, quant_type="nf4")
+        quantised.weight = bitsandbytes.nn.Params4bit(
+            original.weight.data, requires_grad=False, quant_type="nf4"
+        )
+        quantised.support_avx512bf16_for_cpu = True
+        layer.mlp.down_proj = quantised.to("cpu")
+    model.train()
+    with enable_chunked_loss(model, LossConfig()):
+        packed = [getattr(layer.mlp.down_proj.weight.quant_state, "packing_format_for_cpu", False)
+                  for layer in model.model.layers]  # fmt: skip
+        assert packed == [False, False]
+        _, gradients = loss_and_gradients(model, **inputs)
+    _, stock_gradients = loss_and_gradients(model, **inputs)
+    for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):
+        torch.testing.assert_close(gradients[name], stock_gradients[name])
 
 
 def test_chunk_tokens_null_is_the_stock_model():
