@@ -52,6 +52,9 @@ class CudaDriver:
             "_cuda_setMemoryFraction": self._set_fraction,
             "_cuda_getMemoryFraction": lambda index: self._of(index) and self.fraction,
             "_cuda_memoryStats": lambda index: self._of(index) and self._stats(),
+            "_cuda_emptyCache": lambda: self.bytes.update(
+                reserved=self.bytes["allocated"] - self.bytes["reserved"]
+            ),
             "_cuda_resetPeakMemoryStats": lambda index: self._of(index) and self._reset(),
         }
         for name, function in beneath.items():
@@ -63,7 +66,7 @@ class CudaDriver:
         monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
         for module in (torch.cuda, torch.cuda.memory):
             monkeypatch.setattr(module, "_lazy_init", lambda: None)
-        monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+            monkeypatch.setattr(module, "is_initialized", lambda: True)
 
     def hold(self, allocated, reserved):
         """Let the allocator hold this much from now on."""

@@ -89,7 +89,7 @@ def estimate_on_gpus(
     results: list[MemoryEstimate | CannotRun] = []
     for gpu in gpus:
         start = time.perf_counter()
-        kind = _kind(gpu)
+        kind = _kind(recipe, gpu)
         if kind not in traces:
             traces[kind] = _trace_or_error(recipe, gpu)
         traced = traces[kind]
@@ -106,9 +106,10 @@ def estimate_on_gpus(
     return results
 
 
-def _kind(gpu: Gpu) -> tuple[object, ...]:
+def _kind(recipe: Recipe, gpu: Gpu) -> tuple[object, ...]:
     """What decides which kernels a recipe runs, and what they allocate; deterministic ones split by multiprocessors."""
-    num_splits = gpu.num_multiprocessors if torch.are_deterministic_algorithms_enabled() else None
+    is_deterministic = recipe.training.full_determinism or torch.are_deterministic_algorithms_enabled()
+    num_splits = gpu.num_multiprocessors if is_deterministic else None
     return gpu.compute_capability, num_splits
 
 

@@ -25,6 +25,7 @@ from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.parameter_streaming import ParameterStreaming
 from lowmem_ft.training.build import Plan, build_session, plan_session
+from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
 from lowmem_ft.virtual_gpu.extension import NotRegularError
@@ -83,8 +84,9 @@ def trace_recipe(
     """
     hf_config = load_model_config(recipe.model, architecture_only=True)
     shallow = shallow_model(recipe, model_on_meta(recipe.model, hf_config)) if extend else None
-    extended = None if shallow is None else _trace_and_extend(recipe, hf_config, new_machine, shallow)
-    return extended or trace_layers(recipe, hf_config, new_machine())
+    with deterministic_kernels(recipe.training.full_determinism):
+        extended = None if shallow is None else _trace_and_extend(recipe, hf_config, new_machine, shallow)
+        return extended or trace_layers(recipe, hf_config, new_machine())
 
 
 def _trace_and_extend(

@@ -70,7 +70,9 @@ class TrainingConfig:
     use_cpu: bool = knob(False, "Train on the CPU where there is an accelerator too.")
     seed: int = knob(42, "Seed of the data order, random weights and dropout.")
     full_determinism: bool = knob(
-        False, "Only deterministic kernels, so that two GPU runs agree bit for bit; slower, for debugging."
+        False,
+        "Only deterministic kernels of torch, cuBLAS and flash-attn: on a GPU, runs and resumed runs agree bit for bit "
+        "(same model of GPU, versions and number of processes); slower. A CPU needs it for nothing.",
     )
 
     logging_steps: int = knob(

@@ -32,8 +32,15 @@ def apply_budget(budget: Budget, device: torch.device) -> None:
             "Lower it, or leave it out."
         )
     if budget.enforce:
+        torch.cuda.empty_cache()  # what the process has cached before would be handed out beside the budget
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
         logger.info("The allocator is capped at budget.device=%s.", budget.device)
+
+
+def lift_cap(budget: Budget) -> None:
+    """Undo :func:`apply_budget` on the current device: what else the process does has not asked for the cap."""
+    if budget.device is not None and budget.enforce and torch.cuda.is_initialized():
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def report_budget(budget: Budget, device: torch.device, *, file_bytes: int = 0) -> None:

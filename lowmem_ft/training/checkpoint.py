@@ -1,5 +1,8 @@
 """Checkpoints that are whole or not there, and that continue bit for bit.
 
+Weights, state, position in the data and random generators come back exactly. That the steps after it have the same
+bits, too, takes kernels that always give the same: on CUDA, ``training.full_determinism`` (``determinism.py``).
+
 ``checkpoint-N/`` is an ordinary model folder (weights as safetensors, config, tokenizer; of adapters PEFT's files and
 the tokenizer) with the rest of the run beside it: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written
 last, ``checkpoint.json``: the progress, every number that is no tensor, and the size of every file. No pickle anywhere.

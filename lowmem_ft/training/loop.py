@@ -24,7 +24,7 @@ from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.training.budget_cap import apply_budget, report_budget
+from lowmem_ft.training.budget_cap import apply_budget, lift_cap, report_budget
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoint import (
@@ -35,6 +35,7 @@ from lowmem_ft.training.checkpoint import (
     read_progress,
     save_checkpoint,
 )
+from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.evaluation import EvaluationResult, evaluate
 from lowmem_ft.training.finished_model import save_finished_model
 from lowmem_ft.training.hub_upload import check_upload
@@ -83,6 +84,11 @@ def train(recipe: Recipe) -> TrainResult:
         SystemExit: after SIGINT (130) or SIGTERM (143), once a checkpoint (or the finished model) is saved.
     """
     check_recipe(recipe)
+    with deterministic_kernels(recipe.training.full_determinism):
+        return _train(recipe)
+
+
+def _train(recipe: Recipe) -> TrainResult:
     run: TrainingRun | None = None
     try:
         run = TrainingRun(recipe)
@@ -92,6 +98,8 @@ def train(recipe: Recipe) -> TrainResult:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
         raise does_not_fit(recipe, read_device_memory(device), when, num_processes=num_processes) from error
+    finally:
+        lift_cap(recipe.budget)
 
 
 class TrainingRun:
@@ -104,8 +112,6 @@ class TrainingRun:
         self.folder = RunFolder.open(recipe)
         if config.push_to_hub:
             check_upload()
-        if config.full_determinism:  # cuBLAS reads this once, when CUDA starts
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.runtime = AccelerateRuntime.create(config, self.folder.path)
         set_seed(config.seed, deterministic=config.full_determinism)
         apply_budget(recipe.budget, self.runtime.device)

@@ -32,20 +32,20 @@ UNPAGED_TWIN = {
 class Model(nn.Module):
     """An embedding, two matrices large enough for 8-bit state, and a parameter that never gets a gradient."""
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self, dtype=torch.float32, width=64):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(70, 64)
-        self.hidden = nn.Linear(64, 64)
-        self.linear = nn.Linear(64, 70)
+        self.embedding = nn.Embedding(70, width)
+        self.hidden = nn.Linear(width, width)
+        self.linear = nn.Linear(width, 70)
         self.unused = nn.Parameter(torch.zeros(3))
         self.to(dtype)
 
 
-def build(name, device="cpu", dtype=torch.float32, **fields):
+def build(name, device="cpu", dtype=torch.float32, width=64, **fields):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    model = Model(dtype).to(device)
+    model = Model(dtype, width).to(device)
     config = OptimizerConfig(name=name, weight_decay=0.01, **fields)
     return model, create_optimizer(model, config, learning_rate=1e-2)
 
@@ -147,9 +147,9 @@ def test_momentum_zero_keeps_no_state_and_resumes():
 @pytest.mark.parametrize("into_paged", [True, False])
 def test_paged_and_unpaged_load_each_other(name, into_paged):
     names = (UNPAGED_TWIN[name], name) if into_paged else (name, UNPAGED_TWIN[name])
-    model, first = build(names[0], "cuda")
+    model, first = build(names[0], "cuda", width=2048)  # bitsandbytes pages tensors from 100,000 elements on
     train(model, first, range(3))
-    resumed, second = build(names[1], "cuda")
+    resumed, second = build(names[1], "cuda", width=2048)
     resumed.load_state_dict(model.state_dict())
     import_optimizer_state(
         second, resumed.named_parameters(), export_optimizer_state(first, model.named_parameters())
@@ -157,6 +157,11 @@ def test_paged_and_unpaged_load_each_other(name, into_paged):
     train(model, first, range(3, 6))
     train(resumed, second, range(3, 6))
     assert same_bits(model, resumed)
+    assert (is_paged(first), is_paged(second)) == (not into_paged, into_paged)
+
+
+def is_paged(optimizer):
+    return any(getattr(state.get("state1"), "is_paged", False) for state in optimizer.state.values())
 
 
 def test_export_shares_tensors_and_import_copies_them():

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, PartialState
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import UserError
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.training.budget_cap import apply_budget, report_budget
+from lowmem_ft.training.budget_cap import apply_budget, lift_cap, report_budget
 from lowmem_ft.training.runtime import AccelerateRuntime
 
 CPU = torch.device("cpu")
@@ -52,8 +52,13 @@ def test_pages_of_mapped_files_count_for_no_budget(file_bytes, verdict, caplog):
 )
 def test_the_cap_is_the_budgets_share_of_the_device(cuda_driver, budget, share):
     driver = cuda_driver()
+    driver.hold(2**30, 30 * 2**30)
     apply_budget(budget, torch.device("cuda", 0))
     assert driver.fraction == share
+    if budget.device is not None and budget.enforce:
+        assert driver.bytes["reserved"] == 2**30, "cached memory would be handed out beside the budget"
+    lift_cap(budget)
+    assert driver.fraction == 1.0
 
 
 def test_a_cpu_has_no_allocator_to_cap(cuda_driver):

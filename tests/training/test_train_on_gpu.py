@@ -7,6 +7,7 @@ import torch
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 
+from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
 
@@ -73,12 +74,10 @@ def test_each_rung_of_the_ladder_trains_as_the_one_below(tmp_path, metrics):
     assert tiled == pytest.approx(resident, rel=5e-3)
 
 
-def test_a_budget_caps_the_allocator(tmp_path):
-    try:
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            train(recipe(tmp_path / "run", "budget=1MiB"))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+def test_a_budget_caps_the_allocator_for_the_run_alone(tmp_path):
+    with pytest.raises(DoesNotFitError, match=r"ran out while the model was loaded \(budget\.device=1MiB\)"):
+        train(recipe(tmp_path / "run", "budget=1MiB"))
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
 def _remove(folder):
