@@ -129,7 +129,8 @@ def on_cuda(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if done.returncode == 0:
             row.update(json.loads(done.stdout.splitlines()[-1]))
         else:
-            row["failed"] = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "killed"
+            last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "killed"
+            row |= {"fits": None, "why": f"FAILED: {last}"}
         print(row, file=sys.stderr)
         rows.append(row)
     return rows
@@ -234,6 +235,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             "allocated_peak_bytes",
             "reserved_peak_bytes",
             "host_bytes",
+            "why",
         )
         lines = [[str(row.get(column, "")) for column in columns] for row in rows]
         return _markdown(list(columns), lines)

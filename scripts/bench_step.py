@@ -87,6 +87,7 @@ def compare_steps(recipe: Recipe, scratch: Path) -> dict[str, Any]:
         data_collator=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in rows[0]},
         callbacks=[alternate],
     )
+    trainer.args._n_gpu = min(1, trainer.args.n_gpu)  # or it would share its rows out among all devices
     trainer.train()
     theirs = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     return alternate.result(theirs)
@@ -102,11 +103,17 @@ class _Alternate(TrainerCallback):
         self._since = 0.0
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        now = time.perf_counter()
+        now = self._seconds_when_done()
         self.seconds["trainer"].append(now - self._since)
         self.losses.append(self.ours.step()["loss"])
-        self._since = time.perf_counter()
+        self._since = self._seconds_when_done()
         self.seconds["ours"].append(self._since - now)
+
+    def _seconds_when_done(self) -> float:
+        """The clock once the device has done all it was given, or one's last kernels would count as the other's."""
+        if self.ours.runtime.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def result(self, their_losses: list[float]) -> dict[str, Any]:
         pairs = list(zip(self.seconds["ours"][1:], self.seconds["trainer"][1:], strict=True))

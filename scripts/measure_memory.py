@@ -109,7 +109,8 @@ def measure_here(device: str, overrides: Sequence[str]) -> None:
         recipe = recipe_of(overrides, Path(folder))
         peaks = run_for_real(recipe, num_steps=NUM_STEPS[device])
         print(json.dumps(described(device, peaks)), flush=True)
-        estimate = estimate_memory(recipe, CPU if device == "cpu" else None)
+        # The whole device, whatever this run still holds of it.
+        estimate = estimate_memory(recipe, CPU if device == "cpu" else this_machines_gpu())
         print(json.dumps({"estimated": estimated_peaks(estimate)}), flush=True)
 
 
@@ -141,9 +142,12 @@ def described(device: str, peaks: RealPeaks) -> Row:
 
 
 def driver_version() -> str:
-    """The display driver's, as ``nvidia-smi`` has it."""
+    """The display driver's, as ``nvidia-smi`` has it; some containers have none."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
+    try:
+        return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def replace_file(out: Path, rows: list[Row]) -> None:

@@ -130,7 +130,7 @@ def process_bytes_on(device: torch.device) -> tuple[int, str]:
 
 
 def _own_bytes_by_nvml(device: torch.device) -> int | None:
-    """None if the package nvidia-ml-py is not installed, or NVML does not know this process."""
+    """None if the package nvidia-ml-py is not installed, or NVML does not know this process or its part of a GPU."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -140,6 +140,8 @@ def _own_bytes_by_nvml(device: torch.device) -> int | None:
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its index may differ from torch's
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return None
     finally:
         pynvml.nvmlShutdown()
     return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)

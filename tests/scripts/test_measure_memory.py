@@ -46,8 +46,19 @@ def test_without_nvml_the_whole_device_counts(cuda):
     assert real_run.process_bytes_on(DEVICE) == (130, "cudaMemGetInfo, the whole device")
 
 
-@pytest.mark.parametrize("knows_us", [True, False])
-def test_nvml_counts_this_process_if_it_knows_it(cuda, monkeypatch, knows_us):
+class NVMLError(Exception):
+    pass
+
+
+def handle_of(uuid):
+    if uuid != "GPU-abc":
+        raise NVMLError
+    return uuid
+
+
+@pytest.mark.parametrize("uuid,knows_us", [("abc", True), ("abc", False), ("of a part by MIG", True)])
+def test_nvml_counts_this_process_if_it_knows_it(cuda_driver, monkeypatch, uuid, knows_us):
+    cuda_driver(total_memory=1000, uuid=uuid)
     monkeypatch.setattr(real_run.os, "getpid", lambda: 7)
     processes = [
         SimpleNamespace(pid=6, usedGpuMemory=1),
@@ -56,11 +67,12 @@ def test_nvml_counts_this_process_if_it_knows_it(cuda, monkeypatch, knows_us):
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: processes if handle == "GPU-abc" else [],
+        NVMLError=NVMLError,
+        nvmlDeviceGetHandleByUUID=handle_of,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: processes,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert real_run.process_bytes_on(DEVICE)[0] == (2 if knows_us else 50)
+    assert real_run.process_bytes_on(DEVICE)[0] == (2 if (uuid, knows_us) == ("abc", True) else 50)
 
 
 def test_rows_that_are_there_are_not_run_again(tmp_path, monkeypatch):
