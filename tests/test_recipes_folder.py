@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.keys import recipe_keys
 
@@ -15,7 +16,8 @@ FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
 FULL = {"1b-bf16", "3b-bf16", "7b-bf16", "8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"}
 ADAPTERS = {"7b-lora", "7b-qlora", "70b-qlora-24gb"}
-NAMES = {"demo", "demo-8bit", "tiny", *FULL, *ADAPTERS}
+WITHOUT_BFLOAT16 = {"1b-fp16-t4", "7b-qlora-t4"}
+NAMES = {*WITHOUT_BFLOAT16, "demo", "demo-8bit", "tiny", *FULL, *ADAPTERS}
 
 
 def test_the_folder_holds_the_recipes_that_the_package_lists():
@@ -66,6 +68,23 @@ def test_adapters_are_trained_without_float32_copies_of_their_inputs(name):
     assert recipe.adapter.name == "lora"
     assert (recipe.model.dtype, recipe.training.mixed_precision) == ("bfloat16", "bf16")
     assert recipe.model.quantization == ("nf4" if "qlora" in name else "none")
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_BFLOAT16))
+def test_recipes_for_cards_without_bfloat16_scale_the_loss(name):
+    recipe = load_recipe(name)
+    assert recipe.training.mixed_precision == "fp16"
+    trains_all = recipe.adapter.name == "none"
+    assert recipe.model.dtype == ("float32" if trains_all else "float16")
+    assert recipe.training.max_grad_norm == 1.0
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_BFLOAT16))
+def test_a_t4_refuses_nothing_in_the_recipes_made_for_it(name):
+    tiny = [f"model={FOLDER / 'tiny'}", "model.weights=random", "data.max_length=128"]
+    estimate = estimate_memory(load_recipe(name, [*tiny, "training.gradient_accumulation_steps=2"]), "t4")
+    assert estimate.fits
+    assert any("mixed precision fp16" in choice for choice in estimate.choices)
 
 
 def test_local_data_of_a_recipe_ships_with_it():

@@ -66,6 +66,11 @@ class Gpu:
         return self.sources.get("context_mib", "estimate").startswith("estimate")
 
     @property
+    def has_bfloat16(self) -> bool:
+        """Whether it computes with bfloat16 in hardware: since compute capability 8.0; before, torch emulates it."""
+        return self.compute_capability >= (8, 0)
+
+    @property
     def cheapest_price(self) -> Price | None:
         """The lowest price an hour; None if nobody rents it out."""
         return min(self.prices, key=lambda price: price.usd_per_hour, default=None)

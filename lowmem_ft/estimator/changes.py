@@ -12,6 +12,7 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.estimate import estimate_memory
+from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.ways_out import WayOut, ways_out_of
@@ -124,7 +125,7 @@ class ChangeSearch:
 
     def __iter__(self) -> Iterator[Change]:
         """The ways, cheapest first; three at most."""
-        ways = self._that_run(list(ways_out_of(self._recipe)))
+        ways = self._that_run(list(ways_out_of(self._recipe, has_bfloat16=self._has_bfloat16())))
         self._all_together = self._change(ways) if ways else None
         dearest = 0  # of the way before: without it, all the cheaper changes together do not fit
         while len(self._found) < NUM_CHANGES and self._fits(ways):
@@ -137,6 +138,11 @@ class ChangeSearch:
             self._found.append(self._cheapest_with(ways[dearest], ways[:dearest]))
             yield self._found[-1]
             ways = [*ways[:dearest], *ways[dearest + 1 :]]
+
+    def _has_bfloat16(self) -> bool:
+        recipe = self._recipe
+        gpu, _ = choose_gpu(self._gpu, self._budget or recipe.budget, use_cpu=recipe.training.use_cpu)
+        return gpu is None or gpu.has_bfloat16
 
     def found(self, *, complete: bool) -> Changes:
         """What has been found so far.

@@ -123,7 +123,6 @@ def _cheapest_with(num_bytes: int, text: str) -> Gpu:
 
     def cost(gpu: Gpu) -> tuple[bool, float, int]:
         price = gpu.cheapest_price
-        modern = gpu.compute_capability >= (8, 0)
-        return not modern, float("inf") if price is None else price.usd_per_hour, gpu.memory_bytes
+        return not gpu.has_bfloat16, float("inf") if price is None else price.usd_per_hour, gpu.memory_bytes
 
     return min(large_enough, key=cost)

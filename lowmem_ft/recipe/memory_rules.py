@@ -7,14 +7,19 @@ from lowmem_ft.recipe.tree import Recipe
 
 def fp16_needs_float32_weights(recipe: Recipe) -> str | None:
     """The loss scaler cannot unscale half-precision gradients; those of adapters are float32."""
-    dtype = recipe.model.dtype
-    refused = ("float16", "bfloat16") if recipe.adapter.name == "none" else ("bfloat16",)
-    if recipe.training.mixed_precision == "fp16" and dtype in refused:
+    dtype, trained = recipe.model.dtype, recipe.adapter.name == "none"
+    refused = ("float16", "bfloat16") if trained else ("bfloat16",)
+    if recipe.training.mixed_precision != "fp16" or dtype not in refused:
+        return None
+    if not trained:
         return (
-            f"training.mixed_precision=fp16 needs model.dtype=float32, got {dtype}. "
-            "Set model.dtype=float32 or training.mixed_precision=no."
+            f"training.mixed_precision=fp16 needs frozen weights in model.dtype=float16 or float32, got {dtype}. "
+            "Set model.dtype=float16 or training.mixed_precision=bf16."
         )
-    return None
+    return (
+        f"training.mixed_precision=fp16 needs model.dtype=float32, got {dtype}. "
+        "Set model.dtype=float32 or training.mixed_precision=no."
+    )
 
 
 def quantization_needs_an_adapter(recipe: Recipe) -> str | None:

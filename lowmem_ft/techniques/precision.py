@@ -25,7 +25,14 @@ SAMPLED_ELEMENTS = 4096
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_precision(dtype: str, mixed_precision: str, device: torch.device, *, frozen: bool = False) -> None:
+def check_precision(
+    dtype: str,
+    mixed_precision: str,
+    device: torch.device,
+    *,
+    frozen: bool = False,
+    streamed: bool = False,
+) -> None:
     """Refuse weights and autocast that this device cannot compute with, or that would train wrongly in silence.
 
     Args:
@@ -33,6 +40,7 @@ def check_precision(dtype: str, mixed_precision: str, device: torch.device, *, f
         mixed_precision: ``training.mixed_precision``: ``no``, ``bf16`` or ``fp16``.
         device: where the model trains.
         frozen: whether these weights stay as they are, beside adapters in float32.
+        streamed: whether they visit the device in turn: trained ones then cannot do with a loss scale.
 
     Raises:
         UserError: naming every rule that is broken.
@@ -40,7 +48,7 @@ def check_precision(dtype: str, mixed_precision: str, device: torch.device, *, f
     problems = [
         *(_float16_base_problems if frozen else _float16_problems)(dtype, mixed_precision),
         *_fp16_on_cpu_problems(mixed_precision, device),
-        *_bfloat16_problems(dtype, mixed_precision, device),
+        *_bfloat16_problems(dtype, mixed_precision, device, _without_bfloat16(frozen, streamed)),
     ]
     if problems:
         raise UserError(*problems)
@@ -216,7 +224,15 @@ def _fp16_on_cpu_problems(mixed_precision: str, device: torch.device) -> list[st
     ]
 
 
-def _bfloat16_problems(dtype: str, mixed_precision: str, device: torch.device) -> list[str]:
+def _without_bfloat16(frozen: bool, streamed: bool) -> str:
+    """The way out for a device that has no bfloat16."""
+    if frozen:
+        return "Set model.dtype=float16 and training.mixed_precision=fp16."
+    float32 = "Set model.dtype=float32, optimizer.master=fp32 and training.mixed_precision="
+    return f"{float32}no." if streamed else f"{float32}fp16, or no to train in float32."
+
+
+def _bfloat16_problems(dtype: str, mixed_precision: str, device: torch.device, way_out: str) -> list[str]:
     settings = {
         "model.dtype=bfloat16": dtype == "bfloat16",
         "training.mixed_precision=bf16": mixed_precision == "bf16",
@@ -226,8 +242,7 @@ def _bfloat16_problems(dtype: str, mixed_precision: str, device: torch.device) -
         return []
     return [
         "bfloat16 needs a GPU that computes with it (NVIDIA: Ampere, 2020, or newer), got "
-        f"{asked} on {name_of(device)}. Set model.dtype=float32 and training.mixed_precision=fp16, or no to train "
-        "in float32."
+        f"{asked} on {name_of(device)}. {way_out}"
     ]
 
 

@@ -102,6 +102,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         recipe.training.mixed_precision,
         runtime.device,
         frozen=recipe.adapter.name != "none",
+        streamed=recipe.offload.parameters == "stream",
     )
     check_optimizer(recipe.optimizer, runtime.device)
     if problems := problems_with_processes(recipe, runtime.num_processes):

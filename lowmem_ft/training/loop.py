@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.data import DataPosition, DataStream, PreparedData, eval_batches, load_data
+from lowmem_ft.devices import has_bfloat16
 from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
@@ -97,7 +98,13 @@ def _train(recipe: Recipe) -> TrainResult:
         when = "while the model was loaded" if run is None else f"after {run.progress.step} steps"
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
-        raise does_not_fit(recipe, read_device_memory(device), when, num_processes=num_processes) from error
+        raise does_not_fit(
+            recipe,
+            read_device_memory(device),
+            when,
+            num_processes=num_processes,
+            has_bfloat16=has_bfloat16(device),
+        ) from error
     finally:
         lift_cap(recipe.budget)
 

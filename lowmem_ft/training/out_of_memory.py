@@ -10,7 +10,12 @@ from lowmem_ft.units import format_bytes
 
 
 def does_not_fit(
-    recipe: Recipe, memory: MemoryReading, when: str, *, num_processes: int = 1
+    recipe: Recipe,
+    memory: MemoryReading,
+    when: str,
+    *,
+    num_processes: int = 1,
+    has_bfloat16: bool = True,
 ) -> DoesNotFitError:
     """The error for a run whose device memory ran out.
 
@@ -19,12 +24,13 @@ def does_not_fit(
         memory: of the device, at the end.
         when: the moment, such as ``at step 1``.
         num_processes: that trained together: what works in one process only is not suggested to several.
+        has_bfloat16: whether the device computes with bfloat16, which is else not suggested.
 
     Returns:
         An error that says how far it came and what would need less, from no cost in time to the most.
     """
     budget = f" (budget.device={recipe.budget.device})" if recipe.budget.device else ""
-    ways = ways_out_of(recipe, num_processes=num_processes)
+    ways = ways_out_of(recipe, num_processes=num_processes, has_bfloat16=has_bfloat16)
     ways_out = [f"{way.overrides_text} ({way.why})" for way in ways] or ["a GPU with more memory"]
     return DoesNotFitError(
         f"The device memory ran out {when}{budget}, after a peak of {format_bytes(memory.peak_bytes)} in tensors. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lowmem_ft.optimizers.config import OWN_OPTIMIZERS
 from lowmem_ft.recipe import Recipe
@@ -18,6 +18,11 @@ SHORTEST_LENGTH = 512
 
 LONG_ROWS = 2048
 """Tokens of a row from which an MLP's activations are worth pieces."""
+
+Half = Literal["bf16", "fp16"]
+"""The 16-bit type that a run can compute in."""
+
+_DTYPES: dict[Half, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
 Settings = dict[str, Any]
 """New values by dotted key."""
@@ -57,7 +62,7 @@ class WayOut:
         return recipe
 
 
-def ways_out_of(recipe: Recipe, *, num_processes: int = 1) -> Iterator[WayOut]:
+def ways_out_of(recipe: Recipe, *, num_processes: int = 1, has_bfloat16: bool = True) -> Iterator[WayOut]:
     """Changes that need less device memory, from no cost in time or fidelity to the most.
 
     Each brings along what it needs (``optimizer.in_backward``, say, the checkpointing of every layer), so that it works
@@ -66,26 +71,28 @@ def ways_out_of(recipe: Recipe, *, num_processes: int = 1) -> Iterator[WayOut]:
     Args:
         recipe: changes it has made already are not suggested again.
         num_processes: that train together; some changes work in one process only.
+        has_bfloat16: whether the device computes with bfloat16; without it, float16 and a loss scale take its place.
 
     Yields:
         The changes.
     """
     known = set(problems_with_processes(recipe, num_processes))
-    for way in _ways_out_of(recipe):
+    half: Half = "bf16" if has_bfloat16 and recipe.training.mixed_precision != "fp16" else "fp16"
+    for way in _ways_out_of(recipe, half):
         if known.issuperset(problems_with_processes(way.applied_to(recipe), num_processes)):
             yield way
 
 
-def _ways_out_of(recipe: Recipe) -> Iterator[WayOut]:
-    yield from _at_no_cost(recipe)
+def _ways_out_of(recipe: Recipe, half: Half) -> Iterator[WayOut]:
+    yield from _at_no_cost(recipe, half)
     yield from _for_time(recipe)
     if recipe.adapter.name == "none":
-        yield from _of_the_optimizer(recipe)
-    yield from _over_the_host_link(recipe)
-    yield from _with_other_mathematics(recipe)
+        yield from _of_the_optimizer(recipe, half)
+    yield from _over_the_host_link(recipe, half)
+    yield from _with_other_mathematics(recipe, half)
 
 
-def _at_no_cost(recipe: Recipe) -> Iterator[WayOut]:
+def _at_no_cost(recipe: Recipe, half: Half) -> Iterator[WayOut]:
     """The same mathematics as fast, at most in other types; what the types lose is kept beside the weights."""
     training = recipe.training
     if recipe.loss.chunk_tokens is None:
@@ -99,13 +106,11 @@ def _at_no_cost(recipe: Recipe) -> Iterator[WayOut]:
             },
             why="the same mathematics in smaller pieces",
         )
-    if training.mixed_precision == "no" and recipe.model.dtype == "float32":
-        yield WayOut(settings={"training.mixed_precision": "bf16"}, why="about half of the activations")
-    if training.mixed_precision == "fp16":  # whoever scales the loss has no bfloat16, or does without
-        return
-    if recipe.adapter.name != "none" and recipe.model.dtype != "bfloat16":
-        yield WayOut(settings={"model.dtype": "bfloat16"}, why="2 of 4 bytes a frozen weight")
-    if recipe.adapter.name == "none" and _master_bytes(recipe) > 2:
+    if training.mixed_precision == "no" and recipe.model.dtype == "float32" and _may_autocast(recipe, half):
+        yield WayOut(settings={"training.mixed_precision": half}, why="about half of the activations")
+    if recipe.adapter.name != "none" and recipe.model.dtype != _DTYPES[half]:
+        yield WayOut(settings=_frozen_in(half), why="2 of 4 bytes a frozen weight")
+    if half == "bf16" and recipe.adapter.name == "none" and _master_bytes(recipe) > 2:
         yield WayOut(
             settings=_bfloat16_with_master(recipe, "split16"),
             why="float32 weights in two halves: gradients and products take one, master keeps the other",
@@ -137,10 +142,10 @@ def _for_time(recipe: Recipe) -> Iterator[WayOut]:
         )
 
 
-def _of_the_optimizer(recipe: Recipe) -> Iterator[WayOut]:
+def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[WayOut]:
     """What lies beside trained weights: gradients, averages, and the lower bits of the weights themselves."""
-    optimizer, training = recipe.optimizer, recipe.training
-    if not optimizer.in_backward and _may_step_in_backward(recipe):
+    optimizer = recipe.optimizer
+    if not optimizer.in_backward and _may_step_in_backward(recipe, half):
         yield WayOut(
             settings=_in_backward(recipe),
             why="gradients are spent as backward finishes them; with max_grad_norm they wait in the weights' type",
@@ -151,14 +156,14 @@ def _of_the_optimizer(recipe: Recipe) -> Iterator[WayOut]:
             settings={**_own_optimizer(recipe), "optimizer.state": "8bit"},
             why="6 of AdamW's 8 state bytes a parameter; averages are rounded, without bias",
         )
-    if training.mixed_precision != "fp16" and _master_bytes(recipe) > 1:
+    if half == "bf16" and _master_bytes(recipe) > 1:
         yield WayOut(
             settings=_bfloat16_with_master(recipe, "split24"),
             why="1 of the 2 bytes beside a bfloat16 weight; 24 of 32 bits stay, without bias",
         )
 
 
-def _over_the_host_link(recipe: Recipe) -> Iterator[WayOut]:
+def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[WayOut]:
     """What waits in host memory."""
     offload, trained = recipe.offload, recipe.adapter.name == "none"
     if offload.activations == "none":
@@ -171,22 +176,28 @@ def _over_the_host_link(recipe: Recipe) -> Iterator[WayOut]:
             settings={**_own_optimizer(recipe), "offload.optimizer": "host"},
             why="state and master wait on the host, and cross PCIe twice a step",
         )
-    if offload.parameters == "device" and (not trained or _may_stream(recipe)):
+    may_stream = recipe.optimizer.name != "adafactor" and _may_step_in_backward(recipe, half)
+    if offload.parameters == "device" and (not trained or may_stream):
+        unscaled = trained and half == "fp16"
         yield WayOut(
-            settings={**(_streamed(recipe) if trained else {}), "offload.parameters": "stream"},
-            why="all weights but two layers, which visit the device in turn",
+            settings={**(_streamed(recipe, half) if trained else {}), "offload.parameters": "stream"},
+            why="all weights but two layers, which visit the device in turn"
+            + ("; in float32, as the loss scale comes too late for them" if unscaled else ""),
         )
     elif offload.resident_layers > 0:
         yield WayOut(settings={"offload.resident_layers": 0}, why="every layer's weights visit the device")
 
 
-def _with_other_mathematics(recipe: Recipe) -> Iterator[WayOut]:
+def _with_other_mathematics(recipe: Recipe, half: Half) -> Iterator[WayOut]:
     """Another model, or other data."""
     frozen: Settings = {}
     if recipe.adapter.name == "none":
-        frozen = {"adapter.name": "lora", "optimizer.master": "fp32"}
-        if recipe.training.mixed_precision != "fp16":
-            frozen |= {"model.dtype": "bfloat16", "training.mixed_precision": "bf16"}
+        frozen = {
+            "adapter.name": "lora",
+            "optimizer.master": "fp32",
+            **_frozen_in(half),
+            "training.mixed_precision": half,
+        }
         yield WayOut(
             settings=frozen,
             why="gradients and state of all but low-rank adapters; wants a higher learning rate",
@@ -250,9 +261,22 @@ def _bfloat16_with_master(recipe: Recipe, master: str) -> Settings:
     return settings
 
 
-def _may_step_in_backward(recipe: Recipe) -> bool:
+def _frozen_in(half: Half) -> Settings:
+    """Frozen weights in 16 bits. Gradients that pass through float16 ones need a loss scale."""
+    return {"model.dtype": _DTYPES[half], **({"training.mixed_precision": half} if half == "fp16" else {})}
+
+
+def _may_autocast(recipe: Recipe, half: Half) -> bool:
+    """A loss scale is known to fit at the end of backward alone, and must reach the head."""
+    if half == "bf16" or recipe.adapter.name != "none":
+        return True
+    may_step = not recipe.optimizer.in_backward or _may_step_in_backward(recipe, half)
+    return recipe.offload.parameters == "device" and may_step
+
+
+def _may_step_in_backward(recipe: Recipe, half: Half) -> bool:
     """A loss scale has to be known to fit first: while the weights wait for the norm."""
-    return recipe.training.mixed_precision != "fp16" or recipe.training.max_grad_norm is not None
+    return half == "bf16" or recipe.training.max_grad_norm is not None
 
 
 def _finished_gradients(recipe: Recipe) -> Settings:
@@ -268,11 +292,14 @@ def _in_backward(recipe: Recipe) -> Settings:
     return {**_own_optimizer(recipe), **_finished_gradients(recipe), "optimizer.in_backward": True}
 
 
-def _may_stream(recipe: Recipe) -> bool:
-    return recipe.training.mixed_precision != "fp16" and recipe.optimizer.name != "adafactor"
-
-
-def _streamed(recipe: Recipe) -> Settings:
+def _streamed(recipe: Recipe, half: Half) -> Settings:
     """What trained weights need that are on the device for a moment only."""
     on_host = {} if recipe.offload.optimizer == "host" else {"offload.optimizer": "host"}
-    return {**_own_optimizer(recipe), **_every_layer(recipe), **_in_backward(recipe), **on_host}
+    unscaled = {"training.mixed_precision": "no"} if half == "fp16" else {}
+    return {
+        **_own_optimizer(recipe),
+        **_every_layer(recipe),
+        **_in_backward(recipe),
+        **on_host,
+        **unscaled,
+    }

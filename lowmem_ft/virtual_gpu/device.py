@@ -190,7 +190,7 @@ class VirtualBackend:
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         """Whether it computes with bfloat16: in hardware since compute capability 8.0, emulated before."""
-        return including_emulation or self.get_device_capability() >= (8, 0)
+        return including_emulation or active_gpu().spec.has_bfloat16
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
         """The properties that programs read most."""

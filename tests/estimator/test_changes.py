@@ -8,7 +8,8 @@ from transformers import LlamaConfig
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.catalog.gpus import find_gpu, load_gpus
+from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import changes as changes_module
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.changes import cheapest_changes
@@ -57,6 +58,9 @@ def few_bytes(recipe, monkeypatch):
 
     def pretend(freed: dict[str, int], device: int) -> None:
         def estimated(changed: Recipe, gpu, *, budget) -> MemoryEstimate:
+            uses_bfloat16 = "bfloat16" in changed.model.dtype or "bf16" in changed.training.mixed_precision
+            if uses_bfloat16 and not find_gpu(gpu).has_bfloat16:
+                raise UserError("bfloat16 needs a GPU that computes with it.")
             needs = 100 - sum(count for override, count in freed.items() if has(changed, override))
             return dataclasses.replace(plain, fits=needs <= device, process_peak_bytes=needs)
 
@@ -151,13 +155,16 @@ def test_an_answer_takes_few_estimates(recipe, few_bytes, monkeypatch):
     assert len(made) < 25
 
 
-def test_what_the_gpu_cannot_run_is_not_offered(folder):
-    recipe = make_recipe(folder, "loss.chunk_tokens=null", "adapter.name=lora")
-    gpu = make_gpu(needs(recipe) - MIB, like="t4")
-    changes = cheapest_changes(recipe, gpu).fitting
-    assert changes
-    for change in changes:
-        assert not any("bf" in override for override in change.overrides)
+def test_a_gpu_without_bfloat16_is_offered_float16(folder, few_bytes):
+    recipe = make_recipe(folder, "loss.chunk_tokens=64", "checkpointing.mode=full", "adapter.name=lora")
+    few_bytes({"model.dtype=float16": 50}, device=50)
+    changes = cheapest_changes(recipe, "t4")
+    assert changes.fitting[0].overrides == ("model.dtype=float16", "training.mixed_precision=fp16")
+    offered = [
+        override for change in (*changes.fitting, changes.all_together) for override in change.overrides
+    ]
+    assert offered
+    assert not any("bf" in override for override in offered)
 
 
 def test_a_recipe_with_nothing_left_to_change_gets_no_offer(folder):

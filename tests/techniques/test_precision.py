@@ -46,8 +46,24 @@ def test_bfloat16_is_refused_where_it_is_emulated(turing, dtype, mixed_precision
     assert "training.mixed_precision=fp16" in str(caught.value)
 
 
-def test_the_way_out_it_names_works(turing):
-    check_precision("float32", "fp16", CUDA)
+@pytest.mark.parametrize(
+    "beside,way_out",
+    [
+        ({}, {"model.dtype": "float32", "training.mixed_precision": "fp16"}),
+        ({"frozen": True}, {"model.dtype": "float16", "training.mixed_precision": "fp16"}),
+        ({"streamed": True}, {"model.dtype": "float32", "training.mixed_precision": "no"}),
+        (
+            {"frozen": True, "streamed": True},
+            {"model.dtype": "float16", "training.mixed_precision": "fp16"},
+        ),
+    ],
+)
+def test_the_way_out_it_names_works(turing, beside, way_out):
+    with pytest.raises(UserError) as caught:
+        check_precision("bfloat16", "no", CUDA, **beside)
+    for key, value in way_out.items():
+        assert f"{key}={value}" in str(caught.value)
+    check_precision(way_out["model.dtype"], way_out["training.mixed_precision"], CUDA, **beside)
     check_precision("float32", "no", CUDA)
 
 

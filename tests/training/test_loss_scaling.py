@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lowmem_ft.data import Batch, DataPosition
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.training import checkpoint, loop, train
 from lowmem_ft.training.checkpoint import Progress
@@ -149,6 +151,58 @@ def test_the_scale_goes_on_from_a_checkpoint(make_session, batch, tmp_path, monk
     checkpoint.load_checkpoint(folder, resumed, resumed.runtime)
     assert fresh.state_dict() == state
     assert resumed.scheduler.get_last_lr() == session.scheduler.get_last_lr()
+
+
+@pytest.fixture
+def fp16_on_cpu(monkeypatch):
+    """Runs in float16 on a CPU, whose autocast has it; Accelerate alone would leave it out there."""
+    monkeypatch.setattr(precision, "_fp16_on_cpu_problems", lambda mixed_precision, device: [])
+    create, scalers = AccelerateRuntime.create, []
+
+    def with_scaler(config, output_dir):
+        runtime = create(config, output_dir)
+        scalers.append(use_scaler(runtime, monkeypatch))
+        return runtime
+
+    monkeypatch.setattr(loop.AccelerateRuntime, "create", staticmethod(with_scaler))
+    return scalers
+
+
+@pytest.mark.parametrize("name", ["1b-fp16-t4", "7b-qlora-t4"])
+def test_recipes_for_cards_without_bfloat16_train_in_float16(
+    name, tiny, metrics, tmp_path, monkeypatch, fp16_on_cpu
+):
+    shipped = load_recipe(name)
+    keys = (
+        "model.dtype",
+        "model.quantization",
+        "adapter.name",
+        "training.mixed_precision",
+        "training.max_grad_norm",
+        "optimizer.name",
+        "optimizer.master",
+        "optimizer.state",
+        "offload.optimizer",
+        "checkpointing.mode",
+        "tiling.head",
+    )
+    settings = [f"{key}={operator.attrgetter(key)(shipped)}" for key in keys]
+    dtypes = set()
+    linear = torch.nn.functional.linear
+
+    def watched(*arguments, **keywords):
+        output = linear(*arguments, **keywords)
+        dtypes.add(output.dtype)
+        return output
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    train(tiny(*settings, "training.max_steps=12", "training.save_steps=null", output_dir=tmp_path / "run"))
+    losses = metrics(tmp_path / "run")
+    assert losses[-1] < losses[0] - 0.2
+    assert metrics(tmp_path / "run", "skipped_steps")[-1] == 0
+    assert torch.float16 in dtypes
+    (scaler,) = fp16_on_cpu
+    assert scaler.get_scale() == 65536.0
 
 
 def test_a_run_skips_overflows_without_giving_up(tiny, metrics, tmp_path, monkeypatch, caplog):

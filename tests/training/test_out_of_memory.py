@@ -32,6 +32,12 @@ def test_the_error_names_what_the_recipe_has_not_done_yet(tiny):
     assert bare.exit_code == 3
 
 
+def test_a_card_without_bfloat16_is_told_of_float16(tiny):
+    message = str(does_not_fit(tiny("adapter.name=lora"), MEMORY, "at step 1", has_bfloat16=False))
+    assert "model.dtype=float16 training.mixed_precision=fp16" in message
+    assert "bf" not in message
+
+
 def test_what_is_done_already_is_not_suggested(tiny):
     lean = tiny(
         "training.per_device_train_batch_size=1",

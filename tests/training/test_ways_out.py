@@ -129,6 +129,37 @@ def test_whoever_scales_the_loss_is_not_told_to_use_bfloat16(recipe):
     assert not any("bf16" in text or "bfloat16" in text for text in texts)
 
 
+@each_recipe
+def test_a_device_without_bfloat16_is_told_of_float16_and_of_nothing_that_it_cannot_do(recipe):
+    plain = together = loaded(recipe)
+    if "bf16" in plain.training.mixed_precision or plain.model.dtype in ("bfloat16", "auto", "float16"):
+        return  # refused there as it is
+    for way in ways_out_of(plain, has_bfloat16=False):
+        assert not {"bf16", "bfloat16", "split16", "split24"} & {*map(str, way.settings.values())}
+        check_recipe(way.applied_to(plain))
+        together = way.applied_to(together)
+        check_recipe(together)
+
+
+def test_a_device_without_bfloat16_gets_float16_beside_adapters_and_float32_where_layers_are_streamed():
+    def told(*settings):
+        recipe = load_recipe(None, ["model=any", *settings])
+        return [way.overrides_text for way in ways_out_of(recipe, has_bfloat16=False)]
+
+    assert "model.dtype=float16 training.mixed_precision=fp16" in told("adapter.name=lora")
+    assert "model.dtype=float16 training.mixed_precision=fp16" in told(
+        "adapter.name=lora", "training.mixed_precision=fp16"
+    )
+    trained = told()
+    assert "training.mixed_precision=fp16" in trained
+    lora = "adapter.name=lora optimizer.master=fp32 model.dtype=float16 training.mixed_precision=fp16"
+    assert lora in trained
+    (streamed,) = [text for text in trained if "offload.parameters=stream" in text]
+    assert "training.mixed_precision=no" in streamed
+    unclipped = told("training.max_grad_norm=null", "optimizer.in_backward=true")
+    assert "training.mixed_precision=fp16" not in unclipped
+
+
 def test_float32_masters_of_bfloat16_weights_lose_the_half_that_is_there_twice():
     assert "optimizer.master=split16" in overrides("model=any", "model.dtype=bfloat16")
 
