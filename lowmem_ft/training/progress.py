@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Any
 
 import rich
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, ProgressColumn, Task, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+GAP = "  "
+DROPPED_FIRST = (
+    "memory_now",
+    "memory",
+    "half_of_the_bar",
+    "tokens_per_second",
+    "bar",
+    "elapsed",
+    "learning_rate",
+    "loss",
+)
+"""What makes room in a narrow terminal, in this order; step, total and time left always stay."""
 
 
 class ProgressDisplay:
@@ -29,18 +46,9 @@ class ProgressDisplay:
         self._logging_steps = logging_steps
         self._enabled = enabled
         self._live = enabled and console.is_terminal
-        self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            console=console,
-            disable=not self._live,
-        )
+        self._progress = Progress(OneLine(), console=console, disable=not self._live)
         self._num_steps = num_steps
-        self._task = self._progress.add_task("train", total=num_steps, completed=step, status="")
+        self._task = self._progress.add_task("train", total=num_steps, completed=step, status={})
 
     def __enter__(self) -> ProgressDisplay:
         self._progress.start()
@@ -55,14 +63,68 @@ class ProgressDisplay:
         """Show one step's metrics, as they stand in ``metrics.jsonl``."""
         if not self._enabled:
             return
-        status = (
-            f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
-            f"{record['tokens_per_second']:,.0f} tokens/s  "
-            f"memory {format_bytes(record['memory_now_bytes'])}, peak {format_bytes(record['memory_peak_bytes'])}"
-        )
+        status = _status(record)
         self._progress.update(self._task, completed=record["step"], status=status)
         is_due = record["step"] % self._logging_steps == 0 or record["step"] == self._num_steps
         if is_due and not self._live:
-            remaining = self._progress.tasks[0].time_remaining
-            left = "" if remaining is None else f"  {remaining:,.0f} s left"
-            logger.info("step %d/%d  %s%s", record["step"], self._num_steps, status, left)
+            parts = [text for name, text in status.items() if name != "memory"]
+            task = self._progress.tasks[0]
+            if task.time_remaining is not None:
+                parts.append(f"{_time_left(task)} left")
+            logger.info("step %d/%d  %s", record["step"], self._num_steps, GAP.join(parts))
+
+
+class OneLine(ProgressColumn):
+    """The whole display, in the width of the terminal at the moment it is drawn."""
+
+    max_refresh = None
+
+    def render(self, task: Task) -> Table:
+        """The parts that fit, of those in the order of :data:`DROPPED_FIRST`."""
+        width = rich.get_console().width
+        *choices, shortest = self._choices(task)
+        parts = next((parts for parts in choices if _width(parts) <= width), shortest)
+        line = Table.grid(padding=0)
+        for _ in parts:
+            line.add_column(no_wrap=True)
+        line.add_row(*parts)
+        return line
+
+    def _choices(self, task: Task) -> Iterator[list[Text | ProgressBar]]:
+        """From everything to step, total and time left alone."""
+        for count in range(len(DROPPED_FIRST) + 1):
+            yield self._parts(task, DROPPED_FIRST[:count])
+        yield self._parts(task, DROPPED_FIRST, gap=" ")
+
+    def _parts(self, task: Task, dropped: Collection[str], gap: str = GAP) -> list[Text | ProgressBar]:
+        status = {name: text for name, text in task.fields["status"].items() if name not in dropped}
+        if "memory_now" in status:
+            status.pop("memory", None)
+        step = f"step {task.completed:.0f}/{task.total or 0:.0f}"
+        elapsed = [] if "elapsed" in dropped else [TimeElapsedColumn().render(task).plain]
+        texts = [step, *status.values(), *elapsed, f"left {_time_left(task)}"]
+        parts: list[Text | ProgressBar] = [Text(texts[0])]
+        if "bar" not in dropped:
+            width = 10 if "half_of_the_bar" in dropped else 20
+            parts += [Text(gap), ProgressBar(total=task.total, completed=task.completed, width=width)]
+        return [*parts, Text("".join(f"{gap}{text}" for text in texts[1:]))]
+
+
+def _status(record: dict[str, Any]) -> dict[str, str]:
+    """The metrics as texts; ``memory`` is the short form of ``memory_now``."""
+    peak = f"peak {format_bytes(record['memory_peak_bytes'])}"
+    return {
+        "loss": f"loss {record['loss']:.4f}",
+        "learning_rate": f"lr {record['learning_rate']:.2e}",
+        "tokens_per_second": f"{record['tokens_per_second']:,.0f} tokens/s",
+        "memory_now": f"memory {format_bytes(record['memory_now_bytes'])}, {peak}",
+        "memory": peak,
+    }
+
+
+def _time_left(task: Task) -> str:
+    return TimeRemainingColumn(elapsed_when_finished=False).render(task).plain
+
+
+def _width(parts: list[Text | ProgressBar]) -> int:
+    return sum(part.cell_len if isinstance(part, Text) else part.width or 0 for part in parts)
