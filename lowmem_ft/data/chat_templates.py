@@ -121,6 +121,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **optio
             **options,
             **special_tokens,
         )
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(
+            f"The chat template is not valid Jinja, line {error.lineno}: {error.message} Correct it, or set "
+            "data.chat_template to another one."
+        ) from error
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # ValueError: no template at all
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise DataError(

@@ -18,9 +18,12 @@ from lowmem_ft.data.batch import IGNORED_LABEL
 from lowmem_ft.data.order import epoch_order
 from lowmem_ft.data.packing import PackedRows, pack_best_fit
 from lowmem_ft.data.row import Row, TokenizedExample
-from lowmem_ft.data.summary import DataSummary, Outcome, summarise
+from lowmem_ft.data.summary import DataSummary, LengthLimits, Outcome, summarise
 
 logger = logging.getLogger(__name__)
+
+JUDGED_EXAMPLES = 256
+"""Of a stream: enough to say what share of it is lost, and few enough to say so in time."""
 
 PACKING_BUFFER_EXAMPLES = 1000
 """Streamed examples that are packed together: enough for rows about 99 % full, few enough to hold in memory."""
@@ -107,6 +110,7 @@ class StreamedExamples:
         source: where the data comes from, for messages.
         shuffle_buffer_size: examples from which the next one is drawn; 1 keeps the order of the source.
         pack_to: tokens of a packed row, or None.
+        limits: what cuts examples, for messages.
     """
 
     num_rows = None
@@ -118,7 +122,9 @@ class StreamedExamples:
         source: str,
         shuffle_buffer_size: int,
         pack_to: int | None,
+        limits: LengthLimits,
     ) -> None:
+        self._limits, self._has_warned = limits, False
         self._tokenized, self._source = tokenized, source
         self._shuffle_buffer_size, self._pack_to = shuffle_buffer_size, pack_to
 
@@ -147,19 +153,17 @@ class StreamedExamples:
     def _examples(self) -> Iterator[TokenizedExample]:
         summary = DataSummary()
         for columns in self._tokenized():
-            summary = summary + summarise(
-                columns["outcome"],
-                columns["is_cut"],
-                np.asarray(columns["num_tokens"]),
-                np.asarray(columns["num_label_tokens"]),
-            )
+            summary = summary + summarise(columns)
+            if not self._has_warned and summary.num_read >= JUDGED_EXAMPLES:
+                source = f"{self._source}, the first {summary.num_read:,}"
+                self._has_warned = summary.warn(source, self._limits)
             for values in zip(*columns.values(), strict=True):
                 tokenized = dict(zip(columns, values, strict=True))
                 if tokenized["outcome"] == Outcome.KEPT:
                     yield _example(tokenized)
         summary.require_examples(self._source)
-        for line in summary.lines():
-            logger.info("%s, one epoch: %s", self._source, line)
+        summary.log(f"{self._source}, one epoch", self._limits, warn=not self._has_warned)
+        self._has_warned = True
 
 
 def column(table: datasets.Dataset, name: str) -> np.ndarray:

@@ -26,7 +26,15 @@ from lowmem_ft.data.formats import choose_loss_on, recognise_format
 from lowmem_ft.data.packing import pack_best_fit
 from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.data.sources import READING_ERRORS, Source, open_rows, reading_error
-from lowmem_ft.data.summary import DataSummary, Outcome, check_known_tokens, marked_text, summarise
+from lowmem_ft.data.summary import (
+    SUMMARISED,
+    DataSummary,
+    LengthLimits,
+    Outcome,
+    check_known_tokens,
+    marked_text,
+    summarise,
+)
 from lowmem_ft.data.tokenizing import TOKENIZED, Tokenization
 from lowmem_ft.errors import DataError
 
@@ -90,6 +98,7 @@ def load_data(
     if problems := config.problems():
         raise DataError(*problems)
     config = replace(config, max_length=_max_length(config, max_positions))
+    limits = LengthLimits(max_length=config.max_length, of_model=max_positions)
     if int(os.environ.get("RANK", "0")) > 0:
         datasets.disable_progress_bars()
     prepare_tokenizer(tokenizer, chat_template=config.chat_template)
@@ -106,8 +115,8 @@ def load_data(
         in_one_row="flash" in attn_implementation,
     )
     if config.streaming:
-        return _load_streamed(config, tokenizer, collate, vocab_size)
-    return _load_mapped(config, tokenizer, collate, vocab_size, seed)
+        return _load_streamed(config, tokenizer, collate, vocab_size, limits)
+    return _load_mapped(config, tokenizer, collate, vocab_size, limits, seed)
 
 
 def _load_mapped(
@@ -115,6 +124,7 @@ def _load_mapped(
     tokenizer: PreTrainedTokenizerBase,
     collate: Collator,
     vocab_size: int | None,
+    limits: LengthLimits,
     seed: int,
 ) -> PreparedData:
     train_source, eval_source = _sources(config)
@@ -123,12 +133,12 @@ def _load_mapped(
         eval_table = _tokenize(config, eval_source, tokenizer, vocab_size, is_train=False)
     elif config.eval_size is not None:
         train_table, eval_table = _hold_out(train_table, config.eval_size, seed)
-    train, summary = _examples(train_table, config, train_source, is_train=True)
+    train, summary = _examples(train_table, config, limits, train_source, is_train=True)
     _look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT), tokenizer)
     evaluation, evaluation_summary = None, None
     if eval_table is not None:
         evaluation, evaluation_summary = _examples(
-            eval_table, config, eval_source or train_source, is_train=False
+            eval_table, config, limits, eval_source or train_source, is_train=False
         )
     return PreparedData(
         train=train,
@@ -140,13 +150,19 @@ def _load_mapped(
 
 
 def _load_streamed(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, collate: Collator, vocab_size: int | None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    collate: Collator,
+    vocab_size: int | None,
+    limits: LengthLimits,
 ) -> PreparedData:
     train_source, eval_source = _sources(config)
-    train = _stream(config, train_source, tokenizer, vocab_size, is_train=True)
+    train = _stream(config, train_source, tokenizer, vocab_size, limits, is_train=True)
     _look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT), tokenizer)
     evaluation = (
-        None if eval_source is None else _stream(config, eval_source, tokenizer, vocab_size, is_train=False)
+        None
+        if eval_source is None
+        else _stream(config, eval_source, tokenizer, vocab_size, limits, is_train=False)
     )
     return PreparedData(
         train=train, evaluation=evaluation, summary=None, evaluation_summary=None, collate=collate
@@ -278,10 +294,11 @@ def _hold_out(table: datasets.Dataset, size: float, seed: int) -> tuple[datasets
 
 
 def _examples(
-    table: datasets.Dataset, config: DataConfig, source: Source, *, is_train: bool
+    table: datasets.Dataset, config: DataConfig, limits: LengthLimits, source: Source, *, is_train: bool
 ) -> tuple[MappedExamples, DataSummary]:
-    outcomes, lengths = column(table, "outcome"), column(table, "num_tokens")
-    summary = summarise(outcomes, column(table, "is_cut"), lengths, column(table, "num_label_tokens"))
+    columns = {name: column(table, name) for name in SUMMARISED}
+    outcomes, lengths = columns["outcome"], columns["num_tokens"]
+    summary = summarise(columns)
     summary.require_examples(str(source))
     is_kept = outcomes == Outcome.KEPT
     if not is_kept.all():
@@ -291,8 +308,7 @@ def _examples(
         assert config.max_length is not None
         packed = pack_best_fit(lengths[is_kept].astype(np.int64), config.max_length)
         summary = replace(summary, num_rows=len(packed), row_capacity=config.max_length)
-    for line in summary.lines():
-        logger.info("%s data %s: %s", "Training" if is_train else "Held-out", source, line)
+    summary.log(f"{'Training' if is_train else 'Held-out'} data {source}", limits)
     examples = MappedExamples(
         table,
         shuffle=config.shuffle and is_train,
@@ -307,6 +323,7 @@ def _stream(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
+    limits: LengthLimits,
     *,
     is_train: bool,
 ) -> StreamedExamples:
@@ -323,6 +340,7 @@ def _stream(
         source=str(source),
         shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle and is_train else 1,
         pack_to=config.max_length if config.packing else None,
+        limits=limits,
     )
 
 

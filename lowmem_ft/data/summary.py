@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batch import IGNORED_LABEL
+from lowmem_ft.data.collating import LENGTH_MULTIPLE
 from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.errors import DataError
 
@@ -20,6 +21,13 @@ logger = logging.getLogger(__name__)
 
 MUCH_UNKNOWN = 0.1
 """Share of unknown tokens that is worth a warning; names and emoji make up some percent of good data."""
+
+
+MUCH_LOST = 0.05
+"""Share of the examples that may be left out, or lose part of what they teach, without a warning."""
+
+COVERED = 0.95
+"""Share of the examples that the suggested ``data.max_length`` holds whole."""
 
 
 class Outcome(IntEnum):
@@ -40,12 +48,22 @@ class Outcome(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LengthLimits:
+    """What cuts an example: the recipe's ``max_length``, within the longest input ``of_model``; None: nothing does."""
+
+    max_length: int | None
+    of_model: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSummary:
     """Counts over the examples read.
 
     Args:
         outcomes: examples by what became of them; of text, the pieces it was split into.
         num_cut: examples that lost tokens to ``max_length``; of text, documents that were split.
+        num_answers_cut: examples that lost tokens to be learnt.
+        whole_lengths: examples by their tokens before anything was cut; of text, pieces.
         num_tokens: tokens kept.
         num_label_tokens: tokens kept that are learnt.
         longest: tokens of the longest example kept.
@@ -55,6 +73,8 @@ class DataSummary:
 
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     num_cut: int = 0
+    num_answers_cut: int = 0
+    whole_lengths: Counter[int] = field(default_factory=Counter)
     num_tokens: int = 0
     num_label_tokens: int = 0
     longest: int = 0
@@ -86,30 +106,75 @@ class DataSummary:
         return DataSummary(
             outcomes=self.outcomes + other.outcomes,
             num_cut=self.num_cut + other.num_cut,
+            num_answers_cut=self.num_answers_cut + other.num_answers_cut,
+            whole_lengths=self.whole_lengths + other.whole_lengths,
             num_tokens=self.num_tokens + other.num_tokens,
             num_label_tokens=self.num_label_tokens + other.num_label_tokens,
             longest=max(self.longest, other.longest),
         )
 
-    def lines(self) -> list[str]:
-        """The counts for people, a line each; none about what did not happen."""
-        read = sum(self.outcomes.values())
-        lines = [
+    def log(self, source: str, limits: LengthLimits, *, warn: bool = True) -> None:
+        """Write down the counts, a line each, none about what did not happen; of what loses much, warn if wanted."""
+        logger.info("%s: %s", source, self._kept())
+        if warn:
+            self.warn(source, limits)
+        for line in self._harmless():
+            logger.info("%s: %s", source, line)
+
+    def warn(self, source: str, limits: LengthLimits) -> bool:
+        """Warn of what loses more than :data:`MUCH_LOST` of the examples, and say whether anything does."""
+        lost = [self._left_out(why) for why, count in self.dropped.items() if self._is_much(count)]
+        if self._is_much(self.num_answers_cut):
+            lost.append(self._answers_cut(limits))
+        for line in lost:
+            logger.warning("%s: %s", source, line)
+        return bool(lost)
+
+    @property
+    def num_read(self) -> int:
+        """Examples that were read, of text the pieces."""
+        return sum(self.outcomes.values())
+
+    def _is_much(self, count: int) -> bool:
+        return count > MUCH_LOST * self.num_read
+
+    def _kept(self) -> str:
+        return (
             f"{self.num_examples:,} examples, {self.num_tokens:,} tokens, {self.num_label_tokens:,} of them learnt, "
             f"longest {self.longest:,}"
-        ]
-        lines += [
-            f"left out {count:,} of {read:,} ({count / read:.1%}): {why}"
-            for why, count in self.dropped.items()
-        ]
-        if self.num_cut:
-            lines.append(f"cut {self.num_cut:,} of {read:,} ({self.num_cut / read:.1%}) at data.max_length")
-        efficiency = self.packing_efficiency
-        if efficiency is not None:
-            lines.append(
-                f"packed into {self.num_rows:,} rows of {self.row_capacity:,} tokens, {efficiency:.1%} full"
+        )
+
+    def _harmless(self) -> Iterator[str]:
+        yield from (self._left_out(why) for why, count in self.dropped.items() if not self._is_much(count))
+        if self.num_cut and not self._is_much(self.num_answers_cut):
+            yield f"cut {self._share(self.num_cut)} at data.max_length"
+        if self.packing_efficiency is not None:
+            yield (
+                f"packed into {self.num_rows:,} rows of {self.row_capacity:,} tokens, "
+                f"{self.packing_efficiency:.1%} full"
             )
-        return lines
+
+    def _left_out(self, why: Outcome) -> str:
+        return f"left out {self._share(self.dropped[why])}: {why}"
+
+    def _answers_cut(self, limits: LengthLimits) -> str:
+        wanted = covering_length(self.whole_lengths, COVERED)
+        longest = max(self.whole_lengths)
+        if limits.of_model is None or wanted <= limits.of_model:
+            way_out = f"data.max_length={wanted} holds {COVERED:.0%} of the examples whole"
+        else:
+            held = sum(count for length, count in self.whole_lengths.items() if length <= limits.of_model)
+            way_out = (
+                f"the model takes {limits.of_model} at most, which hold {held / self.num_read:.1%} of the examples; "
+                "shorten the others"
+            )
+        return (
+            f"data.max_length={limits.max_length} cuts the answers of {self._share(self.num_answers_cut)}, whose ends "
+            f"are not learnt; {way_out} (longest: {longest:,})"
+        )
+
+    def _share(self, count: int) -> str:
+        return f"{count:,} of {self.num_read:,} ({count / self.num_read:.1%})"
 
     def require_examples(self, source: str) -> None:
         """Stop where nothing is left to learn.
@@ -125,36 +190,62 @@ class DataSummary:
         reasons = (
             "; ".join(f"{count:,} with {why}" for why, count in self.dropped.items()) or "no example at all"
         )
+        covering = ""
+        if self.outcomes[Outcome.ANSWER_CUT_OFF]:
+            covering = (
+                f" ({covering_length(self.whole_lengths, COVERED)} holds {COVERED:.0%} of the examples)"
+            )
         raise DataError(
-            f"Nothing is left to learn from {source}: {reasons}. "
-            "Look at the data, at data.loss_on and at data.max_length."
+            f"Nothing is left to learn from {source}: {reasons}. Look at the data, at data.loss_on and at "
+            f"data.max_length{covering}."
         )
 
 
-def summarise(
-    outcomes: Iterable[int], is_cut: Iterable[bool], num_tokens: np.ndarray, num_label_tokens: np.ndarray
-) -> DataSummary:
+SUMMARISED = ("outcome", "is_cut", "is_answer_cut", "num_tokens", "num_label_tokens", "num_whole_tokens")
+"""The columns of tokenized examples that a summary counts."""
+
+
+def summarise(columns: Mapping[str, Any]) -> DataSummary:
     """The counts over tokenized examples, dropped ones among them (with 0 tokens).
 
     Args:
-        outcomes: an ``Outcome`` for each example.
-        is_cut: whether it lost tokens to ``max_length``, or is the first piece of a document that was split.
-        num_tokens: tokens of each.
-        num_label_tokens: learnt tokens of each.
+        columns: the columns :data:`SUMMARISED`, others perhaps beside them.
 
     Returns:
         The counts, without packing.
     """
-    values, counts = np.unique(np.asarray(outcomes), return_counts=True)
+    values = {name: np.asarray(columns[name]) for name in SUMMARISED}
+    whole = values["num_whole_tokens"]
     return DataSummary(
-        outcomes=Counter(
-            {Outcome(int(value)): int(count) for value, count in zip(values, counts, strict=True)}
-        ),
-        num_cut=int(np.sum(np.asarray(is_cut))),
-        num_tokens=int(num_tokens.sum()),
-        num_label_tokens=int(num_label_tokens.sum()),
-        longest=int(num_tokens.max(initial=0)),
+        outcomes=Counter({Outcome(value): count for value, count in _counted(values["outcome"])}),
+        num_cut=int(values["is_cut"].sum()),
+        num_answers_cut=int(values["is_answer_cut"].sum()),
+        whole_lengths=Counter(dict(_counted(whole[whole > 0]))),
+        num_tokens=int(values["num_tokens"].sum()),
+        num_label_tokens=int(values["num_label_tokens"].sum()),
+        longest=int(values["num_tokens"].max(initial=0)),
     )
+
+
+def _counted(values: np.ndarray) -> Iterator[tuple[int, int]]:
+    found, counts = np.unique(values, return_counts=True)
+    yield from zip(found.tolist(), counts.tolist(), strict=True)
+
+
+def covering_length(lengths: Counter[int], share: float) -> int:
+    """The least ``data.max_length``, as a multiple of what rows are padded to, that holds a share of examples whole.
+
+    Args:
+        lengths: examples by their tokens; at least one.
+        share: of the examples, such as 0.95.
+
+    Returns:
+        Tokens.
+    """
+    ordered = sorted(lengths)
+    held = np.cumsum([lengths[length] for length in ordered])
+    length = ordered[int(np.searchsorted(held, share * held[-1]))]
+    return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
 def check_known_tokens(examples: Iterable[TokenizedExample], tokenizer: PreTrainedTokenizerBase) -> None:

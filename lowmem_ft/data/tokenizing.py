@@ -25,11 +25,14 @@ TOKENIZED = datasets.Features(
         "is_learnt": datasets.List(datasets.Value("bool")),
         "num_tokens": datasets.Value("int32"),
         "num_label_tokens": datasets.Value("int32"),
+        "num_whole_tokens": datasets.Value("int32"),
         "is_cut": datasets.Value("bool"),
+        "is_answer_cut": datasets.Value("bool"),
         "outcome": datasets.Value("int8"),
     }
 )
-"""The columns of a tokenized example. ``sample_id`` is its index among the rows read; the mask is one bit a token."""
+"""The columns of a tokenized example. ``sample_id`` is its index among the rows read; the mask is one bit a token;
+``num_whole_tokens`` counts it before it was cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ class Tokenization:
             "loss_on": self.loss_on,
             "max_length": self.max_length,
             "vocab_size": self.vocab_size,
-            "version": 1,  # raise it when the same values give other tokens
+            "version": 2,  # raise it when the same values give other tokens
         }
 
     def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
@@ -154,43 +157,44 @@ class Tokenization:
             return [_dropped(Outcome.NO_ANSWER)]
         input_ids_T, is_learnt_T = encoded
         limit = self.max_length or len(input_ids_T)
-        is_cut = len(input_ids_T) > limit
-        is_document = self.example_format.name == "text"
+        if self.example_format.name != "text":
+            return [_piece(input_ids_T, is_learnt_T, limit)]
         # A last piece of a single token would have nothing to predict it from.
-        starts = range(0, max(len(input_ids_T) - 1, 1), limit) if is_document else [0]
-        return [
-            _piece(
-                input_ids_T[start : start + limit],
-                is_learnt_T[start : start + limit],
-                is_cut=is_cut and start == 0,
-            )
-            for start in starts
-        ]
+        starts = range(0, max(len(input_ids_T) - 1, 1), limit)
+        pieces = [slice(start, start + limit) for start in starts]
+        rows = [_piece(input_ids_T[piece], is_learnt_T[piece], limit) for piece in pieces]
+        rows[0]["is_cut"] = len(input_ids_T) > limit  # split, rather: nothing of it is lost
+        return rows
 
 
-def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, *, is_cut: bool) -> dict[str, Any]:
-    """One row of ``TOKENIZED`` but for its sample id."""
-    is_learnt_T = is_learnt_T.copy()
+def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, limit: int) -> dict[str, Any]:
+    """One row of ``TOKENIZED`` but for its sample id, cut at the limit."""
+    num_whole_tokens, is_answer_cut = len(input_ids_T), bool(is_learnt_T[limit:].any())
+    is_cut = num_whole_tokens > limit
+    input_ids_T, is_learnt_T = input_ids_T[:limit], is_learnt_T[:limit].copy()
     is_learnt_T[:1] = False  # nothing comes before the first token to predict it from
+    counts = {"num_whole_tokens": num_whole_tokens, "is_cut": is_cut, "is_answer_cut": is_answer_cut}
     if not is_learnt_T.any():
-        return _dropped(Outcome.ANSWER_CUT_OFF if is_cut else Outcome.NO_ANSWER, is_cut=is_cut)
+        return _dropped(Outcome.ANSWER_CUT_OFF if is_cut else Outcome.NO_ANSWER) | counts
     return {
         "input_ids": input_ids_T,
         "is_learnt": is_learnt_T,
         "num_tokens": len(input_ids_T),
         "num_label_tokens": int(is_learnt_T.sum()),
-        "is_cut": is_cut,
         "outcome": int(Outcome.KEPT),
+        **counts,
     }
 
 
-def _dropped(outcome: Outcome, *, is_cut: bool = False) -> dict[str, Any]:
+def _dropped(outcome: Outcome) -> dict[str, Any]:
     """The row of an example that is left out: it keeps the reason, to be counted, but no tokens."""
     return {
         "input_ids": np.zeros(0, dtype=np.int32),
         "is_learnt": np.zeros(0, dtype=bool),
         "num_tokens": 0,
         "num_label_tokens": 0,
-        "is_cut": is_cut,
+        "num_whole_tokens": 0,
+        "is_cut": False,
+        "is_answer_cut": False,
         "outcome": int(outcome),
     }

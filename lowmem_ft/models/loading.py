@@ -7,6 +7,7 @@ holds a second copy of the weights: the peak is the weights plus the largest ten
 from __future__ import annotations
 
 import logging
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ from lowmem_ft.models.quantization import (
 
 logger = logging.getLogger(__name__)
 
+_DAMAGED_GGUF = (struct.error, IndexError, KeyError)
+"""What the readers of GGUF raise, beside ValueError, for a file that ends early or holds nonsense."""
+
 
 def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -> PretrainedConfig:
     """The architecture of the model, without its weights.
@@ -64,7 +68,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
         hf_config = AutoConfig.from_pretrained(path, **source)
         del source["trust_remote_code"]  # for Auto classes alone
         written, _ = ({}, None) if "gguf_file" in source else PretrainedConfig.get_config_dict(path, **source)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (OSError, ValueError, StrictDataclassError, *_DAMAGED_GGUF) as error:
         raise _explained(config, error) from error
     if type(hf_config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
         getattr(hf_config, "auto_map", None) or {}
@@ -93,7 +97,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     way_out = "Set model.tokenizer_name_or_path to a folder or hub id that has one."
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, *_DAMAGED_GGUF) as error:
         lacks_files = "Couldn't instantiate the backend tokenizer" in str(error)
         reason = "it has no tokenizer.json." if lacks_files else _first_line(error)
         raise ModelError(f"No tokenizer could be read from {path}: {reason} {way_out}") from error
@@ -153,7 +157,7 @@ def load_model(
         model, report = read(source.pop("path"), source, options)
     except torch.OutOfMemoryError:
         raise  # no fault of the checkpoint's
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, *_DAMAGED_GGUF) as error:
         raise _explained(config, error) from error
     _refuse_missing_weights(config, report)
     if bits is not None:
@@ -313,6 +317,11 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         return ModelError(
             f"{name} is neither a local folder nor in the hub's cache, and the hub is out of reach."
             f"{nearest_names(name)} {OFFLINE_ADVICE} An estimate of a model that `lowmem-ft models` lists needs no hub."
+        )
+    if isinstance(error, _DAMAGED_GGUF):
+        return ModelError(
+            f"The GGUF file of {name} is damaged or cut off ({type(error).__name__}: {_first_line(error)}) Download it "
+            "again."
         )
     if "trust_remote_code" in str(error):
         return ModelError(

@@ -108,6 +108,67 @@ def test_answers_cut_short_are_counted(write_jsonl, load):
     assert (data.summary.num_cut, data.summary.num_examples, data.summary.longest) == (1, 1, 16)
 
 
+def answers(*num_words: int) -> list[dict[str, str]]:
+    """Pairs whose completions have so many words of two tokens; with the prompt and EOS, two tokens more."""
+    return [{"prompt": "one", "completion": " one" * num} for num in num_words]
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_answers_that_many_examples_lose_are_a_warning_with_the_length_that_holds_them(
+    write_jsonl, load, all_examples, caplog, streaming, packing
+):
+    path = write_jsonl(answers(*range(2, 40, 2), 99))  # 19 of 6 to 78 tokens, and one of 200
+    caplog.set_level(logging.INFO)
+    data = load(path, max_length=32, streaming=streaming, packing=packing)
+    all_examples(data.train)
+    (warning,) = [message for message in warnings_of(caplog) if "cuts the answers" in message]
+    assert "data.max_length=32 cuts the answers of 13 of 20 (65.0%)" in warning
+    assert "data.max_length=80 holds 95% of the examples whole (longest: 200)" in warning
+    caplog.clear()
+    all_examples(load(path, max_length=80, streaming=streaming, packing=packing).train)
+    assert warnings_of(caplog) == []  # one of 20 is no more than 5 %
+    assert "cut 1 of 20 (5.0%) at data.max_length" in caplog.text
+
+
+def test_the_length_that_is_suggested_is_one_that_the_model_takes(write_jsonl, load, caplog):
+    load(write_jsonl(answers(1, 20, 70, 80)), max_length=32, max_positions=64)
+    (warning,) = warnings_of(caplog)
+    assert "cuts the answers of 3 of 4 (75.0%)" in warning
+    assert "the model takes 64 at most, which hold 50.0% of the examples; shorten the others" in warning
+
+
+def test_a_stream_is_judged_while_it_runs(write_jsonl, load, caplog):
+    data = load(write_jsonl(answers(*[90] * 600)), max_length=32, streaming=True, shuffle=False)
+    rows = data.train.order(0, 0)
+    for _ in range(300):
+        next(rows)
+    (warning,) = warnings_of(caplog)
+    assert "the first 256: data.max_length=32 cuts the answers of 256 of 256 (100.0%)" in warning
+    list(rows)
+    list(data.train.order(0, 1))
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_documents_that_are_split_and_cut_prompts_with_their_answer_lose_nothing(write_jsonl, load, caplog):
+    load(write_jsonl([{"text": "one " * 200}] * 3), max_length=32)
+    load(write_jsonl([{"prompt": "one", "completion": " two"}] * 3), max_length=32)
+    assert warnings_of(caplog) == []
+
+
+def test_examples_left_out_are_a_warning_beyond_a_twentieth(write_jsonl, load, caplog):
+    rows = [{"text": "one two"}] * 19 + [{"text": ""}]
+    load(write_jsonl(rows))
+    assert warnings_of(caplog) == []
+    load(write_jsonl([*rows, {"text": ""}]))
+    (warning,) = warnings_of(caplog)
+    assert "left out 2 of 21 (9.5%): a field is empty" in warning
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_nothing_left_to_learn_stops_the_run_with_the_reason(write_jsonl, load, streaming):
     path = write_jsonl([{"prompt": "one two three " * 50, "completion": "four"}] * 3)

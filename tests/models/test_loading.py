@@ -157,6 +157,17 @@ def test_a_gguf_file_is_unpacked_to_plain_weights(folder, tmp_path):
         torch.testing.assert_close(loaded.state_dict()[name], weight, msg=name)
 
 
+def test_a_gguf_file_that_ends_early_is_refused_wherever_it_ends(folder, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "tiny.gguf"
+    _write_gguf(gguf, AutoModelForCausalLM.from_pretrained(folder), path)
+    whole = path.read_bytes()
+    for num_bytes in (0, 3, 14, 40, 400, len(whole) // 4, len(whole) // 2, len(whole) - 500):
+        path.write_bytes(whole[:num_bytes])
+        with pytest.raises(ModelError, match=r"tiny\.gguf"):
+            load(ModelConfig(name_or_path=str(path)))
+
+
 def _write_gguf(gguf, model, path):
     """The tiny Llama as an unquantised GGUF, by the names and the rotary permutation that llama.cpp uses."""
     config = model.config
