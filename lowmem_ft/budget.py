@@ -17,7 +17,9 @@ class Budget:
     device: str | None = knob(None, "Device memory the run may use, such as 24GiB; null: all there is.")
     host: str | None = knob(None, "Host memory (resident) the run may use, such as 64GiB; null: no limit.")
     enforce: bool = knob(
-        True, "On CUDA, cap the caching allocator at budget.device, so that exceeding it is an OOM."
+        True,
+        "A run above budget.device fails: on CUDA the caching allocator is capped at it; on a CPU the run ends if the "
+        "process is above it before the model is loaded or after the first step. false: only compared and logged.",
     )
 
 

@@ -1,13 +1,14 @@
-"""The budget as an allocator limit before training and as a comparison after it."""
+"""The budget as an allocator's limit; where there is no allocator, as a comparison before, during and after a run."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 
 from lowmem_ft.budget import Budget, is_of_size
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import DoesNotFitError, UserError
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.units import format_bytes, parse_bytes
 
@@ -17,12 +18,20 @@ logger = logging.getLogger(__name__)
 def apply_budget(budget: Budget, device: torch.device) -> None:
     """Cap torch's caching allocator at ``budget.device``, so that a run above it fails here as it would on that card.
 
-    Limits: memory outside the allocator (CUDA context, NCCL) is not capped; a CPU has no allocator to cap, so there the
-    budget is only compared at the end.
+    Limits: memory outside the allocator (CUDA context, NCCL) is not capped. Host memory, a CPU's own too, has no
+    allocator to cap: what the process holds before the model comes must leave room; :class:`BudgetWatch` does the rest.
 
     Raises:
         UserError: if the device has less memory than the budget.
+        DoesNotFitError: if the process holds more host memory already than a budget allows.
     """
+    now_bytes = read_host_memory().now_bytes
+    for key, limit in _limits_of_host(budget, device):
+        if now_bytes > parse_bytes(limit) and budget.enforce:
+            raise DoesNotFitError(
+                f"{key}={limit} is less than this process holds before the model is loaded, "
+                f"{format_bytes(now_bytes)}: the libraries alone. Raise it, or leave it out."
+            )
     if budget.device is None or device.type != "cuda":
         return
     num_bytes, total = parse_bytes(budget.device), torch.cuda.get_device_properties(device).total_memory
@@ -41,6 +50,53 @@ def lift_cap(budget: Budget) -> None:
     """Undo :func:`apply_budget` on the current device: what else the process does has not asked for the cap."""
     if budget.device is not None and budget.enforce and torch.cuda.is_initialized():
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class BudgetWatch:
+    """Compares host memory with its budgets after each step, as :func:`apply_budget` cannot cap it.
+
+    A run on a CPU that is above ``budget.device`` after its first step ends there, as on a device of that size; one
+    that grows beyond a budget later says so at once and goes on, since there is memory after all.
+
+    Args:
+        budget: what is allowed.
+        device: where it is trained.
+    """
+
+    def __init__(self, budget: Budget, device: torch.device) -> None:
+        self._budget = budget
+        self._limits = dict(_limits_of_host(budget, device))
+        self._is_first = True
+
+    def after_step(self, *, file_bytes: int = 0) -> None:
+        """Compare the process's peak.
+
+        Args:
+            file_bytes: the most that files of ``offload.folder`` held, see :func:`report_budget`.
+
+        Raises:
+            DoesNotFitError: if the first step took a CPU's process beyond ``budget.device``.
+        """
+        peak_bytes = read_host_memory().peak_bytes if self._limits else 0
+        for key, limit in list(self._limits.items()):
+            if peak_bytes - min(file_bytes, peak_bytes) <= parse_bytes(limit):
+                continue
+            if self._is_first and self._budget.enforce and key == "budget.device":
+                raise DoesNotFitError(
+                    f"{key}={limit} is less than this process took for one step, {format_bytes(peak_bytes)}. Raise it; "
+                    "or set budget.enforce=false to go on and only be told."
+                )
+            logger.warning("Host memory has grown to %s, above %s=%s.", format_bytes(peak_bytes), key, limit)
+            del self._limits[key]
+        self._is_first = False
+
+
+def _limits_of_host(budget: Budget, device: torch.device) -> Iterator[tuple[str, str]]:
+    """The budgets that the host's memory counts for; a CPU's memory is the host's."""
+    if budget.device is not None and device.type == "cpu":
+        yield "budget.device", budget.device
+    if budget.host is not None:
+        yield "budget.host", budget.host
 
 
 def report_budget(budget: Budget, device: torch.device, *, file_bytes: int = 0) -> None:

@@ -25,7 +25,7 @@ from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.training.budget_cap import apply_budget, lift_cap, report_budget
+from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoint import (
@@ -47,6 +47,7 @@ from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult, train_step
+from lowmem_ft.training.threads import warn_of_idle_cores
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class TrainingRun:
         self.runtime = AccelerateRuntime.create(config, self.folder.path)
         set_seed(config.seed, deterministic=config.full_determinism)
         apply_budget(recipe.budget, self.runtime.device)
+        self.budget_watch = BudgetWatch(recipe.budget, self.runtime.device)
         resume_from = self.folder.resume_from
         built = recipe if resume_from is None else resumed(recipe, resume_from)
         plan = plan_session(built, self.runtime)
@@ -204,6 +206,7 @@ class TrainingRun:
         self._count_skipped(result, sample_ids)
         seconds = time.perf_counter() - start
         memory = read_device_memory(self.runtime.device)
+        self.budget_watch.after_step(file_bytes=self.session.host_memory.peak_file_bytes)
         record = {
             "step": self.progress.step,
             "epoch": round(window.epoch, 4),
@@ -378,6 +381,12 @@ class TrainingRun:
             assert self.stream.steps_per_epoch is not None, "check_recipe wants max_steps with a stream"
             in_all = math.ceil(config.num_train_epochs * self.stream.steps_per_epoch)
             num_steps = taken + in_all - self.stream.steps_done
+        if config.warmup_steps > num_steps:
+            raise UserError(
+                f"training.warmup_steps={config.warmup_steps:.0f} is more than the {num_steps} steps of this run: the "
+                "learning rate would never reach training.learning_rate. Lower it, or give a share of all steps, such "
+                "as 0.03."
+            )
         if num_steps < taken:
             raise CheckpointError(
                 f"{self.folder.resume_from} stands at step {taken}, but the recipe ends at step {num_steps}. Set "
@@ -387,15 +396,8 @@ class TrainingRun:
 
     def _log_start(self) -> None:
         config = self.recipe.training
-        threads, cores = torch.get_num_threads() * self.runtime.num_processes, os.cpu_count() or 1
-        if self.runtime.device.type == "cpu" and threads < cores:
-            logger.warning(
-                "Computing on %d of %d cores (OMP_NUM_THREADS, which accelerate launch sets to 1). To use all, add "
-                "--num_cpu_threads_per_process=%d to accelerate launch.",
-                threads,
-                cores,
-                cores // self.runtime.num_processes,
-            )
+        if self.runtime.device.type == "cpu":
+            warn_of_idle_cores(self.runtime.num_processes)
         examples = (
             config.per_device_train_batch_size
             * config.gradient_accumulation_steps

@@ -9,9 +9,11 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import DoesNotFitError, UserError
+from lowmem_ft.memory.meter import MemoryReading
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.training.budget_cap import apply_budget, lift_cap, report_budget
+from lowmem_ft.training import budget_cap
+from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
 from lowmem_ft.training.runtime import AccelerateRuntime
 
 CPU = torch.device("cpu")
@@ -92,3 +94,37 @@ def test_a_run_by_itself_can_be_capped(cuda_driver, tmp_path):
         PartialState._reset_state()
         AcceleratorState._reset_state()
     assert driver.fraction == 0.25
+
+
+def test_a_budget_below_what_the_libraries_take_is_refused_before_the_model_is_loaded():
+    for budget in (Budget(device="1KiB"), Budget(host="1KiB")):
+        with pytest.raises(
+            DoesNotFitError, match=r"budget\.\w+=1KiB is less than this process holds before the model"
+        ):
+            apply_budget(budget, CPU)
+    apply_budget(Budget(device="1KiB", enforce=False), CPU)
+    apply_budget(Budget(device="1TiB", host="1TiB"), CPU)
+
+
+def test_a_first_step_beyond_a_cpus_budget_ends_the_run():
+    with pytest.raises(
+        DoesNotFitError, match=r"budget\.device=1KiB is less than this process took for one step"
+    ):
+        BudgetWatch(Budget(device="1KiB"), CPU).after_step()
+
+
+def test_growing_beyond_a_budget_later_is_said_once_and_at_once(caplog, monkeypatch):
+    peaks = iter([5, 5, 2000, 3000])
+    monkeypatch.setattr(budget_cap, "read_host_memory", lambda: MemoryReading(0, next(peaks)))
+    watch = BudgetWatch(Budget(device="1KiB"), CPU)
+    said = []
+    for _ in range(4):
+        watch.after_step()
+        said.append(len(caplog.messages))
+    assert said == [0, 0, 1, 1]
+    assert caplog.messages == ["Host memory has grown to 1.95 KiB, above budget.device=1KiB."]
+
+
+def test_pages_of_files_and_a_gpus_budget_do_not_count_for_the_host():
+    BudgetWatch(Budget(device="1KiB"), CPU).after_step(file_bytes=2**50)
+    BudgetWatch(Budget(device="1KiB"), torch.device("cuda", 0)).after_step()

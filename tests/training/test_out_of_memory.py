@@ -72,8 +72,8 @@ def test_a_run_that_runs_out_says_so_with_the_budget(tiny, tmp_path, monkeypatch
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(loop, "train_step", out_of_memory)
-    with pytest.raises(DoesNotFitError, match=r"after 0 steps \(budget\.device=1GiB\)") as raised:
-        train(tiny("budget=1GiB", output_dir=tmp_path / "run"))
+    with pytest.raises(DoesNotFitError, match=r"after 0 steps \(budget\.device=1TiB\)") as raised:
+        train(tiny("budget=1TiB", output_dir=tmp_path / "run"))
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 

@@ -1,0 +1,37 @@
+"""Whether a run on a CPU computes on all of its cores, and who keeps it from them."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_idle_cores(num_processes: int) -> None:
+    """Warn where ``OMP_NUM_THREADS`` keeps cores idle, with the way out by what set it.
+
+    ``accelerate launch`` sets it to 1, and so does torchrun for several processes. Where nobody has set it, torch takes
+    one thread a physical core, which is what is fastest.
+
+    Args:
+        num_processes: of this run, all taken to be on this machine.
+    """
+    threads, cores = torch.get_num_threads() * num_processes, os.cpu_count() or 1
+    if "OMP_NUM_THREADS" not in os.environ or threads >= cores:
+        return
+    logger.warning(
+        "Computing on %d of %d cores, as OMP_NUM_THREADS=%s. To use all, %s.",
+        threads,
+        cores,
+        os.environ["OMP_NUM_THREADS"],
+        _way_out(max(1, cores // num_processes)),
+    )
+
+
+def _way_out(num_threads: int) -> str:
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # which accelerate launch always sets
+        return f"add --num_cpu_threads_per_process={num_threads} to accelerate launch"
+    return f"set OMP_NUM_THREADS={num_threads}"
