@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     recipe = load_recipe(arguments.recipe.removeprefix("recipe="), arguments.settings)
     print(
-        f"# Save as FILE.yaml, edit, and: lowmem-ft train recipe=FILE.yaml\n\n{recipe_to_yaml(recipe)}",
+        f"# Save as FILE.yaml, edit, and: lowmem-ft train recipe=FILE.yaml\n"
+        f"# On several GPUs: accelerate launch -m lowmem_ft train recipe=FILE.yaml\n\n{recipe_to_yaml(recipe)}",
         end="",
     )
     return 0

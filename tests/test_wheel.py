@@ -1,0 +1,109 @@
+"""The package as a wheel in an environment of its own, where there is no clone: neither scripts/ nor tests/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hatchling")
+
+import torch
+
+from lowmem_ft.recipe import shipped_recipes
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Runs Python with the wheel's files, and the libraries of this environment without its lowmem_ft."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    unpacked = folder / "unpacked"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    libraries = Path(torch.__file__).parents[1]
+    # Lines of a .pth file are only added to the path: an editable install among the libraries does not take part.
+    (site_packages / "wheel.pth").write_text(f"{unpacked}\n{libraries}\n")
+    python = folder / "venv" / "bin" / "python"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "", "HOME": str(folder)}
+        return subprocess.run(
+            [str(python), *arguments],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment,
+            timeout=300,
+        )
+
+    run.unpacked = unpacked  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def test_it_is_the_wheel_that_runs(installed):
+    done = installed("-c", "import lowmem_ft; print(lowmem_ft.__file__)")
+    assert Path(done.stdout.strip()) == installed.unpacked / "lowmem_ft" / "__init__.py"
+
+
+def test_recipes_catalogue_and_command_come_with_it(installed):
+    inside = installed.unpacked / "lowmem_ft"
+    assert (inside / "py.typed").is_file()
+    (entry_points,) = installed.unpacked.glob("*.dist-info/entry_points.txt")
+    assert "lowmem-ft = lowmem_ft.cli:main" in entry_points.read_text()
+    listed = installed("-m", "lowmem_ft", "recipes").stdout
+    assert [line.split()[0] for line in listed.splitlines()] == list(shipped_recipes())
+    assert "rtx-4090" in installed("-m", "lowmem_ft", "gpus").stdout
+    assert (inside / "recipes" / "tiny" / "tokenizer.json").is_file()
+
+
+def test_no_text_names_a_script_that_is_not_there(installed):
+    """Not help, not recipes, not messages: what they name works from a wheel."""
+    files = [
+        path
+        for path in (installed.unpacked / "lowmem_ft").rglob("*")
+        if path.suffix in (".py", ".yaml", ".jinja")
+    ]
+    assert len(files) > 100
+    assert [str(path) for path in files if "scripts/finetune" in path.read_text(encoding="utf-8")] == []
+    assert (
+        "accelerate launch --num_processes 2 -m lowmem_ft train"
+        in installed("-m", "lowmem_ft", "train", "--help").stdout
+    )
+    shown = installed("-m", "lowmem_ft", "recipes", "tiny").stdout
+    assert "accelerate launch -m lowmem_ft train recipe=FILE.yaml" in shown
+
+
+def test_a_mistake_is_told(installed):
+    done = installed("-m", "lowmem_ft", "train", "recipe=tiny", "data=nowhere.jsonl")
+    assert (done.returncode, done.stderr.count("error: ")) == (2, 1)
+
+
+@pytest.mark.slow
+def test_it_trains_under_accelerate_launch_in_two_processes(installed):
+    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "lowmem_ft", "train")
+    done = installed(
+        *launch, "recipe=tiny", "training.max_steps=2", "data.eval_size=null", "training.eval_steps=null"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es)" in done.stderr
+
+
+def test_it_trains(installed):
+    settings = (
+        "training.max_steps=1",
+        "training.use_cpu=true",
+        "data.eval_size=null",
+        "training.eval_steps=null",
+    )
+    done = installed("-m", "lowmem_ft", "train", "recipe=tiny", *settings)
+    assert done.returncode == 0, done.stderr
+    assert "step 1/1" in done.stderr
