@@ -35,12 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, recipe_name, settings = parse(sys.argv[1:] if argv is None else argv)
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.models.local_paths import check_model_path
     from lowmem_ft.recipe import load_recipe
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, settings)
+        check_model_path(recipe.model)
         import lowmem_ft.estimator  # noqa: F401 - imports the libraries whose logs are taken over
 
     take_over_library_logs()

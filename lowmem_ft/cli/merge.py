@@ -31,15 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe.paths import check_merge
 
     set_up_logging()
+    adapter, target = arguments.adapter.expanduser(), arguments.target.expanduser()
+    check_merge(adapter, target, base=arguments.base)  # before the imports below, which take seconds
 
     from lowmem_ft.training.merging import merge_into_base
 
     take_over_library_logs()
     merge_into_base(
-        arguments.adapter.expanduser(),
-        arguments.target.expanduser(),
+        adapter,
+        target,
         base=arguments.base,
         dtype=arguments.dtype,
         track=_with_bar,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -148,10 +149,18 @@ def typed_value(key: RecipeKey, value: Any) -> Any:
     if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
         # `run_name: on` and `revision: 1e5` are text that YAML took for something else: the text is lost.
         raise OmegaConfBaseException(f"{key.path} is text")
-    config = OmegaConf.merge(OmegaConf.structured(key.config_class), {key.name: escape_interpolation(value)})
+    config = OmegaConf.merge(_schema(key), {key.name: escape_interpolation(value)})
     assert isinstance(config, DictConfig)
     converted = config[key.name]
     return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
+
+
+@functools.cache
+def _schema(key: RecipeKey) -> DictConfig:
+    """The key's field alone: OmegaConf takes milliseconds for each field of a dataclass, and a file sets many keys."""
+    (field,) = (field for field in dataclasses.fields(key.config_class) if field.name == key.name)
+    default = dataclasses.field(default=field.default, default_factory=field.default_factory)
+    return OmegaConf.structured(dataclasses.make_dataclass("Setting", [(key.name, key.type_hint, default)]))
 
 
 def escape_interpolation(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,18 +21,22 @@ from lowmem_ft.recipe.keys import (
     without_none,
 )
 
+logger = logging.getLogger(__name__)
+
 
 def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """The settings as nested values, and one problem for each that is no ``key=value``.
 
     Args:
-        overrides: settings such as ``training.learning_rate=1e-5``; of two with one key the later counts.
+        overrides: settings such as ``training.learning_rate=1e-5``; of two with one key the later counts, and if they
+            differ that is said.
 
     Returns:
         The nested values, and the problems.
     """
     settings: dict[str, Any] = {}
     problems: list[str] = []
+    texts: dict[str, str] = {}
     for written in _join_dashed(overrides):
         key, equals, text = written.partition("=")
         if not equals or not key or key.startswith("-"):
@@ -45,6 +50,9 @@ def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]
             _set(settings, path.split("."), _parse(path, text))
         except (yaml.YAMLError, OmegaConfBaseException):
             problems.append(_unreadable(path, text))
+        if texts.setdefault(path, text) != text:
+            logger.warning("%s is set twice, to %s and to %s; %s counts.", path, texts[path], text, text)
+            texts[path] = text
     return settings, problems
 
 

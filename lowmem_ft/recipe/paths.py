@@ -8,8 +8,13 @@ from pathlib import Path
 
 from lowmem_ft.data.files import local_files, read_chat_template
 from lowmem_ft.errors import DataError, UserError
+from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
 from lowmem_ft.recipe.tree import Recipe
+from lowmem_ft.techniques.adapter_folder import CONFIG_FILE, read_adapter_config
+
+MODEL_FOLDER = "model"
+"""Where in its folder a run leaves the finished model, or its adapters."""
 
 PROBED_BYTES = 4096
 """Written and dropped again: a full disk lets files be made, and refuses what goes into them."""
@@ -30,6 +35,33 @@ def check_paths_of_run(recipe: Recipe) -> None:
     if not _goes_on_from_a_checkpoint(recipe):
         of_model = [lambda: check_model_path(recipe.model), lambda: check_tokenizer_path(recipe.model)]
     _raise_all([*of_model, *_checks_of_data(recipe), *_checks_of_folders(recipe)])
+
+
+def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig:
+    """Refuse an adapter that is none, a base that is not there, and a folder that is in use or cannot be written.
+
+    Args:
+        adapter: the adapter's folder.
+        target: the new model's.
+        base: the base model, where it is not what the adapter names.
+
+    Returns:
+        Where the base model is.
+
+    Raises:
+        UserError: if anything is wrong with the adapter or the target.
+        ModelError: if the base is named by a path and is not there.
+    """
+    settings = read_adapter_config(adapter, model_folder=MODEL_FOLDER)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is there already, and not empty. Name a new folder for the merged model.")
+    require_writable(target, "OUT_DIR")
+    name = base or settings.get("base_model_name_or_path")
+    if not name:
+        raise UserError(f"{adapter / CONFIG_FILE} does not name its base model. Name it with --base.")
+    config = ModelConfig(name_or_path=name, revision=None if base else settings.get("revision"), dtype="auto")
+    check_model_path(config)
+    return config
 
 
 def require_writable(folder: Path, setting: str) -> None:

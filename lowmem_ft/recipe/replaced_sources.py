@@ -37,6 +37,9 @@ OF_A_SOURCE: dict[str, tuple[str, ...]] = {
 }
 """By the key that names a source: the keys that say how to read that very source."""
 
+_INSTEAD = {"data.eval_path": "data.path"}
+"""What a source is where it is not named."""
+
 _HELD_OUT = ("data.eval_path", "data.eval_split", "data.eval_size")
 _OF_HELD_OUT = ("training.eval_steps", "training.eval_on_start")
 
@@ -74,10 +77,11 @@ def replaced_by(earlier: Mapping[str, Any], layer: Mapping[str, Any]) -> list[Re
     """
     replaced = []
     for key, described in OF_A_SOURCE.items():
-        before, now = earlier.get(key), layer.get(key)
+        before, now = earlier.get(key) or earlier.get(_INSTEAD.get(key, "")), layer.get(key)
         if before is None or now is None or before == now:
             continue
-        dropped = {name: earlier[name] for name in described if name in earlier and name not in layer}
+        gone = {name for source in replaced for name in source.dropped}
+        dropped = {name: earlier[name] for name in described if name in earlier.keys() - layer.keys() - gone}
         if any(name in dropped for name in _HELD_OUT):
             dropped |= _evaluation_without_data(earlier, layer, dropped)
         if dropped:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from lowmem_ft.knob import knob
 
+MOST_EPOCHS = 1_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -129,6 +131,8 @@ def _not_positive(config: TrainingConfig) -> Iterator[str]:
 
 
 def _out_of_range(config: TrainingConfig) -> Iterator[str]:
+    if config.num_train_epochs > MOST_EPOCHS:
+        yield f"training.num_train_epochs must be at most {MOST_EPOCHS}, got {config.num_train_epochs:g}. Try 3."
     if config.max_steps != -1 and config.max_steps < 1:
         yield f"training.max_steps must be at least 1, or -1 for num_train_epochs; got {config.max_steps}."
     warmup = config.warmup_steps

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,13 +22,13 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem_ft.errors import CheckpointError, MissingPackageError, UserError, did_you_mean
 from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.reversible import set_attribute
 
 logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"
 """What PEFT calls the only adapter of a model; files do not carry it."""
 
@@ -193,9 +194,11 @@ def merge_adapter(
 
     Raises:
         UserError: if the adapter is not one for this model.
+        CheckpointError: if its weights are damaged.
     """
     from peft import PeftModel
 
+    _read(folder)  # which says what is wrong with a damaged file
     try:
         peft_model: Any = PeftModel.from_pretrained(model, str(folder), torch_device=str(model.device))
     except (ValueError, RuntimeError, KeyError) as error:
@@ -302,6 +305,10 @@ def _read(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / WEIGHTS_FILE)
     except OSError as error:
         raise CheckpointError(f"{folder} holds no adapter: {error}.") from error
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{folder / WEIGHTS_FILE} is damaged: {error}. Save the adapter again."
+        ) from error
 
 
 def _compare(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.errors import UserError
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, save_model
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.techniques.lora import CONFIG_FILE, WEIGHTS_FILE, merge_adapter
+from lowmem_ft.recipe.paths import check_merge
+from lowmem_ft.techniques.lora import merge_adapter
 from lowmem_ft.training.checkpoint import explaining_write_errors
 from lowmem_ft.training.durable import whole_folder
-from lowmem_ft.training.run_folder import MODEL_FOLDER, RECIPE_FILE
+from lowmem_ft.training.run_folder import RECIPE_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +46,7 @@ def merge_into_base(
         ModelError: if the base cannot be read.
         CheckpointError: if the folder cannot be written.
     """
-    settings = _read_adapter_config(adapter)
-    _refuse_to_replace(target)
-    config = _base_config(adapter, settings, base)
+    config = check_merge(adapter, target, base=base)
     hf_config = load_model_config(config)
     tokenizer = _tokenizer_of(adapter, config)
     model = load_model(config, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0)
@@ -64,39 +61,6 @@ def merge_into_base(
         str(merged_dtype).removeprefix("torch."),
         target,
     )
-
-
-def _read_adapter_config(adapter: Path) -> dict[str, Any]:
-    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (adapter / name).is_file()]
-    if missing:
-        inside = adapter / MODEL_FOLDER
-        hint = f" Did you mean {inside}?" if (inside / CONFIG_FILE).is_file() else ""
-        raise UserError(
-            f"An adapter's folder holds {CONFIG_FILE} and {WEIGHTS_FILE}; {adapter} lacks {' and '.join(missing)}."
-            f"{hint} A run with adapter.name=lora writes one to its {MODEL_FOLDER}/."
-        )
-    try:
-        settings = json.loads((adapter / CONFIG_FILE).read_text("utf-8"))
-    except ValueError as error:
-        raise UserError(f"{adapter / CONFIG_FILE} is no JSON: {error}. Save the adapter again.") from error
-    if settings.get("peft_type") != "LORA":
-        raise UserError(
-            f"Merging takes LoRA adapters, got {settings.get('peft_type')} in {adapter / CONFIG_FILE}. "
-            "Merge it with peft's own merge_and_unload."
-        )
-    return settings
-
-
-def _refuse_to_replace(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is there already, and not empty. Name a new folder for the merged model.")
-
-
-def _base_config(adapter: Path, settings: dict[str, Any], base: str | None) -> ModelConfig:
-    name = base or settings.get("base_model_name_or_path")
-    if not name:
-        raise UserError(f"{adapter / CONFIG_FILE} does not name its base model. Name it with --base.")
-    return ModelConfig(name_or_path=name, revision=None if base else settings.get("revision"), dtype="auto")
 
 
 def _tokenizer_of(adapter: Path, config: ModelConfig) -> PreTrainedTokenizerBase:

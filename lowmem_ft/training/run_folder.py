@@ -13,6 +13,7 @@ from typing import Any
 
 from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
+from lowmem_ft.recipe.paths import MODEL_FOLDER, run_folder_of
 from lowmem_ft.training.checkpoint import (
     Progress,
     checkpoints_after,
@@ -24,7 +25,7 @@ from lowmem_ft.training.durable import incomplete_name, write_whole_file
 
 logger = logging.getLogger(__name__)
 
-RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, LOGS_FOLDER = "recipe.yaml", "metrics.jsonl", "model", "logs"
+RECIPE_FILE, METRICS_FILE, LOGS_FOLDER = "recipe.yaml", "metrics.jsonl", "logs"
 
 
 class RunFolder:
@@ -50,7 +51,7 @@ class RunFolder:
             CheckpointError: if the checkpoint to resume from is incomplete or belongs to another model or data.
         """
         config = recipe.training
-        path = Path(config.output_dir or f"runs/{recipe.name}").expanduser()
+        path = run_folder_of(recipe)
         if path.exists() and not path.is_dir():
             raise UserError(f"training.output_dir={path} is a file. Name a folder.")
         resume_from = _checkpoint_to_resume(config.resume_from_checkpoint, path)

@@ -8,7 +8,7 @@ import pytest
 
 from lowmem_ft.errors import RecipeError
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
-from lowmem_ft.recipe.keys import SHORT_FORMS, UPSTREAM_NAMES, keys_meant_by, recipe_keys
+from lowmem_ft.recipe.keys import SHORT_FORMS, UPSTREAM_NAMES, describe_type, keys_meant_by, recipe_keys
 
 MINIMAL = "model: {name_or_path: some/model}\n"
 
@@ -40,9 +40,36 @@ def test_the_file_sets_what_it_names_and_defaults_the_rest(write):
     assert recipe.training.lr_scheduler_type == "cosine"
 
 
-def test_a_later_setting_goes_before_an_earlier_one(write):
+def test_a_later_setting_goes_before_an_earlier_one_and_a_contradiction_is_said(write, caplog):
     path = write(MINIMAL + "training: {seed: 1}\n")
     assert load_recipe(path, ["training.seed=2", "training.seed=3"]).training.seed == 3
+    assert caplog.messages == ["training.seed is set twice, to 2 and to 3; 3 counts."]
+    caplog.clear()
+    assert load_recipe(path, ["data=a", "training.seed=3", "data.path=a"]).training.seed == 3
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("value", [10**20, -(10**20), "1e30", ".nan", ".inf", "-.inf"])
+def test_no_extreme_number_gets_through_or_breaks_a_rule(value):
+    """Of any key that takes numbers, alone, in a list and in a mapping."""
+    numeric = {path: key for path, key in recipe_keys().items() if "number" in describe_type(key.type_hint)}
+    assert len(numeric) > 30
+    finite = (
+        "training.learning_rate",
+        "training.max_grad_norm",
+        "optimizer.eps",
+        "optimizer.weight_decay",
+        "adapter.lora_alpha",
+        "data.eval_size",  # compared with the examples there are
+        "training.warmup_steps",  # compared with the steps of the run
+    )
+    for path, key in numeric.items():
+        written = f"[{value}, {value}]" if "tuple" in str(key.type_hint) else value
+        if value in (10**20, "1e30") and path in finite:
+            continue  # a number like others
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(None, ["model=x", "adapter.name=lora", f"{path}={written}"])
+        assert any(path in problem for problem in caught.value.problems), path
 
 
 @pytest.mark.parametrize(

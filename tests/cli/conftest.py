@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 import safetensors.torch
 import torch
 
@@ -18,8 +21,10 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 GOOD_LINE = json.dumps({"messages": CHAT})
 
 
-def write_bad_files(folder: Path) -> None:
-    """Everything that a row of the table may name, relative to ``folder``."""
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory):
+    """A folder with everything that a row of the table may name, relative to it."""
+    folder = tmp_path_factory.mktemp("bad_inputs")
     (folder / "good.jsonl").write_text(f"{GOOD_LINE}\n" * 4, encoding="utf-8")
     for write in (
         _write_rows,
@@ -30,6 +35,7 @@ def write_bad_files(folder: Path) -> None:
         _write_models,
     ):
         write(folder)
+    return folder
 
 
 def _write_rows(folder: Path) -> None:
@@ -58,6 +64,8 @@ def _write_rows(folder: Path) -> None:
         "one": [{"text": "one two three"}],
         "long_prompts": [{"prompt": "word " * 300, "completion": "b"}] * 4,
         "half_empty": [{"text": "one two three"}, {"text": ""}] * 4,
+        "long_answers": [{"prompt": "a b", "completion": "word " * 40}] * 4,
+        "some_long_prompts": [{"prompt": "word " * 90, "completion": "b"}, {"prompt": "a", "completion": "b"}] * 2,
     }  # fmt: skip
     for name, examples in rows.items():
         text = "".join(f"{json.dumps(example)}\n" for example in examples)
@@ -74,6 +82,7 @@ def _write_text_files(folder: Path) -> None:
         "numbers.json": "[1, 2, 3]",
         "lists.json": "[[1, 2], [3]]",
         "nulls.json": "[null, null]",
+        "mixed_texts.json": '["a b c", 3]',
         "mixed.json": '[{"text": "a b c"}, 3]',
         "empty_list.json": "[]",
         "scalar.json": "42",
@@ -108,13 +117,17 @@ def _write_bytes(folder: Path) -> None:
     files = {
         "not_gzip.jsonl.gz": good,
         "cut.jsonl.gz": whole[: len(whole) // 2],
+        "cut_later.jsonl.gz": _gzip_of_random_text()[:-40_000],
+        "flipped.jsonl.gz": whole[:60] + bytes([whole[60] ^ 0xFF]) + whole[61:],
         "empty_inside.jsonl.gz": gzip.compress(b""),
+        "blank_inside.jsonl.gz": gzip.compress(b"\n\n"),
         "not_gzip.csv.gz": b"prompt,completion\na,b\n",
         "not_gzip.txt.gz": b"some text\n",
         "damaged.csv.gz": gzip.compress(b"prompt,completion\n" + b"a,b\n" * 999)[:40],
         "text.parquet": good,
         "cut.parquet": parquet[: len(parquet) // 2],
         "magic_only.parquet": b"PAR1",
+        "hollow.parquet": b"PAR1" + bytes(100) + b"PAR1",
         "parquet.jsonl": parquet,
         "parquet.csv": parquet,
         "parquet.txt": parquet,
@@ -140,11 +153,22 @@ def _write_bytes(folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
+def _gzip_of_random_text() -> bytes:
+    """What is long enough, compressed, to be damaged beyond the beginning that is looked at first."""
+    numbers = random.Random(0)
+    lines = (json.dumps({"text": f"{numbers.getrandbits(4096):x}"}) for _ in range(100))
+    return gzip.compress("\n".join(lines).encode())
+
+
 def _write_folders(folder: Path) -> None:
     (folder / "empty_folder").mkdir()
     (folder / "mixed_folder").mkdir()
     (folder / "mixed_folder" / "a.jsonl").write_text('{"text": "a b"}\n')
     (folder / "mixed_folder" / "b.csv").write_text("text\na b\n")
+    (folder / "damaged_folder").mkdir()
+    (folder / "damaged_folder" / "a.jsonl").write_text('{"text": "a b"}\n')
+    (folder / "damaged_folder" / "b.jsonl").write_text('{"text": "a b"}\n{"text": \n')
+    (folder / "folder.html").mkdir()
     (folder / "other_files").mkdir()
     (folder / "other_files" / "notes.md").write_text("x")
     (folder / "saved").mkdir()
@@ -191,7 +215,6 @@ def _write_recipes(folder: Path) -> None:
         "alias": "model: &m {name_or_path: *m}\n",
         "tag": "model: !!python/object/apply:os.system ['true']\n",
         "number_keys": f"{model}training: {{1: 2}}\n3: 4\n",
-        "dotted": f"{model}training.seed: 3\n",
         "nested": f"{model}training: {{seed: {{value: 3}}}}\n",
     }
     for name, text in recipes.items():
@@ -224,6 +247,8 @@ def _write_models(folder: Path) -> None:
     variant("no_hidden_size", lambda model: _set_config(model, hidden_size=None))
     variant("odd_heads", lambda model: _set_config(model, num_attention_heads=3))
     variant("other_width", lambda model: _set_config(model, hidden_size=64))
+    variant("odd_activation", lambda model: _set_config(model, hidden_act="no_such_function"))
+    variant("layers_in_words", lambda model: _set_config(model, num_hidden_layers="two"))
     variant("text_weights", lambda model: (model / weights).write_text("not weights"))
     variant("empty_weights", lambda model: (model / weights).write_bytes(b""))
     variant("cut_weights", lambda model: (model / weights).write_bytes((good / weights).read_bytes()[:-100]))
@@ -232,13 +257,38 @@ def _write_models(folder: Path) -> None:
     variant("weights_missing_one", _drop_one_weight)
     variant("small_vocabulary", _shrink_vocabulary)
     (folder / "empty_model").mkdir()
+    _write_adapters(folder)
     for name, content in {
         "cut.gguf": b"GGUF" + bytes(10),
+        "cut_later.gguf": b"GGUF" + struct.pack("<IQQ", 3, 20, 20) + bytes(60),
+        "gguf_of_other_version.gguf": b"GGUF" + struct.pack("<IQQ", 99, 1, 1) + bytes(200),
         "magic.gguf": b"GGUF",
         "other.gguf": b"not a gguf file at all, only text",
         "empty.gguf": b"",
     }.items():
         (folder / name).write_bytes(content)
+
+
+def _write_adapters(folder: Path) -> None:
+    """LoRA adapters of ``good_model``, but for the weights: what is refused is refused before they are read."""
+    settings = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "good_model",
+        "r": 4,
+        "target_modules": ["q_proj"],
+    }
+    for name, text in {
+        "adapter": json.dumps(settings),
+        "adapter_run/model": json.dumps(settings),
+        "adapter_damaged": json.dumps(settings),
+        "adapter_not_json": "{",
+        "adapter_is_list": "[]",
+        "adapter_of_other_kind": json.dumps({**settings, "peft_type": "IA3"}),
+        "adapter_without_base": json.dumps({"peft_type": "LORA"}),
+    }.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "adapter_config.json").write_text(text)
+        (folder / name / "adapter_model.safetensors").write_bytes(b"not weights")
 
 
 def _set_config(model: Path, **fields: Any) -> None:

@@ -1,0 +1,48 @@
+"""A folder of adapters in PEFT's format: its files' names and its settings, read without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.errors import UserError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+def read_adapter_config(adapter: Path, *, model_folder: str) -> dict[str, Any]:
+    """The settings of a LoRA adapter.
+
+    Args:
+        adapter: its folder.
+        model_folder: what a run calls the folder in which it leaves one.
+
+    Returns:
+        The content of ``adapter_config.json``.
+
+    Raises:
+        UserError: if the folder lacks a file of an adapter, or the adapter is of another kind.
+    """
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (adapter / name).is_file()]
+    if missing:
+        inside = adapter / model_folder
+        hint = f" Did you mean {inside}?" if (inside / CONFIG_FILE).is_file() else ""
+        raise UserError(
+            f"An adapter's folder holds {CONFIG_FILE} and {WEIGHTS_FILE}; {adapter} lacks {' and '.join(missing)}."
+            f"{hint} A run with adapter.name=lora writes one to its {model_folder}/."
+        )
+    try:
+        settings = json.loads((adapter / CONFIG_FILE).read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(f"{adapter / CONFIG_FILE} is no JSON: {error}. Save the adapter again.") from error
+    if not isinstance(settings, dict):
+        raise UserError(
+            f"{adapter / CONFIG_FILE} holds no JSON object, got {settings!r}. Save the adapter again."
+        )
+    if settings.get("peft_type") != "LORA":
+        raise UserError(
+            f"Merging takes LoRA adapters, got {settings.get('peft_type')} in {adapter / CONFIG_FILE}. "
+            "Merge it with peft's own merge_and_unload."
+        )
+    return settings

@@ -1,0 +1,80 @@
+"""Everything a user may get wrong, as one table: command, exit code, words that must be said, never a traceback.
+
+The rows stand in ``bad_inputs/*.yaml``, by command, each as ``[exit code, words ...]``; the files that they name are
+made by the fixture ``bad_files``. Exit code 2 says ``error:``; with 0 a run lives with the input and warns; with 3
+it does not fit. A row that fails shows what was said.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+
+from lowmem_ft.cli import main
+
+TABLE = sorted((Path(__file__).parent / "bad_inputs").glob("*.yaml"))
+
+
+def _rows() -> list[Any]:
+    tables = {path.stem: yaml.load(path.read_text(encoding="utf-8"), _Loader) for path in TABLE}
+    return [
+        pytest.param(command, code, words, id=f"{name}: {command}")
+        for name, table in tables.items()
+        for command, (code, *words) in table.items()
+    ]
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a command that stands there twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        assert len(set(keys)) == len(keys), sorted(key for key in keys if keys.count(key) > 1)
+        return super().construct_mapping(node, deep)
+
+
+ROWS = _rows()
+
+
+@pytest.fixture
+def in_folder(bad_files, monkeypatch):
+    monkeypatch.chdir(bad_files)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", bad_files / "cache")
+    monkeypatch.setattr(
+        "lowmem_ft.cli.logs.set_up_logging", lambda: None
+    )  # would hold on to this test's stderr
+    logger = logging.getLogger("lowmem_ft")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+    shutil.rmtree(bad_files / "runs", ignore_errors=True)
+
+
+@pytest.mark.usefixtures("in_folder")
+@pytest.mark.parametrize("command,code,words", ROWS)
+def test_a_bad_input_is_told_with_its_exit_code_and_without_a_traceback(command, code, words, capfd, caplog):
+    try:
+        ended = main(shlex.split(command))
+    except SystemExit as exit:  # argparse leaves by itself
+        ended = exit.code
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    seen = capfd.readouterr().err
+    told = "\n".join([seen, *warnings])
+    assert ended == code, told
+    assert [word for word in words if word not in told] == [], told
+    assert "Traceback" not in told
+    if code == 2:
+        assert "error:" in seen
+
+
+def test_the_table_covers_every_command():
+    assert len(ROWS) >= 200
+    commands = {row.values[0].split()[0] for row in ROWS if row.values[0]}
+    assert commands >= {"train", "estimate", "recipes", "merge", "gpus", "models"}

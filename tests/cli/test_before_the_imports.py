@@ -1,0 +1,52 @@
+"""A wrong path or key is told before torch, transformers and datasets are imported, which takes seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = {"torch", "transformers", "datasets", "accelerate", "pyarrow", "pandas"}
+
+COMMANDS = [
+    ["train", "recipe=nothing"],
+    ["train", "recipe=tiny", "training.sed=1"],
+    ["train", "recipe=tiny", "data=nowhere.jsonl"],
+    ["train", "recipe=tiny", "data.eval_size=null", "data.eval_path=nowhere.jsonl"],
+    ["train", "recipe=tiny", "model=./nowhere"],
+    ["train", "recipe=tiny", "model.tokenizer_name_or_path=./nowhere"],
+    ["train", "recipe=tiny", "data.chat_template=nowhere.jinja"],
+    ["train", "recipe=tiny", "training.output_dir=/proc/nowhere"],
+    ["train", "recipe=tiny", "training.resume_from_checkpoint=nowhere"],
+    ["train", "recipe=tiny", "offload.optimizer=host", "offload.folder=nowhere"],
+    ["estimate", "recipe=nothing"],
+    ["estimate", "recipe=tiny", "training.sed=1"],
+    ["estimate", "model=./nowhere"],
+    ["estimate", "recipe=tiny", "--json", "nowhere/x.json"],
+    ["merge", "nowhere", "out"],
+    ["recipes", "nothing"],
+]
+
+
+def test_each_is_told_without_them(tmp_path):
+    """All in one process, as nothing that one of them imports may hide behind another."""
+    code = f"""
+import sys
+from lowmem_ft.cli import main
+for command in {COMMANDS!r}:
+    code = main(command)
+    print(code, *sorted({HEAVY!r} & set(sys.modules)), *command, sep="|")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
+    assert done.stdout.splitlines() == ["|".join(["2", *command]) for command in COMMANDS], done.stderr
+    assert done.stderr.count("error: ") == len(COMMANDS)
+
+
+def test_the_package_runs_as_a_module(tmp_path):
+    run = [sys.executable, "-m", "lowmem_ft"]
+    done = subprocess.run(
+        [*run, "train", "recipe=tiny", "data=nowhere.csv"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert "error: " in done.stderr
