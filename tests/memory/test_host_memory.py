@@ -32,6 +32,7 @@ class Driver:
         return self
 
     def cudaHostRegister(self, pointer, num_bytes, flags):
+        assert [type(argument) for argument in (pointer, num_bytes, flags)] == [int, int, int]
         assert pointer % PAGE_BYTES == 0
         assert num_bytes % PAGE_BYTES == 0
         if num_bytes > self.left:
@@ -49,6 +50,7 @@ class Driver:
         return "out of memory"
 
     def synchronize(self, device):
+        assert torch.cuda._utils._get_device_index(device, optional=True) == 0
         self.synchronized += 1
 
 
@@ -56,7 +58,9 @@ class Driver:
 def driver(monkeypatch):
     """A CUDA device whose driver pins 10 pages."""
     driver = Driver(10 * PAGE_BYTES)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: driver)
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: {"cuda": driver}[torch.device(device).type]
+    )
     monkeypatch.setattr(host_memory, "_clear_last_error", driver.cleared.append)
     return driver
 
@@ -83,7 +87,7 @@ def test_memory_is_counted_until_its_last_view_goes():
 
 
 def test_cuda_pins_whole_pages_and_no_power_of_two(driver):
-    memory = HostMemory(torch.device("cuda"))
+    memory = HostMemory(torch.device("cuda", 0))
     tensor = memory.allocate(5 * PAGE_BYTES // 4 - 1, torch.float32, "parameter")
     assert list(driver.pinned.values()) == [5 * PAGE_BYTES]
     assert memory.bytes_by_category == {"parameter": 5 * PAGE_BYTES}
@@ -92,7 +96,7 @@ def test_cuda_pins_whole_pages_and_no_power_of_two(driver):
 
 
 def test_pages_are_given_back_with_the_last_view(driver):
-    memory = HostMemory(torch.device("cuda"))
+    memory = HostMemory(torch.device("cuda", 0))
     view = memory.allocate((2, 8), torch.float32)[1]
     assert driver.pinned
     del view
@@ -102,7 +106,7 @@ def test_pages_are_given_back_with_the_last_view(driver):
 
 
 def test_where_the_driver_refuses_memory_is_pageable_and_said_to_be(driver, caplog):
-    memory = HostMemory(torch.device("cuda"))
+    memory = HostMemory(torch.device("cuda", 0))
     first = memory.allocate(8 * PAGE_BYTES, torch.uint8)
     with caplog.at_level(logging.WARNING):
         more = [memory.allocate(3 * PAGE_BYTES + index, torch.uint8) for index in range(3)]
@@ -124,7 +128,7 @@ def test_a_virtual_gpu_sees_pinned_pages():
 
 
 def test_what_waits_for_a_visit_lies_in_files_and_the_rest_is_pinned(driver, disk_folder):
-    memory = HostMemory(torch.device("cuda"), files=MappedFiles(disk_folder))
+    memory = HostMemory(torch.device("cuda", 0), files=MappedFiles(disk_folder))
     in_files = {kind: memory.allocate((2, 5), torch.float32, kind) for kind in IN_FILES}
     pinned = memory.allocate(10, torch.float32, "activation")
     assert set(in_files) == {"parameter", "optimizer_state", "gradient"}

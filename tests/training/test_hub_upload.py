@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 from huggingface_hub import HfApi
@@ -33,14 +34,16 @@ def test_a_missing_login_is_noticed_before_the_first_step(tiny, tmp_path, monkey
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub that records what is uploaded."""
+    """A hub that records what is uploaded; its calls take what the real ones take."""
     uploads = []
+    answers = {
+        "whoami": lambda self: {"name": "me"},
+        "create_repo": lambda self, name, **options: SimpleNamespace(repo_id=name, **options),
+        "upload_folder": lambda self, **upload: uploads.append(upload),
+    }
     monkeypatch.setattr(hub_upload, "hub_is_reachable", lambda: True)
-    monkeypatch.setattr(HfApi, "whoami", lambda self: {"name": "me"})
-    monkeypatch.setattr(
-        HfApi, "create_repo", lambda self, name, **options: SimpleNamespace(repo_id=name, **options)
-    )
-    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **upload: uploads.append(upload))
+    for name, answer in answers.items():
+        monkeypatch.setattr(HfApi, name, create_autospec(getattr(HfApi, name), side_effect=answer))
     return uploads
 
 
