@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, VirtualBackend
+from lowmem_ft.virtual_gpu.cuda_classes import classes_of_cuda
+from lowmem_ft.virtual_gpu.cuda_refusals import cuda_without_hardware
+from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, VirtualBackend, device_index
 from lowmem_ft.virtual_gpu.disguise import replace
+from lowmem_ft.virtual_gpu.inference_mode import inference_mode_as_no_grad
 
 CUDA = "cuda"
 
@@ -28,6 +31,11 @@ _ASK_FOR_AUTOCAST = (
     "get_autocast_dtype",
     "set_autocast_enabled",
     "set_autocast_dtype",
+)
+_OF_ACCELERATOR = (
+    *("empty_cache", "memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved"),
+    *("max_memory_reserved", "reset_accumulated_memory_stats", "reset_peak_memory_stats"),
+    *("current_stream", "set_stream", "synchronize"),
 )
 _REMEMBER_ANSWERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
 """Modules that ask once whether there is a GPU, and remember."""
@@ -42,8 +50,13 @@ def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
     """
     with contextlib.ExitStack() as undo:
         undo.callback(_forget_answers)
-        for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+        for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.graphs):
             _lend_functions(undo, module, backend)
+        _lend_to_accelerator(undo, backend)
+        undo.enter_context(cuda_without_hardware())
+        undo.enter_context(classes_of_cuda())
+        undo.enter_context(inference_mode_as_no_grad())
+        undo.enter_context(_no_flex_attention())
         for name in _ASK_FOR_AUTOCAST:
             replace(undo, torch, name, _of_virtual_device(getattr(torch, name)))
         replace(undo, Tensor, "to", _moved(Tensor.to))
@@ -65,11 +78,7 @@ def on_virtual_device(device: Any) -> Any:
     named = torch.device(device)
     if named.type != CUDA:
         return device
-    if named.index:
-        raise UserError(
-            f"A virtual GPU stands for one device, cuda:0, got {named}. Run one process of the program, on one GPU."
-        )
-    return torch.device(DEVICE_TYPE, 0)
+    return torch.device(DEVICE_TYPE, device_index(named))
 
 
 def _lend_functions(undo: contextlib.ExitStack, module: ModuleType, backend: VirtualBackend) -> None:
@@ -77,6 +86,35 @@ def _lend_functions(undo: contextlib.ExitStack, module: ModuleType, backend: Vir
         if name == "is_initialized" or name.startswith("_") or not hasattr(module, name):
             continue  # torch.cuda stays uninitialised: nothing may look for a driver
         replace(undo, module, name, getattr(backend, name))
+
+
+def _lend_to_accelerator(undo: contextlib.ExitStack, backend: VirtualBackend) -> None:
+    """``torch.accelerator`` asks an allocator of the device, which a device in Python has not."""
+    for module in (torch.accelerator, torch.accelerator.memory):
+        for name in (*_OF_ACCELERATOR, "get_memory_info"):
+            if hasattr(module, name):
+                replace(undo, module, name, getattr(backend, name.replace("get_memory_info", "mem_get_info")))
+
+
+@contextlib.contextmanager
+def _no_flex_attention() -> Iterator[None]:
+    """FlexAttention is a kernel written in Triton for each program, by torch.compile."""
+    import torch.nn.attention.flex_attention as module
+
+    validate = module._validate_device  # type: ignore[attr-defined]
+
+    def refuse(query: Tensor, *others: Tensor) -> None:
+        if query.device.type == DEVICE_TYPE:
+            raise UserError(
+                "FlexAttention is a kernel that torch.compile writes, which is not modelled, got a call of it on a "
+                "virtual GPU. Use scaled_dot_product_attention while tracing (`attn_implementation='sdpa'` in "
+                "transformers): where its flash kernel serves the call, it keeps as many bytes."
+            )
+        validate(query, *others)
+
+    with contextlib.ExitStack() as undo:
+        replace(undo, module, "_validate_device", refuse)
+        yield
 
 
 def _of_virtual_device(function: Callable[..., Any]) -> Callable[..., Any]:

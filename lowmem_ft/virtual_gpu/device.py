@@ -8,20 +8,25 @@ The module, ``torch.vgpu``, answers for whatever :class:`VirtualGPU` is being tr
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.cuda._utils import _get_device_index
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.virtual_gpu.streams import (
+    DEVICE_TYPE,
+    VirtualEvent,
+    VirtualStream,
+    VirtualStreamContext,
+    active_gpu,
+)
 
 if TYPE_CHECKING:
     from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-
-DEVICE_TYPE = "vgpu"
 
 
 @functools.cache
@@ -40,83 +45,56 @@ def register_virtual_device() -> VirtualBackend:
     return backend
 
 
-def active_gpu() -> VirtualGPU:
-    """The virtual GPU whose ``with`` block is running."""
-    gpu = register_virtual_device().active
-    assert gpu is not None, "the device vgpu has no memory outside `with VirtualGPU(...)`"
-    return gpu
+def device_index(device: Any, *, optional: bool = True) -> int:
+    """The index of a device, by the very rules of ``torch.cuda``.
+
+    Args:
+        device: what a program names.
+        optional: whether a device without an index is the current one.
+
+    Raises:
+        ValueError: if torch does not take it.
+        UserError: for a second GPU.
+    """
+    if isinstance(device, (str, torch.device)) and torch.device(device).type == DEVICE_TYPE:
+        index = torch.device(device).index
+        device = torch.device("cuda") if index is None else torch.device("cuda", index)
+    if device is None or device == -1:
+        return 0
+    index = _get_device_index(device, optional=optional)
+    if index:
+        raise UserError(
+            f"A virtual GPU stands for one device, cuda:0, got cuda:{index}. Run one process of the program, on one "
+            "GPU."
+        )
+    return index
 
 
-class VirtualEvent:
-    """A point on a stream, as ``torch.cuda.Event``; the clock says when it is reached."""
-
-    _ids = itertools.count()
-
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> None:
-        self.id = next(self._ids)
-
-    def record(self, stream: VirtualStream | None = None) -> None:
-        """Put the event behind all work that the stream has so far."""
-        gpu = active_gpu()
-        gpu.work.record_event(self.id, gpu.current_stream.id if stream is None else stream.id)
-
-    def wait(self, stream: VirtualStream | None = None) -> None:
-        """Let a stream's further work wait for the event."""
-        gpu = active_gpu()
-        gpu.work.wait_event(self.id, gpu.current_stream.id if stream is None else stream.id)
-
-    def synchronize(self) -> None:
-        """Let the host wait for the event."""
-        active_gpu().work.synchronize_event(self.id)
-
-    def query(self) -> bool:
-        """Whether the event has been reached: what a program sees that asks often enough."""
-        return True
-
-    def elapsed_time(self, end: VirtualEvent) -> float:
-        """Milliseconds between two events, unknown while tracing: 0."""
-        return 0.0
+class _Properties(SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        known = ", ".join(vars(self))
+        raise AttributeError(f"A virtual GPU has no property {name}; it knows {known}.")
 
 
-class VirtualStream:
-    """A queue of work with a memory pool of its own, as ``torch.cuda.Stream``; stream 0 is the default one."""
+class VirtualDeviceContext:
+    """``torch.cuda.device``: there is one device, so this changes nothing."""
 
-    _ids = itertools.count(1)
+    def __init__(self, device: Any) -> None:
+        self.idx = device_index(device)
+        self.prev_idx = -1
 
-    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None) -> None:
-        self.id = next(self._ids) if stream_id is None else stream_id
-        self.device = torch.device(DEVICE_TYPE, 0)
+    def __enter__(self) -> None:
+        self.prev_idx = 0
 
-    @classmethod
-    def number_from(cls, number: int) -> None:
-        """Count new streams from here."""
-        cls._ids = itertools.count(number)
+    def __exit__(self, *exception: object) -> None:
+        """Back to the same one."""
 
-    def wait_event(self, event: VirtualEvent) -> None:
-        """Let further work on this stream wait for the event."""
-        event.wait(self)
 
-    def wait_stream(self, stream: VirtualStream) -> None:
-        """Let further work on this stream wait for all that another stream has so far."""
-        event = VirtualEvent()
-        event.record(stream)
-        event.wait(self)
+class VirtualDeviceOf(VirtualDeviceContext):
+    """``torch.cuda.device_of``."""
 
-    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
-        """An event behind all work that this stream has so far."""
-        event = event or VirtualEvent()
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        """Let the host wait for this stream."""
-        self.record_event().synchronize()
-
-    def query(self) -> bool:
-        """Whether all work is done: what a program sees that asks often enough."""
-        return True
+    def __init__(self, obj: Any) -> None:
+        super().__init__(0)
 
 
 class VirtualBackend:
@@ -126,9 +104,13 @@ class VirtualBackend:
     _initialized = False  # or torch.utils.checkpoint would fetch the state of the device's random numbers
     Stream = VirtualStream
     Event = VirtualEvent
+    StreamContext = VirtualStreamContext
+    device = VirtualDeviceContext
+    device_of = VirtualDeviceOf
 
     def __init__(self) -> None:
         self.active: VirtualGPU | None = None
+        self._sync_debug_mode = 0
 
     # torch calls these while it registers the device and when it is asked for its devices.
     def is_initialized(self) -> bool:  # noqa: D102
@@ -144,7 +126,39 @@ class VirtualBackend:
         return 0
 
     def set_device(self, device: Any) -> None:  # noqa: D102
+        device_index(device, optional=False)
+
+    def init(self) -> None:
+        """There is nothing to make ready."""
+
+    def ipc_collect(self) -> None:
+        """No other process shares memory with this one."""
+
+    def initial_seed(self) -> int:  # noqa: D102
+        return torch.default_generator.initial_seed()
+
+    def seed(self) -> None:  # noqa: D102
         pass
+
+    seed_all = seed
+
+    def get_sync_debug_mode(self) -> int:  # noqa: D102
+        return self._sync_debug_mode
+
+    def set_sync_debug_mode(self, debug_mode: int | str) -> None:
+        """Only remembered: a trace does not warn of synchronisation, the clock counts it."""
+        names = {"default": 0, "warn": 1, "error": 2}
+        if debug_mode not in (*names, *names.values()):
+            raise ValueError(
+                f"The sync debug mode must be default, warn or error, or 0, 1 or 2, got {debug_mode}."
+            )
+        self._sync_debug_mode = names[debug_mode] if isinstance(debug_mode, str) else debug_mode
+
+    def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
+        """No GPU is its own peer, and there is no other."""
+        device_index(device)
+        device_index(peer_device)
+        return False
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -174,59 +188,108 @@ class VirtualBackend:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:  # noqa: D102
         return [torch.bfloat16, torch.float16, torch.float32]
 
-    @contextlib.contextmanager
-    def device(self, device: Any) -> Iterator[None]:
-        """There is one device: this changes nothing."""
-        yield
-
     # What the GPU is.
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         """Its compute capability."""
+        device_index(device)
         return active_gpu().spec.compute_capability
 
     def get_device_name(self, device: Any = None) -> str:
         """Its maker's name for it."""
+        device_index(device)
         return active_gpu().spec.full_name
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         """Whether it computes with bfloat16: in hardware since compute capability 8.0, emulated before."""
         return including_emulation or active_gpu().spec.has_bfloat16
 
+    def is_tf32_supported(self) -> bool:
+        """Whether it has tensor cores for TF32."""
+        return self.get_device_capability() >= (8, 0)
+
+    def get_arch_list(self) -> list[str]:
+        """The architecture of the GPU itself: any build for it will do."""
+        major, minor = self.get_device_capability()
+        return [f"sm_{major}{minor}"]
+
+    def get_gencode_flags(self) -> str:
+        """As for a build for this GPU alone."""
+        (name,) = self.get_arch_list()
+        return f"-gencode compute={name.replace('sm_', 'compute_')},code={name}"
+
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
         """The properties that programs read most."""
+        device_index(device)
         spec = active_gpu().spec
         major, minor = spec.compute_capability
-        return SimpleNamespace(
+        return _Properties(
             name=spec.full_name,
             major=major,
             minor=minor,
             total_memory=spec.memory_bytes,
             multi_processor_count=spec.num_multiprocessors,
+            warp_size=32,
+            is_integrated=False,
+            is_multi_gpu_board=False,
         )
 
     # Its memory, as far as the trace has come.
     def memory_allocated(self, device: Any = None) -> int:
         """Bytes of live storages, unrounded."""
+        device_index(device)
         return active_gpu().recorder.live_bytes
 
     def max_memory_allocated(self, device: Any = None) -> int:
         """The most bytes of live storages since the last reset, unrounded."""
+        device_index(device)
         return active_gpu().recorder.peak_bytes
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Start a new peak for :meth:`max_memory_allocated`; the report keeps the whole timeline."""
+        """Start new peaks for the counters; the report keeps the whole timeline."""
+        device_index(device)
         active_gpu().recorder.reset_peak()
+        active_gpu().counters.reset_peaks()
 
-    memory_reserved = memory_allocated
-    max_memory_reserved = max_memory_allocated
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        """Count what is allocated and freed anew."""
+        device_index(device)
+        active_gpu().counters.reset_sums()
+
+    def memory_reserved(self, device: Any = None) -> int:
+        """Bytes that the caching allocator holds."""
+        return self.memory_stats(device)["reserved_bytes.all.current"]
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        """The most that it has held since the last reset."""
+        return self.memory_stats(device)["reserved_bytes.all.peak"]
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """The counters of ``torch.cuda.memory_stats`` that a trace knows."""
-        now, peak = self.memory_allocated(), self.max_memory_allocated()
-        return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak, "num_alloc_retries": 0}
+        """The counters of the caching allocator, as if it had no limit."""
+        device_index(device)
+        return active_gpu().counters.stats()
+
+    def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
+        """The same, part by part."""
+        nested: dict[str, Any] = {}
+        for name, value in self.memory_stats(device).items():
+            *outer, last = name.split(".")
+            within = nested
+            for part in outer:
+                within = within.setdefault(part, {})
+            within[last] = value
+        return nested
+
+    def get_allocator_backend(self) -> str:
+        """The allocator that torch takes if nobody asks for another."""
+        return "native"
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """Free and total bytes."""
+        device_index(device)
         total = active_gpu().spec.memory_bytes
         return max(0, total - self.memory_allocated()), total
 
@@ -236,32 +299,41 @@ class VirtualBackend:
 
     def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
         """Lower the cap of the caching allocator."""
+        if device is not None:
+            device_index(device, optional=False)
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         active_gpu().cap_memory(int(fraction * active_gpu().spec.memory_bytes))
+
+    def get_per_process_memory_fraction(self, device: Any = None) -> float:
+        """The cap as a share of the memory."""
+        if device is not None:
+            device_index(device, optional=False)
+        gpu = active_gpu()
+        return 1.0 if gpu.cap_bytes is None else gpu.cap_bytes / gpu.spec.memory_bytes
 
     # Its streams.
     def current_stream(self, device: Any = None) -> VirtualStream:
         """The stream that work and memory go to."""
+        device_index(device)
         return active_gpu().current_stream
 
     def default_stream(self, device: Any = None) -> VirtualStream:
         """Stream 0."""
+        device_index(device)
         return VirtualStream(stream_id=0)
 
     def set_stream(self, stream: VirtualStream) -> None:
         """Send further work to a stream."""
         active_gpu().current_stream = stream
 
-    @contextlib.contextmanager
-    def stream(self, stream: VirtualStream | None) -> Iterator[None]:
+    def stream(self, stream: VirtualStream | None) -> VirtualStreamContext:
         """Send the work of a block to a stream."""
-        gpu = active_gpu()
-        before = gpu.current_stream
-        gpu.current_stream = stream or before
-        try:
-            yield
-        finally:
-            gpu.current_stream = before
+        return VirtualStreamContext(stream)
 
     def synchronize(self, device: Any = None) -> None:
         """Let the host wait for all streams."""
+        device_index(device)
         active_gpu().work.synchronize()

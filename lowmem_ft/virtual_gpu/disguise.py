@@ -66,6 +66,7 @@ def fake_tensors_in_disguise(
         replace(undo, torch.utils, "swap_tensors", _swap_tensors)
         replace(undo, Tensor, "numpy", _of(read_values, Tensor.numpy))
         replace(undo, FakeTensor, "tolist", _list_of(list_values))
+        replace(undo, FakeTensor, "share_memory_", _itself)
         replace(undo, Tensor, "__format__", _of_number(Tensor.__format__))
         replace(undo, Tensor, "pin_memory", _where_traced(Tensor.pin_memory))
         replace(
@@ -94,6 +95,11 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
 def _never(tensor: Any) -> bool:
     """Transformers takes other paths when it meets a fake tensor: masks in full, and so other attention kernels."""
     return False
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    """What ``share_memory_`` is for a tensor of CUDA; on the host no other process sees a trace."""
+    return tensor
 
 
 def _swap_tensors(first: Tensor, second: Tensor) -> None:

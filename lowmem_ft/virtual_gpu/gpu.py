@@ -13,12 +13,18 @@ from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.virtual_gpu.cuda_names import cuda_is_virtual
-from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, VirtualStream, register_virtual_device
-from lowmem_ft.virtual_gpu.estimate import Surroundings, estimate_on_gpu
+from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, register_virtual_device
+from lowmem_ft.virtual_gpu.estimate import (
+    Surroundings,
+    allocator_config_of_environment,
+    estimate_on_gpu,
+)
 from lowmem_ft.virtual_gpu.flash_attention_2 import flash_attention_2_as_on_cuda
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.outside import process_overhead_bytes
 from lowmem_ft.virtual_gpu.scratch import persistent_workspaces, scratch_bytes
+from lowmem_ft.virtual_gpu.streams import VirtualStream
 
 
 class VirtualGPU(VirtualMachine):
@@ -40,13 +46,14 @@ class VirtualGPU(VirtualMachine):
 
     def __init__(self, gpu: str | Gpu = "a100-80gb") -> None:
         self.spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
-        self._cap_bytes: int | None = None
+        self.cap_bytes: int | None = None
         register_virtual_device()
         super().__init__(
             torch.device(DEVICE_TYPE, 0),
             scratch=functools.partial(scratch_bytes, gpu=self.spec),
             workspaces=functools.partial(persistent_workspaces, gpu=self.spec),
         )
+        self.counters = MemoryCounters(self.recorder.timeline, allocator_config_of_environment())
         self._stream = VirtualStream(stream_id=0)
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
@@ -65,7 +72,7 @@ class VirtualGPU(VirtualMachine):
 
     def cap_memory(self, num_bytes: int) -> None:
         """Let the caching allocator hold no more than this."""
-        self._cap_bytes = num_bytes
+        self.cap_bytes = num_bytes
 
     def report(self, *, tokens_per_step: int = 0) -> MemoryEstimate:
         """What the programs that ran here need on this GPU.
@@ -86,7 +93,7 @@ class VirtualGPU(VirtualMachine):
             Surroundings(
                 outside_bytes=outside,
                 tokens_per_step=tokens_per_step,
-                allowed_bytes=self._cap_bytes,
+                allowed_bytes=self.cap_bytes,
                 not_modelled=("host memory of the process beside its tensors",),
             ),
             self.trace_seconds,

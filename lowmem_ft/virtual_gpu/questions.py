@@ -35,7 +35,7 @@ _LIBRARIES = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen",
 )
-_MACHINERY = (_HERE, _TORCH + "_compile.py", _TORCH + "_dynamo" + os.sep)
+_MACHINERY = (_HERE, _TORCH + "_compile.py", _TORCH + "_ops.py", _TORCH + "_dynamo" + os.sep)
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
 _COMPARES = _TORCH + "testing" + os.sep
 """``torch.testing.assert_close`` and the like do nothing but raise."""

@@ -1,0 +1,139 @@
+"""Streams and events of a virtual GPU: queues of work, each with a memory pool of its own; the clock times them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowmem_ft.errors import UserError
+
+if TYPE_CHECKING:
+    from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+
+DEVICE_TYPE = "vgpu"
+
+
+def active_gpu() -> VirtualGPU:
+    """The virtual GPU whose ``with`` block is running."""
+    gpu: VirtualGPU | None = getattr(torch, DEVICE_TYPE).active
+    assert gpu is not None, "the device vgpu has no memory outside `with VirtualGPU(...)`"
+    return gpu
+
+
+class VirtualEvent:
+    """A point on a stream, as ``torch.cuda.Event``; the clock says when it is reached."""
+
+    _ids = itertools.count()
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
+        self.id = next(self._ids)
+
+    def record(self, stream: VirtualStream | None = None) -> None:
+        """Put the event behind all work that the stream has so far."""
+        gpu = active_gpu()
+        gpu.work.record_event(self.id, gpu.current_stream.id if stream is None else stream.id)
+
+    def wait(self, stream: VirtualStream | None = None) -> None:
+        """Let a stream's further work wait for the event."""
+        gpu = active_gpu()
+        gpu.work.wait_event(self.id, gpu.current_stream.id if stream is None else stream.id)
+
+    def synchronize(self) -> None:
+        """Let the host wait for the event."""
+        active_gpu().work.synchronize_event(self.id)
+
+    def query(self) -> bool:
+        """Whether the event has been reached: what a program sees that asks often enough."""
+        return True
+
+    def elapsed_time(self, end: VirtualEvent) -> float:
+        """Milliseconds between two events, unknown while tracing: 0."""
+        return 0.0
+
+
+class VirtualStream:
+    """A queue of work with a memory pool of its own, as ``torch.cuda.Stream``; stream 0 is the default one."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None) -> None:
+        self.id = next(self._ids) if stream_id is None else stream_id
+        self.device = torch.device(DEVICE_TYPE, 0)
+
+    @classmethod
+    def number_from(cls, number: int) -> None:
+        """Count new streams from here."""
+        cls._ids = itertools.count(number)
+
+    def wait_event(self, event: VirtualEvent) -> None:
+        """Let further work on this stream wait for the event."""
+        event.wait(self)
+
+    def wait_stream(self, stream: VirtualStream) -> None:
+        """Let further work on this stream wait for all that another stream has so far."""
+        event = VirtualEvent()
+        event.record(stream)
+        event.wait(self)
+
+    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
+        """An event behind all work that this stream has so far."""
+        event = event or VirtualEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait for this stream."""
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        """Whether all work is done: what a program sees that asks often enough."""
+        return True
+
+    @property
+    def cuda_stream(self) -> int:
+        """The address of the stream, for kernels of one's own."""
+        raise UserError(
+            "A stream of a virtual GPU has no address, asked for by `cuda_stream`. Leave out what launches kernels of "
+            "its own, or give it an operator with a fake rule (torch.library)."
+        )
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the greatest priority of streams."""
+        return 0, -5
+
+    def __enter__(self) -> VirtualStream:
+        gpu = active_gpu()
+        self._before = [*getattr(self, "_before", ()), gpu.current_stream]
+        gpu.current_stream = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        active_gpu().current_stream = self._before.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VirtualStream) and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+class VirtualStreamContext:
+    """``torch.cuda.StreamContext``: the work of a block goes to a stream; None: where it goes anyway."""
+
+    def __init__(self, stream: VirtualStream | None) -> None:
+        self._stream = stream
+        self._before: VirtualStream | None = None
+
+    def __enter__(self) -> None:
+        gpu = active_gpu()
+        self._before = gpu.current_stream
+        gpu.current_stream = self._stream or self._before
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._before is not None
+        active_gpu().current_stream = self._before

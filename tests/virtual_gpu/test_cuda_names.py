@@ -1,0 +1,258 @@
+"""Every public name of ``torch.cuda`` answers for the virtual GPU or says that it cannot, in our words."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import flex_attention
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+
+MIB = 2**20
+
+
+@pytest.fixture
+def gpu():
+    with VirtualGPU("a100-80gb") as gpu:
+        yield gpu
+
+
+ARGUMENTS = {
+    "can_device_access_peer": lambda: (0, "cuda"),
+    "caching_allocator_alloc": lambda: (8,),
+    "caching_allocator_delete": lambda: (8,),
+    "change_current_allocator": lambda: (None,),
+    "check_error": lambda: (0,),
+    "CudaError": lambda: None,  # an exception, which only the runtime makes
+    "CUDAPluggableAllocator": lambda: ("a", "b", "c"),
+    "device": lambda: ("cuda",),
+    "device_of": lambda: (torch.ones(1, device="cuda"),),
+    "ExternalStream": lambda: (8,),
+    "get_stream_from_external": lambda: (8,),
+    "graph": lambda: (None,),
+    "make_graphed_callables": lambda: (nn.Identity(), ()),
+    "manual_seed": lambda: (0,),
+    "manual_seed_all": lambda: (0,),
+    "set_device": lambda: (0,),
+    "set_per_process_memory_fraction": lambda: (1.0,),
+    "set_rng_state": lambda: (torch.cuda.get_rng_state(),),
+    "set_rng_state_all": lambda: (torch.cuda.get_rng_state_all(),),
+    "set_stream": lambda: (torch.cuda.current_stream(),),
+    "set_sync_debug_mode": lambda: ("warn",),
+    "stream": lambda: (torch.cuda.Stream(),),
+    "StreamContext": lambda: (torch.cuda.Stream(),),
+    "use_mem_pool": lambda: (None,),
+}
+
+REFUSED = {
+    *("BFloat16Storage", "BoolStorage", "ByteStorage", "CharStorage", "ComplexDoubleStorage", "LongStorage"),
+    *("ComplexFloatStorage", "DoubleStorage", "FloatStorage", "HalfStorage", "IntStorage", "ShortStorage"),
+    *("current_blas_handle", "current_solver_handle", "cudart", "check_error", "get_stream_from_external"),
+    *("ExternalStream", "caching_allocator_alloc", "caching_allocator_delete", "GreenContext"),
+    *("CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables"),
+    *("MemPool", "use_mem_pool", "change_current_allocator", "CUDAPluggableAllocator"),
+    *("caching_allocator_enable", "caching_allocator_disabled", "memory_snapshot", "list_gpu_processes"),
+    *("utilization", "temperature", "power_draw", "clock_rate", "memory_usage", "device_memory_used"),
+    *("host_memory_stats", "host_memory_stats_as_nested_dict", "reset_peak_host_memory_stats"),
+    "reset_accumulated_host_memory_stats",
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_each_public_name_works_or_says_that_it_cannot(gpu):
+    refused, broken = set(), {}
+    for name in sorted(set(torch.cuda.__all__)):
+        value = getattr(torch.cuda, name)
+        arguments = ARGUMENTS.get(name, tuple)()
+        if not callable(value) or arguments is None:
+            continue
+        try:
+            value(*arguments)
+        except UserError as error:
+            refused |= set(re.findall(r"has no torch\.cuda\.(\w+)\. ", str(error)))
+        except BaseException as error:
+            broken[name] = error
+    assert not broken
+    assert refused == REFUSED & set(torch.cuda.__all__)
+
+
+SUBMODULES = ["nvtx", "profiler", "comm", "nccl", "jiterator", "tunable", "graphs", "memory", "accelerator"]
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_functions_of_submodules_work_or_say_that_they_cannot(name, gpu):
+    module = torch.accelerator if name == "accelerator" else importlib.import_module(f"torch.cuda.{name}")
+    public = getattr(module, "__all__", None) or [one for one in dir(module) if not one.startswith("_")]
+    broken = {}
+    for function_name in public:
+        function = getattr(module, function_name)
+        if not inspect.isroutine(function):
+            continue
+        try:
+            function()
+        except UserError:
+            pass
+        except TypeError as error:
+            if "required positional" not in str(error):
+                broken[function_name] = error
+        except BaseException as error:
+            broken[function_name] = error
+    assert not broken
+
+
+STRICT = [
+    (lambda: torch.cuda.set_device("cuda"), ValueError, "with a specified index"),
+    (lambda: torch.cuda.set_device(torch.device("vgpu")), ValueError, "with a specified index"),
+    (lambda: torch.cuda.set_per_process_memory_fraction(0.5, "cuda"), ValueError, "with a specified index"),
+    (lambda: torch.cuda.set_per_process_memory_fraction(2.0), ValueError, "Allowed range: 0~1"),
+    (lambda: torch.cuda.set_per_process_memory_fraction(1), TypeError, "must be `float`"),
+    (lambda: torch.cuda.memory_allocated("cpu"), ValueError, "Expected a cuda device, but got: cpu"),
+    (lambda: torch.cuda.get_device_properties(3), UserError, "got cuda:3"),
+    (lambda: torch.cuda.set_device(1), UserError, "got cuda:1"),
+    (lambda: torch.cuda.synchronize("cuda:1"), UserError, "got cuda:1"),
+    (lambda: torch.cuda.device("cuda:2"), UserError, "got cuda:2"),
+    (lambda: torch.Generator("cuda:2"), UserError, "got cuda:2"),
+    (lambda: torch.cuda.set_sync_debug_mode("loud"), ValueError, "default, warn or error"),
+    (
+        lambda: torch.cuda.get_device_properties().uuid,
+        AttributeError,
+        "no property uuid; it knows name, major",
+    ),
+    (lambda: torch.cuda.current_stream().cuda_stream, UserError, "has no address"),
+    (lambda: torch.cuda.GreenContext.create(8), UserError, "no torch.cuda.GreenContext"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", STRICT)
+def test_what_cuda_checks_is_checked(call, error, message, gpu):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_devices_may_be_named_in_all_ways(gpu):
+    for device in (None, 0, "cuda", "cuda:0", torch.device("cuda"), gpu.device, "vgpu"):
+        assert torch.cuda.get_device_name(device) == gpu.spec.full_name
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+    torch.cuda.set_device(gpu.device)
+
+
+def test_counters_are_those_of_the_caching_allocator(gpu):
+    before = torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    large, small = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda"), torch.empty(100, device="cuda")
+    stats = torch.cuda.memory_stats()
+    assert (
+        stats["allocated_bytes.large_pool.current"] - before["allocated_bytes.large_pool.current"] == 3 * MIB
+    )
+    assert stats["allocated_bytes.small_pool.current"] - before["allocated_bytes.small_pool.current"] == 512
+    assert stats["requested_bytes.small_pool.current"] - before["requested_bytes.small_pool.current"] == 400
+    assert stats["allocation.all.allocated"] - before["allocation.all.allocated"] == 2
+    assert torch.cuda.memory_reserved() % (2 * MIB) == 0
+    assert torch.cuda.memory_reserved() >= 20 * MIB
+    del large, small
+    after = torch.cuda.memory_stats()
+    assert after["allocated_bytes.all.current"] == before["allocated_bytes.all.current"]
+    assert after["allocated_bytes.all.peak"] == before["allocated_bytes.all.current"] + 3 * MIB + 512
+    assert after["allocated_bytes.all.freed"] - before["allocated_bytes.all.freed"] == 3 * MIB + 512
+    nested = torch.cuda.memory_stats_as_nested_dict()
+    assert nested["reserved_bytes"]["all"]["current"] == torch.cuda.memory_reserved()
+
+
+def test_a_memory_summary_is_torchs(gpu):
+    weight = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    summary = torch.cuda.memory_summary()
+    assert "PyTorch CUDA memory summary, device ID 0" in summary
+    assert f"{weight.nbytes // 1024} KiB" in next(
+        line for line in summary.splitlines() if "Allocated memory" in line
+    )
+
+
+def test_inference_mode_takes_what_no_grad_takes():
+    def bytes_of(mode) -> tuple[int, int]:
+        with VirtualGPU("l4") as gpu:
+            model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
+            with mode():
+                scores = model(torch.randn(4, 64, device="cuda"))
+                assert not scores.requires_grad
+                assert scores.sum().item() == 0.0
+            assert model(torch.randn(4, 64, device="cuda")).requires_grad
+        return gpu.recorder.peak_bytes, len(gpu.work.entries)
+
+    assert bytes_of(torch.inference_mode) == bytes_of(torch.no_grad)
+
+
+def test_inference_mode_nests_and_ends(gpu):
+    @torch.inference_mode()
+    def doubled(values):
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), values * 2
+
+    assert doubled(torch.ones(2, device="cuda"))[:2] == (True, False)
+    with torch.inference_mode():
+        with torch.inference_mode(False):
+            assert torch.is_grad_enabled()
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_flex_attention_says_what_to_take(gpu):
+    query_BNTD = torch.randn(1, 2, 16, 8, device="cuda")
+    with pytest.raises(UserError, match=r"FlexAttention .* \(`attn_implementation='sdpa'`"):
+        flex_attention.flex_attention(query_BNTD, query_BNTD, query_BNTD)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "vgpu", torch.device("cuda", 0)], ids=str)
+def test_a_generator_of_cuda(device, gpu):
+    generator = torch.Generator(device=device).manual_seed(3)
+    assert isinstance(generator, torch.Generator)
+    assert generator.device == gpu.device
+    generator.set_state(generator.get_state())
+    assert torch.randn(3, device="cuda", generator=generator).shape == (3,)
+    assert sorted(torch.randperm(4, device="cuda", generator=generator).shape) == [4]
+    assert torch.multinomial(torch.ones(4, device="cuda"), 2, generator=generator).shape == (2,)
+    assert torch.cuda.default_generators[0].initial_seed() is not None
+
+
+def test_a_generator_of_the_host_is_real(gpu):
+    generator = torch.Generator().manual_seed(3)
+    assert type(generator) is type(torch.default_generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+
+
+def test_streams_by_any_name(gpu):
+    stream = torch.Stream(device="cuda")
+    assert isinstance(stream, torch.cuda.Stream)
+    with stream:
+        assert torch.cuda.current_stream() == stream
+        assert torch.accelerator.current_stream() == stream
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    with torch.cuda.StreamContext(stream):
+        torch.Event(device="cuda").record()
+        assert torch.cuda.current_stream() == stream
+
+
+def test_typed_tensors(gpu):
+    values = torch.cuda.LongTensor([3, 4])
+    assert (values.dtype, values.device.type, values.tolist()) == (torch.int64, "vgpu", [3, 4])
+    assert torch.cuda.FloatTensor(2, 3).shape == (2, 3)
+    assert isinstance(values, torch.cuda.LongTensor)
+    assert not isinstance(values, torch.cuda.FloatTensor)
+    assert torch.zeros(2).type("torch.cuda.HalfTensor").dtype == torch.float16
+    assert torch.zeros(2).type(torch.cuda.HalfTensor).device.type == "vgpu"
+    assert torch.zeros(2).type(torch.int32).dtype == torch.int32
+    assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+def test_torch_is_as_before():
+    names = ("Generator", "Stream", "Event", "is_inference_mode_enabled")
+    before = [getattr(torch, name) for name in names]
+    with VirtualGPU("t4"):
+        assert torch.Generator is not before[0]
+    assert [getattr(torch, name) for name in names] == before
