@@ -41,7 +41,7 @@ from lowmem_ft.training.evaluation import EvaluationResult, evaluate
 from lowmem_ft.training.finished_model import save_finished_model
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
-from lowmem_ft.training.out_of_memory import does_not_fit
+from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory
 from lowmem_ft.training.progress import ProgressDisplay
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.training.runtime import AccelerateRuntime
@@ -95,7 +95,9 @@ def _train(recipe: Recipe) -> TrainResult:
     try:
         run = TrainingRun(recipe)
         return run.train()
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         when = "while the model was loaded" if run is None else f"after {run.progress.step} steps"
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.meter import MemoryReading
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.ways_out import ways_out_of
 from lowmem_ft.units import format_bytes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on CUDA torch has an error for it, on a CPU it is one of many RuntimeErrors."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def does_not_fit(

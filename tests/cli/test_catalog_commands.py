@@ -51,14 +51,6 @@ def test_json_holds_every_row(capsys, command, count):
     assert len(printed[command]) == count
 
 
-@pytest.mark.parametrize(
-    "call,near", [(["gpus", "4090"], "`rtx-4090`"), (["models", "llama3.1-8b"], "`llama-3.1-8b`")]
-)
-def test_an_unknown_name_exits_2_with_the_nearest(capsys, call, near):
-    assert main(call) == 2
-    assert near in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["gpus", "models"])
 def test_the_tables_need_no_torch(command):
     code = (

@@ -81,12 +81,6 @@ def test_each_problem_is_a_line_on_stderr_without_a_traceback(trained, capsys):
     assert trained == []
 
 
-@pytest.mark.parametrize("arguments", [[], ["training.seed=1"], ["recipe="], ["recipe=tiny", "recipe=demo"]])
-def test_train_needs_exactly_one_recipe(trained, capsys, arguments):
-    assert main(["train", *arguments]) == 2
-    assert "Training needs one recipe=NAME|PATH, got" in capsys.readouterr().err
-
-
 def test_only_the_main_process_speaks(trained, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "recipe=nothing"]) == 2
@@ -129,11 +123,6 @@ def test_recipes_prints_a_file_that_loads_to_an_equal_recipe(capsys, tmp_path, n
     path = tmp_path / "saved.yaml"
     path.write_text(capsys.readouterr().out, encoding="utf-8")
     assert load_recipe(path) == load_recipe(name, ["training.seed=5"])
-
-
-def test_recipes_explains_a_name_that_is_not_there(capsys):
-    assert main(["recipes", "8b-bf61"]) == 2
-    assert "Did you mean `8b-bf16`" in capsys.readouterr().err
 
 
 def test_log_lines_of_other_processes_stay_quiet():

@@ -78,25 +78,6 @@ def test_a_glob_over_different_kinds_is_an_error(tmp_path, write_jsonl):
         read(tmp_path / "*.*")
 
 
-@pytest.mark.parametrize("content", ["", "\n\n"])
-@pytest.mark.parametrize("name", ["data.jsonl", "data.csv", "data.txt"])
-def test_a_file_without_content_is_an_error(tmp_path, name, content, load):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=r"is empty|holds no example|cannot be read|Nothing is left"):
-        load(str(tmp_path / name))
-
-
-def test_a_file_of_an_unknown_kind_is_an_error(tmp_path):
-    (tmp_path / "data.xlsx").write_text("x")
-    with pytest.raises(DataError, match=r"takes json/.*/txt files .*, got .*data\.xlsx"):
-        read(tmp_path / "data.xlsx")
-
-
-def test_a_folder_without_data_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="holds no json"):
-        read(tmp_path)
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_malformed_line_is_named_by_file_and_number(tmp_path, streaming):
     file = tmp_path / "data.jsonl"
@@ -206,20 +187,6 @@ def test_settings_that_the_source_cannot_obey_are_refused(tmp_path, write_jsonl)
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=r"data\.split=test is not in .*Splits seen: train"):
         read(tmp_path / "saved", split="test")
-
-
-@pytest.mark.parametrize(
-    "header, seen",
-    [
-        ("prompt;completion", "separated by ';'"),
-        ("prompt\tcompletion", "separated by"),
-        ("a,b,a", "names a twice"),
-    ],
-)
-def test_a_header_that_cannot_be_meant_is_refused(tmp_path, header, seen):
-    (tmp_path / "data.csv").write_text(f"{header}\n1,2,3\n")
-    with pytest.raises(DataError, match=seen):
-        read(tmp_path / "data.csv")
 
 
 def test_sources_without_a_row_say_so(tmp_path):

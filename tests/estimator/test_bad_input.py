@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lowmem_ft.catalog.gpus import find_gpu
-from lowmem_ft.cli import main
 from lowmem_ft.errors import DataError, ModelError, UserError
 from lowmem_ft.estimator import CannotRun, estimate_memory, estimate_on_gpus
 from lowmem_ft.memory.estimate import MemoryEstimate
@@ -139,36 +137,6 @@ def test_one_gpu_that_cannot_does_not_keep_the_others_from_it():
 def test_rows_longer_than_the_models_limit_are_refused():
     with pytest.raises(DataError, match="at most what the model takes, 256 tokens, got 300"):
         estimate_memory(load_recipe("tiny", ["data.max_length=300"]), "l4")
-
-
-@pytest.fixture
-def _logs_left_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
-    logger = logging.getLogger("lowmem_ft")
-    level = logger.level
-    yield
-    logger.setLevel(level)
-
-
-@pytest.mark.usefixtures("_logs_left_alone")
-@pytest.mark.parametrize(
-    "arguments,said",
-    [
-        (["model=lama-3.1-8b", "--gpu", "l4"], "Did you mean `llama-3.1-8b`"),
-        (["model=Qwen/Qwen2.5-7", "--gpu", "l4"], "Did you mean `Qwen/Qwen2.5-7B`"),
-        (["model=some/thing", "--gpu", "l4"], "the hub is out of reach"),
-        (["recipe=tiny", "--gpu", "rtx4090"], "Did you mean `rtx-4090`"),
-        (["recipe=7b-bf61", "--gpu", "l4"], "Did you mean `7b-bf16`"),
-        (["recipe=tiny", "budget=24", "--gpu", "l4"], "A size is a positive number and a unit"),
-        (["recipe=tiny", "optimizer.name=adam", "--gpu", "l4"], "optimizer.name must be one of"),
-    ],
-)
-def test_the_command_names_the_nearest_and_exits_with_2(arguments, said, capsys):
-    assert main(["estimate", *arguments]) == 2
-    seen = capsys.readouterr()
-    assert said in seen.err
-    assert "Traceback" not in seen.err
-    assert seen.out == ""
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "vocab_size"])

@@ -77,6 +77,21 @@ def test_a_run_that_runs_out_says_so_with_the_budget(tiny, tmp_path, monkeypatch
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
+def test_an_allocation_that_a_cpu_refuses_is_told_likewise(tiny, tmp_path, monkeypatch):
+    def beyond_memory(session, window):
+        return torch.empty(2**60, dtype=torch.uint8)
+
+    monkeypatch.setattr(loop, "train_step", beyond_memory)
+    with pytest.raises(DoesNotFitError, match=r"The device memory ran out after 0 steps"):
+        train(tiny(output_dir=tmp_path / "run"))
+
+
+def test_other_errors_of_torch_are_not_taken_for_it(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "train_step", lambda session, window: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        train(tiny(output_dir=tmp_path / "run"))
+
+
 def test_one_of_several_processes_is_told_nothing_that_works_in_one_only(tiny, tmp_path, monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
