@@ -256,6 +256,11 @@ def _write_models(folder: Path) -> None:
     variant("pickled_weights", _pickle_weights)
     variant("weights_missing_one", _drop_one_weight)
     variant("small_vocabulary", _shrink_vocabulary)
+    for name, kind in {"bert": "bert", "t5": "t5", "vision": "vit", "whisper": "whisper"}.items():
+        variant(
+            name,
+            lambda model, kind=kind: AutoConfig.for_model(kind).to_json_file(model / "config.json", False),
+        )
     (folder / "empty_model").mkdir()
     _write_adapters(folder)
     for name, content in {
