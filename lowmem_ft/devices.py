@@ -31,6 +31,11 @@ def is_virtual(device: torch.device | str) -> bool:
     return kernels_of(device) != torch.device(device).type
 
 
+def is_apart(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor waits elsewhere and has to be copied to be used on a device; on a CPU nothing does."""
+    return tensor.device.type != device.type
+
+
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device or of a virtual one, such as (8, 0)."""
     return torch.get_device_module(device).get_device_capability(device)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lowmem_ft.devices import kernels_of
+from lowmem_ft.devices import is_apart, kernels_of
+from lowmem_ft.memory.host_copies import Moment
 from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
 from lowmem_ft.optimizers.counter_random import CounterRandom
 from lowmem_ft.optimizers.master_formats import MasterFormat, master_format
@@ -221,6 +222,10 @@ class ChunkedOptimizer(Optimizer):
         self._update_hooks[handle.id] = hook
         return handle
 
+    def written(self, parameter: nn.Parameter) -> Moment:
+        """The end of the last copy that brought an updated weight back to where it waits; if it does, wait for it."""
+        return self.home.written(parameter)
+
     @property
     def piece_unit(self) -> int | None:
         """Pieces begin and end at multiples of this, or with their parameter; None: a piece is a whole parameter."""
@@ -315,7 +320,7 @@ class ChunkedOptimizer(Optimizer):
                 kept |= form.part(state, name, start, stop)
             if with_weights:
                 kept |= {name: state[name][start:stop] for name in master.tensors}
-            if with_weights and job.weight.device != device:
+            if with_weights and is_apart(job.weight, device):
                 kept["weight"] = job.weight[start:stop]
             yield Part(job=job, start=start, stop=stop, kept=kept, times=times * job.times)
 

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowmem_ft.memory.host_copies import Moment
+
 
 class StateHome(Protocol):
     """The place of optimizer state: beside the weights (:class:`DeviceHome`), or in host memory."""
@@ -36,6 +38,10 @@ class StateHome(Protocol):
         """
         ...
 
+    def written(self, tensor: Tensor) -> Moment:
+        """The end of the last copy that brought back what waits in a tensor's storage."""
+        ...
+
 
 class DeviceHome:
     """State beside the weight it belongs to: a visit gives the very tensors."""
@@ -54,3 +60,7 @@ class DeviceHome:
             for name, tensor in chunk.items():
                 if here[name] is not tensor:
                     tensor.copy_(here[name])
+
+    def written(self, tensor: Tensor) -> Moment:
+        """Nothing is ever on its way."""
+        return Moment()

@@ -239,8 +239,8 @@ class _WaitingRoom:
             away.on_device = torch.empty_strided(
                 away.shape, away.stride, dtype=away.dtype, device=self.device
             )
-            after = (self._copies.now(), away.left)
-            away.arrives = self._copies.to_device(away.host, _flat(away.on_device), after=after)
+            # Computing has waited for the copy to the host, and this one waits for computing: see back().
+            away.arrives = self._copies.to_device(away.host, _flat(away.on_device))
         return away.on_device
 
     def _wait_for_arrival(self, away: _Away) -> None:

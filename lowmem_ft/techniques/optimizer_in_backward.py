@@ -55,6 +55,10 @@ class UpdatesPieces(Protocol):
         """Update parts of parameters now."""
         ...
 
+    def written(self, parameter: nn.Parameter) -> Moment:
+        """The end of the last copy that brought an updated weight back to where it waits."""
+        ...
+
     def step(self) -> object:
         """Update every parameter that has a gradient."""
         ...
@@ -203,6 +207,10 @@ class InBackward(Handle):
             assert len(steps) == 1, "nothing waits for longer than one step"
             self._update(waiting, step.scale, step.hyperparameters)
 
+    def written(self, parameter: nn.Parameter) -> Moment:
+        """The end of the last copy that brought an updated weight back to where it waits."""
+        return self._optimizer.written(parameter)
+
     def flush(self) -> None:
         """Make every update that waits: before weights are read by anyone but the next step."""
         self.apply(list(self._pending))
@@ -311,7 +319,6 @@ class KeptGradients:
     memory: HostMemory | None
     _pieces: dict[nn.Parameter, list[FinishedGradient]] = field(default_factory=dict)
     _places: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    _written: Moment = field(default_factory=Moment)
 
     def __post_init__(self) -> None:
         self._engine = CopyEngine(self.device)
@@ -323,14 +330,14 @@ class KeptGradients:
         parameter, gradient = piece.parameter, piece.gradient.view(-1).to(piece.parameter.dtype)
         if self.memory is not None:
             place = self._places[parameter][piece.start : piece.start + len(gradient)]
-            self._written = self._engine.to_host(gradient, place)
+            self._engine.to_host(gradient, place)
             gradient = place
         self._pieces.setdefault(parameter, []).append(
             FinishedGradient(parameter, gradient, piece.start, piece.times)
         )
 
     def end_backward(self) -> None:
-        """Let go of gradients that were still on their way to the host."""
+        """Let go of gradients that were still on their way to the host, for which all that is computed now waits."""
         self._engine.release_sources()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -352,9 +359,8 @@ class KeptGradients:
             stand_for(times * piece.times)
             waiting = piece.gradient[offset : offset + size]
             here = piece.parameter.new_empty(len(waiting), device=self.device)
-            self._engine.wait(
-                self._engine.to_device(waiting, here, after=(self._written, self._engine.now()))
-            )
+            # Computing comes after the copy that brought the gradient here: see end_backward().
+            self._engine.wait(self._engine.to_device(waiting, here))
             yield FinishedGradient(piece.parameter, here, piece.start + offset, times * piece.times)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lowmem_ft.devices import is_apart
 from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_copies import CopyEngine, Moment
 from lowmem_ft.memory.host_memory import HostMemory
@@ -191,6 +192,10 @@ class HostHome:
             yield from self._receive(visitor, written)
         self._written.update(written)
 
+    def written(self, tensor: Tensor) -> Moment:
+        """The end of the last copy that brought back what waits in a tensor's storage."""
+        return self._written.get(_storage(tensor), Moment())
+
     def synchronize(self) -> None:
         """Let the host wait until all state is home, so that it may be read."""
         self._engine.synchronize()
@@ -201,8 +206,7 @@ class HostHome:
         waiting = {name: tensor for name, tensor in chunk.items() if tensor.device.type == "cpu"}
         slot = self._next_slot(sum(_aligned(tensor.nbytes) for tensor in waiting.values()))
         # Chunks of one visit do not overlap; a visit before this one may have written the same ones.
-        written = (self._written.get(_storage(tensor)) for tensor in waiting.values())
-        after = [slot.free, *(moment for moment in written if moment is not None)]
+        after = [slot.free, *(self.written(tensor) for tensor in waiting.values())]
         here, arrived = dict(chunk), Moment()
         for name, place in zip(waiting, _carve(slot.buffer, waiting.values()), strict=True):
             arrived = self._engine.to_device(waiting[name], place, after=after)
@@ -241,7 +245,7 @@ def _move_state(optimizer: KeepsState, home: Any) -> None:
 
 def _waiting_weight(parameter: nn.Parameter, device: torch.device) -> dict[str, tuple[int, torch.dtype]]:
     """A weight that waits on the host, too, visits with its state."""
-    return {} if parameter.device.type == device.type else {"weight": (parameter.numel(), parameter.dtype)}
+    return {"weight": (parameter.numel(), parameter.dtype)} if is_apart(parameter, device) else {}
 
 
 def _part(kept: Mapping[str, tuple[int, torch.dtype]], share: float) -> dict[str, tuple[int, torch.dtype]]:

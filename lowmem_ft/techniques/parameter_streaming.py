@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.handle import Handle
-from lowmem_ft.memory.host_copies import CopyEngine
+from lowmem_ft.memory.host_copies import CopyEngine, Moment
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig
 from lowmem_ft.techniques.decoder_layers import decoder_layers
@@ -34,6 +34,10 @@ class UpdatesStreamed(UpdatesLayers, Protocol):
 
     def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0, times: int = 1) -> None:
         """Accept the finished gradient of a part of a parameter whose gradients autograd does not collect."""
+        ...
+
+    def written(self, parameter: nn.Parameter) -> Moment:
+        """The end of the last copy that brought an updated weight back to where it waits."""
         ...
 
 
@@ -183,7 +187,7 @@ class ParameterStreaming(Handle):
         updates.put_off(parameter for slab in self.layers.slabs for parameter in slab.parameters)
         for part in (self._embedding, self._head):
             if part is not None and part.parameter.requires_grad:
-                part.train_with(updates.take)
+                part.train_with(updates.take, partial(updates.written, part.parameter))
 
     def expect(self, ids_BT: Tensor) -> None:
         """Say, on the host, which token ids the next forward will get, so that the host need not ask the device."""

@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.devices import kernels_of
 from lowmem_ft.errors import ModelError
 from lowmem_ft.handle import Handle
+from lowmem_ft.memory.host_copies import Moment
 from lowmem_ft.repetition import rounds, stand_for
 from lowmem_ft.techniques.gradient_parts import rows_per_block
 from lowmem_ft.techniques.reversible import set_attribute
@@ -24,6 +24,9 @@ from lowmem_ft.techniques.streamed_tensors import stand_in
 TakeGradient = Callable[[nn.Parameter, Tensor, int, int], None]
 """Called with a parameter, the finished gradient of a part of it, the number of that part's first element, and how many
 parts like this one it stands for in a trace."""
+
+Written = Callable[[], Moment]
+"""The end of the last copy that brought an updated weight back to the host."""
 
 _CHUNK_ELEMENTS = 2**23
 """Of the gradient that exists at once; 16 MiB in bfloat16."""
@@ -56,6 +59,7 @@ class StreamedEmbedding(Handle):
             )
         self.parameter = cast(nn.Parameter, embedding.weight)
         self._take: TakeGradient | None = None
+        self._written: Written = Moment
         self._embedding = embedding
         self._device = device
         self._held_gradient = held_gradient
@@ -63,9 +67,9 @@ class StreamedEmbedding(Handle):
         self._stock_forward = embedding.forward
         super().__init__(set_attribute(embedding, "forward", self._forward))
 
-    def train_with(self, take: TakeGradient) -> None:
-        """From now on hand gradients to ``take``."""
-        self._take = take
+    def train_with(self, take: TakeGradient, written: Written) -> None:
+        """From now on hand gradients to ``take``, and read no row before the updates made of them are back."""
+        self._take, self._written = take, written
 
     def expect(self, ids_BT: Tensor) -> None:
         """Say, on the host, which ids the next forward will be asked for."""
@@ -73,9 +77,7 @@ class StreamedEmbedding(Handle):
 
     def _forward(self, ids_BT: Tensor) -> Tensor:
         ids_N = self._on_host(ids_BT).flatten()
-        if self._take is not None and kernels_of(self._device) == "cuda":
-            # An update of the table may be on its way back.
-            torch.get_device_module(self._device).synchronize(self._device)
+        self._written().synchronize()  # the host reads the rows itself
         weight_VH = self._embedding.weight.data
         rows_NH = nn.Parameter(weight_VH[ids_N].to(self._device), requires_grad=self._is_trained())
         if rows_NH.requires_grad:

@@ -14,7 +14,7 @@ from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_copies import CopyEngine, Moment
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.techniques.reversible import set_attribute
-from lowmem_ft.techniques.streamed_embedding import TakeGradient
+from lowmem_ft.techniques.streamed_embedding import TakeGradient, Written
 from lowmem_ft.techniques.streamed_tensors import stand_in
 
 
@@ -40,6 +40,7 @@ class StreamedHead(Handle):
         self._on_its_way: dict[int, tuple[Tensor, Moment]] = {}
         self._last_start = -1
         self._take: TakeGradient | None = None
+        self._written: Written = Moment
         self._held_VH: Tensor | None = None
         self._stock_forward = head.forward
         super().__init__(
@@ -47,9 +48,14 @@ class StreamedHead(Handle):
             head.register_forward_hook(self._end_visit, always_call=True).remove,
         )
 
-    def train_with(self, take: TakeGradient) -> None:
-        """From now on hand gradients to ``take``, or to the embedding if the weight is tied to its."""
-        self._take = take
+    def train_with(self, take: TakeGradient, written: Written) -> None:
+        """From now on hand gradients to ``take``, or to the embedding if the weight is tied to its.
+
+        Args:
+            take: whoever updates the weight.
+            written: when the last of these updates is back; no tile sets out before.
+        """
+        self._take, self._written = take, written
         if self._is_tied:
             weight = self.parameter
             self._held_VH = self._host.allocate(weight.shape, weight.dtype, "gradient")
@@ -62,8 +68,10 @@ class StreamedHead(Handle):
     def weight(self, rows: slice) -> Tensor:
         """These rows on the device; the tile that comes next sets out."""
         here, arrived = self._on_its_way.pop(rows.start, None) or self._send(rows)
+        self._forget_others()
         following = self._following(rows)
-        self._on_its_way = {following.start: self._send(following)} if following else {}
+        if following is not None:
+            self._on_its_way[following.start] = self._send(following)
         self._last_start = rows.start
         self._engine.wait(arrived)
         return here
@@ -86,7 +94,13 @@ class StreamedHead(Handle):
     def _send(self, rows: slice) -> tuple[Tensor, Moment]:
         values = self.parameter.data[rows]
         place = torch.empty_like(values, device=self._device)
-        return place, self._engine.to_device(values, place)
+        return place, self._engine.to_device(values, place, after=(self._engine.now(), self._written()))
+
+    def _forget_others(self) -> None:
+        """Let go of a tile that nobody came for, whose memory may be used again once it has arrived."""
+        for _, arrived in self._on_its_way.values():
+            self._engine.wait(arrived)
+        self._on_its_way.clear()
 
     def _forward(self, hidden_BTH: Tensor) -> Tensor:
         """The stock forward, with all of the weight on the device."""
@@ -104,4 +118,5 @@ class StreamedHead(Handle):
         self.add_gradient(slice(0, len(gradient)), gradient)
 
     def _end_visit(self, *_: Any) -> None:
-        self._on_its_way, self._last_start = {}, -1
+        self._forget_others()
+        self._last_start = -1

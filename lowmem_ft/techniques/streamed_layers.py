@@ -76,8 +76,6 @@ class LayerSlab:
         for tensor, place in zip(tensors, self._views(self.memory), strict=True):
             place.copy_(tensor.tensor)
         self.leave()
-        self.written = Moment()
-        """The end of the last copy from the device."""
 
     def visit(self, memory: Tensor) -> None:
         """Let the layer use a copy of the slab."""
@@ -164,6 +162,8 @@ class LayerStream:
             self.slabs[index].visit(slot.memory)
             self._visiting = index
         if not in_backward and self.updates is not None and self._has_waiting(index):
+            # A layer that never left, being the only one, may still be on its way to the host since its last update.
+            self._engine.wait(self._slots[index % NUM_SLOTS].emptied)
             self.updates.apply(self.slabs[index].parameters)
             self._write_back(index)
         if 0 <= then < len(self.slabs):
@@ -198,7 +198,8 @@ class LayerStream:
     def _load(self, index: int) -> _Slot:
         slot, slab = self._slots[index % NUM_SLOTS], self.slabs[index]
         if slot.holds != index:
-            after = (self._engine.now(), slot.emptied, slab.written)
+            # The slab's last copy from the device was made from this very slot.
+            after = (self._engine.now(), slot.emptied)
             place = slot.memory[: slab.memory.nbytes]
             slot.filled = self._engine.to_device(slab.memory, place, after=after)
             slot.holds = index
@@ -208,7 +209,7 @@ class LayerStream:
     def _write_back(self, index: int) -> None:
         slot, slab = self._slots[index % NUM_SLOTS], self.slabs[index]
         place = slot.memory[: slab.memory.nbytes]
-        slot.emptied = slab.written = self._engine.to_host(place, slab.memory, keep=False)
+        slot.emptied = self._engine.to_host(place, slab.memory, keep=False)
 
 
 def _largest(slabs: Sequence[LayerSlab]) -> int:

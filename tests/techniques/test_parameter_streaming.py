@@ -10,6 +10,7 @@ from ground_truth.families import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.errors import DoesNotFitError, ModelError, UserError
+from lowmem_ft.memory.host_copies import Moment
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
@@ -68,6 +69,9 @@ class PlainUpdates:
         self.waiting.setdefault(parameter, []).append((gradient.clone().flatten(), start))
         if self.updates_at_once:
             self.apply([parameter])
+
+    def written(self, parameter):
+        return Moment()  # the step is taken where the weight waits
 
     def put_off(self, parameters):
         self.put_off_parameters = set(parameters)
@@ -275,7 +279,7 @@ def test_the_embedding_hands_its_gradient_over_in_chunks(monkeypatch):
         parts.append((start, len(gradient)))
         take(parameter, gradient, start)
 
-    streaming._embedding.train_with(watched)
+    streaming._embedding.train_with(watched, Moment)
     _, gradients = plain_step(plain, ids_of())
     loss_of(model, ids_of()).backward()
     assert same(streaming.updates.gradients, gradients)

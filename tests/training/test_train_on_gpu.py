@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from ladder_rungs import RUNGS, settings_of
@@ -56,14 +59,29 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, metrics, overrides):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_each_rung_of_the_ladder_trains_as_the_one_below(tmp_path, metrics):
+@pytest.fixture
+def seven_layers(tmp_path, recipes_folder):
+    """The tiny model with layers enough for each slot to be used again: two would each keep one to themselves."""
+    folder = shutil.copytree(recipes_folder / "tiny", tmp_path / "seven_layers")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
+    return folder
+
+
+@pytest.mark.parametrize("max_grad_norm", ["null", "1.0"])
+def test_each_rung_of_the_ladder_trains_as_the_one_below(max_grad_norm, seven_layers, tmp_path, metrics):
     """Copies, streams and events are only real here; a race would show as other losses."""
     losses = {}
     for index, rung in enumerate(RUNGS[3:]):
         folder = tmp_path / str(index)
         train(
             recipe(
-                folder, *settings_of(rung), "training.full_determinism=true", "training.max_grad_norm=null"
+                folder,
+                f"model={seven_layers}",
+                "model.weights=random",
+                *settings_of(rung),
+                "training.full_determinism=true",
+                f"training.max_grad_norm={max_grad_norm}",
             )
         )
         losses[rung.name] = metrics(folder)

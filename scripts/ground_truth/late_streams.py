@@ -1,0 +1,109 @@
+"""Streams, events and host memory of the stand-in for a CUDA device: see :mod:`late_copies`."""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ground_truth.happens_before import COMPUTE, HOST, Clock, HappensBefore, Memory
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Stream:
+    """Work in its order, which is done when somebody waits for it; that of the computing stream is done at once."""
+
+    order: HappensBefore
+    agent: int
+    waiting: list[Callable[[], None] | None] = field(default_factory=list)
+    num_done: int = 0
+
+    def record_event(self) -> Event:
+        """See ``torch.cuda.Stream``."""
+        return Event(self, len(self.waiting), self.order.record(self.agent))
+
+    def wait_event(self, event: Event) -> None:
+        """See ``torch.cuda.Stream``."""
+        self.order.wait(self.agent, event.clock)
+        self.give(event.happen)
+
+    def synchronize(self) -> None:
+        """See ``torch.cuda.Stream``."""
+        self.record_event().synchronize()
+
+    def give(self, work: Callable[[], None]) -> None:
+        """Add work; computing is done at once."""
+        self.waiting.append(work)
+        if self.agent == COMPUTE:
+            self.run(len(self.waiting))
+
+    def run(self, up_to: int) -> None:
+        """Do the first so many of all that was ever given."""
+        while self.num_done < up_to:
+            work, self.waiting[self.num_done] = self.waiting[self.num_done], None
+            self.num_done += 1
+            assert work is not None
+            work()
+
+
+@dataclass(frozen=True)
+class Event:
+    """A point in a stream's work."""
+
+    stream: Stream
+    num_before: int
+    clock: Clock
+
+    def happen(self) -> None:
+        """Do the work before it."""
+        self.stream.run(self.num_before)
+
+    def synchronize(self) -> None:
+        """See ``torch.cuda.Event``."""
+        self.stream.order.wait(HOST, self.clock)
+        self.happen()
+
+
+@dataclass(eq=False)
+class Range:
+    """Addresses of the host's that were allocated together."""
+
+    stop: int
+    is_pinned: bool
+    memory: Memory
+
+
+class HostRanges:
+    """Which addresses are the host's."""
+
+    def __init__(self, order: HappensBefore) -> None:
+        self._order = order
+        self._starts: list[int] = []
+        self._ranges: dict[int, Range] = {}
+
+    def add(self, tensor: Tensor, *, is_pinned: bool = False) -> None:
+        """Memory of the host until its storage goes; what the driver has pinned is known already."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and self.find(storage.data_ptr()) is None:
+            self.add_range(storage.data_ptr(), storage.nbytes(), is_pinned=is_pinned)
+            weakref.finalize(storage, self.remove, storage.data_ptr()).atexit = False
+
+    def add_range(self, start: int, num_bytes: int, *, is_pinned: bool) -> None:
+        """Memory of the host until it is removed."""
+        assert self.find(start) is None, "registered twice"
+        bisect.insort(self._starts, start)
+        self._ranges[start] = Range(start + num_bytes, is_pinned, Memory(self._order))
+
+    def remove(self, start: int) -> None:
+        """Forget the range that begins there."""
+        self._starts.remove(start)
+        del self._ranges[start]
+
+    def find(self, address: int) -> tuple[int, Range] | None:
+        """Where the range begins that an address lies in, and the range."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._ranges[self._starts[index]].stop:
+            return None
+        return self._starts[index], self._ranges[self._starts[index]]

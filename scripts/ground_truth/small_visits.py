@@ -1,0 +1,240 @@
+"""What no run of :mod:`copy_cases` does, or does in time: each part that copies, by itself, as hard as it may be used.
+
+Each is called with a :class:`LateDevice` that stands in, and makes no race.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from ground_truth.late_copies import DEVICE, LateDevice
+from torch import Tensor, nn
+
+from lowmem_ft.memory.host_copies import CopyEngine, Moment
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.optimizers.adamw import AdamW
+from lowmem_ft.techniques.activation_offload import _WaitingRoom
+from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
+from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostHome, enable_optimizer_offload
+from lowmem_ft.techniques.streamed_embedding import StreamedEmbedding
+from lowmem_ft.techniques.streamed_head import StreamedHead
+from lowmem_ft.techniques.streamed_layers import LayerSlab, LayerStream
+
+ROWS, COLUMNS = 8, 16
+
+
+def _host() -> HostMemory:
+    return HostMemory(DEVICE, is_limited=False)
+
+
+def there_and_back(device: LateDevice) -> None:
+    """A copy to the device, work, a copy to the host whose source is let go, and the host's reading."""
+    engine, host = CopyEngine(DEVICE), _host().allocate(1024, torch.float32)
+    for _ in range(4):
+        here = torch.empty(1024)
+        engine.wait(engine.to_device(host, here))
+        engine.to_host(here * 2, host).synchronize()
+        host.add_(1)
+    engine.synchronize()
+
+
+def memory_that_goes_while_it_is_copied(device: LateDevice) -> None:
+    """What the host lets go is unpinned only after its copies."""
+    engine, target = CopyEngine(DEVICE), torch.empty(1024)
+    engine.to_device(_host().allocate(1024, torch.float32), target)
+    engine.synchronize()
+
+
+def sources_on_their_way(device: LateDevice) -> None:
+    """More of them than are held."""
+    engine = CopyEngine(DEVICE)
+    for place in _host().allocate((6, 512), torch.float32):
+        engine.to_host(torch.ones(512), place)
+    engine.synchronize()
+
+
+def chunks_that_grow(device: LateDevice) -> None:
+    """Each larger than the slot it comes to, and then the same ones again at once."""
+    home = HostHome(_host())
+    states = [home.allocate(64 * count, torch.float32, DEVICE) for count in range(1, 2 * NUM_SLOTS + 1)]
+    for state in (*states, *states):
+        for here in home.visit([{"average": state}], DEVICE):
+            here["average"].add_(1)
+    home.synchronize()
+    assert all(state.eq(2).all() for state in states)
+
+
+def _update(home: HostHome, weight: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
+    part = weight.data.view(-1)[start : start + gradient.numel()]
+    for here in home.visit([{"weight": part}], DEVICE):
+        here["weight"].sub_(gradient.view(-1))
+
+
+def rows_read_right_after_their_update(device: LateDevice) -> None:
+    """The last update of a step is the embedding's or the head's, and the next step begins with their rows."""
+    memory = _host()
+    home = HostHome(memory)
+    table, linear = nn.Embedding(ROWS, COLUMNS), nn.Linear(COLUMNS, ROWS, bias=False)
+    for part in (table, linear):
+        part.weight.data = memory.allocate(part.weight.shape, torch.float32, "parameter")
+    head = StreamedHead(linear, DEVICE, memory, is_tied=False)
+    embedding = StreamedEmbedding(table, DEVICE, lambda: None)
+
+    def take(weight: nn.Parameter, gradient: Tensor, start: int, times: int) -> None:
+        _update(home, weight, gradient, start)
+
+    for part in (head, embedding):
+        part.train_with(take, functools.partial(home.written, part.parameter))
+    ids_BT = torch.arange(ROWS).view(1, ROWS)
+    tiles = [slice(0, 4), slice(4, 8)]
+    for count in range(3):
+        for rows in tiles:
+            assert head.weight(rows).eq(-count).all()
+        for rows in reversed(tiles):
+            head.add_gradient(rows, torch.ones_like(head.weight(rows)))
+    for count in range(3):
+        hidden_BTH = table(ids_BT)
+        assert hidden_BTH.eq(-count).all()
+        hidden_BTH.sum().backward()
+    home.synchronize()
+
+
+def a_tied_gradient(device: LateDevice) -> None:
+    """The head's waits on the host until the embedding adds it to its own."""
+    linear = nn.Linear(COLUMNS, ROWS, bias=False)
+    head = StreamedHead(linear, DEVICE, _host(), is_tied=True)
+    head.train_with(_nobody_takes, Moment)
+    for count in range(2):
+        for rows in (slice(4, 8), slice(0, 4)):
+            head.add_gradient(rows, torch.full((4, COLUMNS), 1.0 + count))
+        held_VH = head.held_gradient()
+        assert held_VH is not None
+        assert held_VH.eq(1 + count).all()
+
+
+def _nobody_takes(*_: object) -> None:
+    raise AssertionError
+
+
+def gradients_that_wait_for_their_norm(device: LateDevice) -> None:
+    """Two steps of the clipping phase: gradients go to the host part by part, and come back to be applied."""
+    weights = [nn.Parameter(torch.zeros(2048)) for _ in range(3)]
+    optimizer = ChunkedOptimizer(
+        weights, AdamW(), {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    )
+    enable_optimizer_offload(optimizer, _host())
+    in_backward = enable_optimizer_in_backward(optimizer, device=DEVICE, max_grad_norm=1.0, memory=_host())
+    for _ in range(2):
+        for weight in weights:
+            for start in (1024, 0):
+                in_backward.take(weight, torch.ones(1024), start)
+        in_backward.clip(_unscale_nothing)
+        in_backward.finish(finite=True)
+    assert all(weight.eq(weight[0]).all() and weight[0] != 0 for weight in weights)
+
+
+def _unscale_nothing(tensor: Tensor) -> None:
+    pass
+
+
+class _AddsOne:
+    """Updates layers while they visit, or when told to."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self.updates_at_once = at_once
+        self.waiting: set[nn.Parameter] = set()
+
+    def put_off(self, parameters: Iterable[nn.Parameter]) -> None:
+        pass
+
+    def waits(self, parameters: Iterable[nn.Parameter]) -> bool:
+        return any(parameter in self.waiting for parameter in parameters)
+
+    def apply(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.data.add_(1)
+            self.waiting.discard(parameter)
+
+
+def layers_that_are_updated_at_once(device: LateDevice) -> None:
+    """Forward, backward with a change in each layer's slot, and what the host reads and writes at rest."""
+    for num_layers in (1, 2, 5):  # one or two stay in their slots, and are changed there again
+        _stream_layers(num_layers, _AddsOne(at_once=True))
+
+
+def layers_that_are_updated_later(device: LateDevice) -> None:
+    """The same with changes that are made at the next visit."""
+    for num_layers in (1, 2, 5):
+        _stream_layers(num_layers, _AddsOne(at_once=False))
+
+
+def _stream_layers(num_layers: int, updates: _AddsOne) -> None:
+    layers = [nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(num_layers)]
+    for layer in layers:
+        nn.init.zeros_(layer.weight)
+    slabs = [LayerSlab(layer, lambda _: True, _host(), torch.zeros_like) for layer in layers]
+    stream = LayerStream(slabs, CopyEngine(DEVICE), DEVICE)
+    stream.updates = updates
+    for count in range(4):
+        for index, layer in enumerate(layers):
+            stream.visit(index, then=index + 1, in_backward=False)
+            assert layer.weight.detach().eq(count).all()
+        for index in reversed(range(len(layers))):
+            stream.visit(index, then=index - 1, in_backward=True)
+            if updates.updates_at_once:
+                updates.apply(slabs[index].parameters)
+            updates.waiting.update([] if updates.updates_at_once else slabs[index].parameters)
+        if count % 2:
+            stream.flush()
+            for slab in slabs:
+                slab.rest()
+                slab.parameters[0].data.copy_(slab.parameters[0].data.clone())
+                slab.leave()
+            stream.forget()
+    stream.flush()
+
+
+def a_tile_that_nobody_comes_for(device: LateDevice) -> None:
+    """The loss ends early: the next tile is on its way, and the next loss begins with the first."""
+    linear = nn.Linear(COLUMNS, ROWS, bias=False)
+    linear.weight.data = _host().allocate(linear.weight.shape, torch.float32, "parameter")
+    head = StreamedHead(linear, DEVICE, _host(), is_tied=False)
+    for _ in range(2):
+        head.weight(slice(0, 4))
+
+
+def activations_sent_for_in_vain(device: LateDevice) -> None:
+    """Backward ends early: what was on its way back is let go."""
+    room = _WaitingRoom(_host(), 1)
+    saved = [room.leave(torch.ones(1024) * count) for count in range(3)]
+    assert room.back(saved.pop()).eq(2).all()
+    del saved
+
+
+def activations_that_come_back(device: LateDevice) -> None:
+    """One ahead of their use, twice in the same buffers."""
+    room = _WaitingRoom(_host(), 2)
+    for _ in range(2):
+        saved = [room.leave(torch.ones(1024) * count) for count in range(5)]
+        while saved:
+            assert room.back(saved[-1]).eq(len(saved) - 1).all()
+            saved.pop()
+
+
+VISITS = (
+    there_and_back,
+    sources_on_their_way,
+    memory_that_goes_while_it_is_copied,
+    chunks_that_grow,
+    rows_read_right_after_their_update,
+    a_tied_gradient,
+    a_tile_that_nobody_comes_for,
+    gradients_that_wait_for_their_norm,
+    layers_that_are_updated_at_once,
+    layers_that_are_updated_later,
+    activations_sent_for_in_vain,
+    activations_that_come_back,
+)
