@@ -100,6 +100,7 @@ def test_it_trains_under_accelerate_launch_in_two_processes(installed):
 def test_it_trains(installed):
     settings = (
         "training.max_steps=1",
+        "training.output_dir=run",
         "training.use_cpu=true",
         "data.eval_size=null",
         "training.eval_steps=null",
