@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lowmem_ft.cli.estimate_files import write_json, write_pictures
-from lowmem_ft.cli.estimate_options import ALL_GPUS, NO_SNAPSHOT_OF_CPU, parse
+from lowmem_ft.cli.estimate_files import report_console, write_json, write_pictures
+from lowmem_ft.cli.estimate_model import estimate_model, gpus_asked_for
+from lowmem_ft.cli.estimate_options import ALL_GPUS, NO_SNAPSHOT_OF_CPU, names_model_alone, parse
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
@@ -46,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         import lowmem_ft.estimator  # noqa: F401 - imports the libraries whose logs are taken over
 
     take_over_library_logs()
+    if recipe_name is None and names_model_alone(settings):
+        gpus = gpus_asked_for(recipe, options)
+        if gpus:
+            return estimate_model(recipe, settings, gpus, options)
     return (_estimate_on_all if options.gpu == ALL_GPUS else _estimate_on_one)(recipe, options)
 
 
@@ -62,7 +67,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     with progress_line(_tracing(recipe)):
         estimate = estimate_memory(recipe, options.gpu)
     gpu = load_gpus().get(estimate.gpu.name)
-    console = _report_console(options)
+    console = report_console(options)
     console.print(estimate_table(estimate, gpu.cheapest_price if gpu else None))
     if options.gpu is None and is_cpu(estimate):
         console.print("\nThis is for the machine's processor. See GPUs with --gpu NAME or --gpu all.")
@@ -82,7 +87,7 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     estimates = by_price([result for result in results if isinstance(result, MemoryEstimate)], gpus)
     refusals = [result for result in results if not isinstance(result, MemoryEstimate)]
     cannot_run = {refusal.gpu.name: " ".join(refusal.problems) for refusal in refusals}
-    console = _report_console(options)
+    console = report_console(options)
     console.print(gpu_table(estimates, gpus, cannot_run))
     values = {
         "schema": SCHEMA,
@@ -147,13 +152,6 @@ def _search(recipe: Recipe, gpu: str | None) -> Changes:
 def _nearest(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:
     """Where the most is left, or the least is missing."""
     return max(estimates, key=lambda estimate: estimate.headroom_bytes or 0)
-
-
-def _report_console(options: argparse.Namespace) -> Console:
-    """Where the report goes: stdout, unless that is taken by JSON."""
-    from rich.console import Console
-
-    return Console(stderr=options.json == "-", highlight=False)
 
 
 def _tracing(recipe: Recipe) -> str:

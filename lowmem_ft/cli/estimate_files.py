@@ -1,4 +1,4 @@
-"""The files that ``lowmem-ft estimate`` writes."""
+"""Where ``lowmem-ft estimate`` writes: the console of its report, and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lowmem_ft.memory.estimate import MemoryEstimate
+
+
+def report_console(options: argparse.Namespace) -> Console:
+    """Where the report goes: stdout, unless that is taken by JSON."""
+    from rich.console import Console
+
+    return Console(stderr=options.json == "-", highlight=False)
 
 
 def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace) -> None:

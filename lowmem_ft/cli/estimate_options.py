@@ -24,8 +24,10 @@ examples:
   lowmem-ft estimate recipe=8b-bf16 data.max_length=8192 checkpointing.mode=none --gpu h100-80gb --plot memory.html
   lowmem-ft estimate recipe=my/recipe.yaml budget=24GiB --json -
 
-recipe= may be left out where model= is given. Data is not read: rows are taken to be data.max_length long.
-The recipe's own step runs on a virtual GPU, without weights. `lowmem-ft gpus` and `lowmem-ft models` list the names.
+A model alone is estimated in three ways: full fine-tuning at the leanest rung, LoRA and QLoRA. With other settings
+beside it (budget= aside) it is one recipe, its other keys at their defaults. Data is not read: rows are taken to be
+data.max_length long. The recipe's own step runs on a virtual GPU, without weights. `lowmem-ft gpus` and
+`lowmem-ft models` list the names.
 Exit codes: 0 it fits, 3 it does not, 2 the input is at fault."""
 
 
@@ -39,6 +41,30 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, lis
     recipe_name, settings = _split(others)
     _check(options)
     return options, recipe_name, settings
+
+
+_MODEL_NAME = ("model", "model.name_or_path")
+_WHICH_AND_WHERE = (
+    *_MODEL_NAME,
+    "model.revision",
+    "model.gguf_file",
+    "model.trust_remote_code",
+    "budget",
+    "budget.device",
+    "budget.host",
+    "budget.enforce",
+)
+
+
+def names_model_alone(settings: Sequence[str], *, just_name: bool = False) -> bool:
+    """Whether settings say which model, and what there is to run it, but nothing of how it is trained.
+
+    Args:
+        settings: as typed.
+        just_name: whether they may say no more than the model's name.
+    """
+    keys = _MODEL_NAME if just_name else _WHICH_AND_WHERE
+    return all(setting.partition("=")[0] in keys for setting in settings)
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,11 @@ class CannotRun:
 
 
 def estimate_on_gpus(
-    recipe: Recipe, gpus: Sequence[Gpu], *, budget: Budget | None = None
+    recipe: Recipe,
+    gpus: Sequence[Gpu],
+    *,
+    budget: Budget | None = None,
+    kind: Callable[[Gpu], object] | None = None,
 ) -> list[MemoryEstimate | CannotRun]:
     """What a recipe needs on each of many GPUs; GPUs that run the same kernels share a trace.
 
@@ -76,6 +80,7 @@ def estimate_on_gpus(
         recipe: what would be trained.
         gpus: the GPUs.
         budget: what may be used; None: the recipe's own.
+        kind: GPUs of which it says the same share a trace, that of the first; None: those that run the same kernels.
 
     Returns:
         For each GPU, in their order, the estimate or why it cannot run the recipe.
@@ -89,17 +94,17 @@ def estimate_on_gpus(
     results: list[MemoryEstimate | CannotRun] = []
     for gpu in gpus:
         start = time.perf_counter()
-        kind = _kind(recipe, gpu)
-        if kind not in traces:
-            traces[kind] = _trace_or_error(recipe, gpu)
-        traced = traces[kind]
+        shared = _kind(recipe, gpu) if kind is None else kind(gpu)
+        if shared not in traces:
+            traces[shared] = _trace_or_error(recipe, gpu)
+        traced = traces[shared]
         if isinstance(traced, UserError):
             results.append(CannotRun(gpu=gpu, problems=traced.problems))
         else:
-            if kind not in replays:
-                replays[kind] = Replays(traced.trace, allocator_config_of_environment())
+            if shared not in replays:
+                replays[shared] = Replays(traced.trace, allocator_config_of_environment())
             seconds = time.perf_counter() - start
-            results.append(_estimate(recipe, traced, gpu, budget, seconds, "", replays[kind]))
+            results.append(_estimate(recipe, traced, gpu, budget, seconds, "", replays[shared]))
     errors = [trace for trace in traces.values() if isinstance(trace, UserError)]
     if errors and len(errors) == len(traces):
         raise errors[0]

@@ -65,12 +65,19 @@ def by_price(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> li
     Returns:
         The estimates in order.
     """
+    return sorted(estimates, key=lambda estimate: hourly_order(gpus[estimate.gpu.name]))
 
-    def key(estimate: MemoryEstimate) -> tuple[float, int]:
-        price = gpus[estimate.gpu.name].cheapest_price
-        return (price.usd_per_hour if price else float("inf"), estimate.gpu.memory_bytes)
 
-    return sorted(estimates, key=key)
+def hourly_order(gpu: Gpu) -> tuple[float, int]:
+    """What sorts GPUs by the price of an hour; those without a price last, by memory."""
+    price = gpu.cheapest_price
+    return price.usd_per_hour if price else float("inf"), gpu.memory_bytes
+
+
+def format_gib(num_bytes: int) -> str:
+    """A size in a column of GiB, with three digits."""
+    gib = num_bytes / GIB
+    return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
 def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[RenderableType]:
@@ -79,9 +86,9 @@ def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[RenderableType]:
     return [
         estimate.gpu.name,
         _verdict(estimate),
-        _gib(estimate.process_peak_bytes),
-        _gib(estimate.gpu.memory_bytes),
-        _gib(estimate.host_peak_bytes),
+        format_gib(estimate.process_peak_bytes),
+        format_gib(estimate.gpu.memory_bytes),
+        format_gib(estimate.host_peak_bytes),
         f"{step.tokens_per_second:,.0f}" if step is not None and estimate.fits else "-",
         f"{price.usd_per_hour:.2f}" if price else "-",
         format_dollars(cost).removeprefix("$") if cost is not None else "-",
@@ -94,12 +101,6 @@ def _verdict(estimate: MemoryEstimate) -> Text:
     headroom = estimate.headroom_bytes
     left, colour = ("tight", "yellow") if estimate.tight else ("free", "green")
     return Text("fits" if headroom is None else f"{format_bytes(headroom)} {left}", colour)
-
-
-def _gib(num_bytes: int) -> str:
-    """A size in a column of GiB, with three digits."""
-    gib = num_bytes / GIB
-    return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
 def _refusals(cannot_run: Mapping[str, str]) -> list[Text]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -148,7 +149,7 @@ class Clock:
         main = self._busiest_stream(durations)
         issue: Seconds = self._times * HOST_SECONDS_PER_OPERATOR
         replay = _Replay(durations, issue, main, copying=set(self._streams[self._is_copy].tolist()))
-        for first, last in self._runs():
+        for first, last in self._runs:
             if self._is_kernel[first]:
                 replay.run_kernels(first, last, int(self._streams[first]))
             else:
@@ -171,6 +172,7 @@ class Clock:
         names, places = np.unique(streams, return_inverse=True)
         return int(names[np.bincount(places, weights=durations[self._is_kernel]).argmax()])
 
+    @cached_property
     def _runs(self) -> list[tuple[int, int]]:
         """Consecutive kernels of one stream, replayed together; every other entry by itself."""
         if not len(self._entries):

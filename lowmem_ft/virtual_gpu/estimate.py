@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.analysis import allocation_at, categories_at, peak_by_phase
-from lowmem_ft.memory.category import Phase
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ProcessRange, StepTime
-from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import Uncertainty, uncertainty_on_cpu, uncertainty_on_gpu
 from lowmem_ft.virtual_gpu.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.library_versions import library_versions
-from lowmem_ft.virtual_gpu.replays import Replays
+from lowmem_ft.virtual_gpu.replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.trace import Trace
 
 OTHERS = "other processes and a display on the GPU"
@@ -126,9 +123,7 @@ def estimate_on_gpu(
     return _estimate(
         trace,
         DevicePeaks(device, reserved_peak, process, process_range),
-        replays.unlimited.allocated_bytes,
-        replays.unlimited.block_bytes,
-        replays.unlimited.peak_allocated_at,
+        replays.tensor_peaks,
         budget=budget,
         fits=None not in (held, highest) and process_range.high_bytes <= limit,
         host_by_part=host,
@@ -191,12 +186,12 @@ def estimate_on_cpu(
     allocated = list(trace.timeline.live_bytes())
     sizes = [allocation.size_bytes for allocation in trace.timeline.allocations]
     peak_at = max(range(len(allocated)), key=allocated.__getitem__, default=None)
-    peak = 0 if peak_at is None else allocated[peak_at]
+    tensors = TensorPeaks.of(trace.timeline, allocated, sizes, peak_at)
+    peak = tensors.allocated_bytes
     base = surroundings.host.process_bytes
     process, uncertainty = peak + base, uncertainty_on_cpu()
     margin = uncertainty.bytes_of(peak, base)
     limits = [limit for limit in (budget.device_bytes, budget.host_bytes) if limit is not None]
-    by_category = {} if peak_at is None else categories_at(trace.timeline, peak_at, sizes)
     process_range = ProcessRange(
         low_bytes=process - margin, high_bytes=process + margin, uncertainty=uncertainty
     )
@@ -205,12 +200,10 @@ def estimate_on_cpu(
         DevicePeaks(
             DeviceLimit(name=name, memory_bytes=budget.device_bytes or 0), peak, process, process_range
         ),
-        allocated,
-        sizes,
-        peak_at,
+        tensors,
         budget=budget,
         fits=process_range.high_bytes <= min(limits, default=process_range.high_bytes),
-        host_by_part={**by_category, "process": base},
+        host_by_part={**tensors.by_category, "process": base},
         step=None,
         choices=trace.choices,
         not_modelled=("time on a CPU", "scratch inside the CPU's kernels", *surroundings.not_modelled),
@@ -248,9 +241,7 @@ class DevicePeaks:
 def _estimate(
     trace: Trace,
     device: DevicePeaks,
-    allocated: Sequence[int],
-    sizes: Sequence[int],
-    peak_at: int | None,
+    tensors: TensorPeaks,
     *,
     budget: BudgetVerdict,
     fits: bool,
@@ -260,36 +251,30 @@ def _estimate(
     not_modelled: tuple[str, ...],
     trace_seconds: float,
 ) -> MemoryEstimate:
-    timeline, host_peak = trace.timeline, sum(host_by_part.values())
-    at_peak = None if peak_at is None else allocation_at(timeline, peak_at)
-    phase: Phase = "load" if at_peak is None else at_peak.phase
+    host_peak = sum(host_by_part.values())
     if trace.assumed_largest:
         choices = (*choices, f"taken at their largest, as values decide: {', '.join(trace.assumed_largest)}")
     return MemoryEstimate(
         model=trace.model,
         gpu=device.limit,
-        allocated_peak_bytes=0 if peak_at is None else allocated[peak_at],
+        allocated_peak_bytes=tensors.allocated_bytes,
         reserved_peak_bytes=device.reserved_peak_bytes,
         process_peak_bytes=device.process_peak_bytes,
         process_range=device.process_range,
         host_peak_bytes=host_peak,
-        host_pinned_bytes=_peak(timeline, ("pinned",)),
+        host_pinned_bytes=tensors.pinned_bytes,
         host_by_part_at_peak=host_by_part,
-        by_category_at_peak={} if peak_at is None else categories_at(timeline, peak_at, sizes),
-        by_phase=peak_by_phase(timeline, allocated),
-        peak_phase=phase,
-        peak_module="" if at_peak is None else at_peak.module,
+        by_category_at_peak=tensors.by_category,
+        by_phase=tensors.by_phase,
+        peak_phase=tensors.phase,
+        peak_module=tensors.module,
         step=step,
         budget=budget,
         fits=fits and (budget.host_bytes is None or host_peak <= budget.host_bytes),
-        disk_peak_bytes=_peak(timeline, ("disk",)),
+        disk_peak_bytes=tensors.disk_bytes,
         choices=choices,
         not_modelled=not_modelled,
         versions=library_versions(),
         trace_seconds=trace_seconds,
-        timeline=timeline,
+        timeline=trace.timeline,
     )
-
-
-def _peak(timeline: Timeline, places: tuple[str, ...]) -> int:
-    return max(timeline.live_bytes(places), default=0)  # type: ignore[arg-type]

@@ -2,17 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from lowmem_ft.memory.allocator_config import AllocatorConfig
+from lowmem_ft.memory.analysis import allocation_at, categories_at, peak_by_phase
 from lowmem_ft.memory.caching_allocator import CachingAllocator
-from lowmem_ft.memory.category import Place
+from lowmem_ft.memory.category import Category, Phase, Place
 from lowmem_ft.memory.replay import Replay, replay
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.clock import Clock
 from lowmem_ft.virtual_gpu.host_peak import HostTensors
 from lowmem_ft.virtual_gpu.steady_state import with_repeated_step
 from lowmem_ft.virtual_gpu.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPeaks:
+    """What tensors alone say of a run, the same on every GPU that runs it.
+
+    Args:
+        allocated_bytes: the peak on the device.
+        by_category: what is alive at that moment, by what it is for.
+        by_phase: the peak of each phase.
+        phase: of the allocation that made the peak.
+        module: of that allocation; empty if outside any.
+        pinned_bytes: the peak of pinned host memory.
+        disk_bytes: the peak of files that are mapped as memory.
+    """
+
+    allocated_bytes: int
+    by_category: Mapping[Category, int]
+    by_phase: Mapping[Phase, int]
+    phase: Phase
+    module: str
+    pinned_bytes: int
+    disk_bytes: int
+
+    @classmethod
+    def of(
+        cls, timeline: Timeline, allocated: Sequence[int], sizes: Sequence[int], peak_at: int | None
+    ) -> TensorPeaks:
+        """The peaks of a timeline.
+
+        Args:
+            timeline: the allocations.
+            allocated: bytes on the device after each event.
+            sizes: bytes that each allocation counts for.
+            peak_at: position of the event that made the peak; None if there is none.
+        """
+        at_peak = None if peak_at is None else allocation_at(timeline, peak_at)
+        return cls(
+            allocated_bytes=0 if peak_at is None else allocated[peak_at],
+            by_category={} if peak_at is None else categories_at(timeline, peak_at, sizes),
+            by_phase=peak_by_phase(timeline, allocated),
+            phase="load" if at_peak is None else at_peak.phase,
+            module="" if at_peak is None else at_peak.module,
+            pinned_bytes=max(timeline.live_bytes(("pinned",)), default=0),
+            disk_bytes=max(timeline.live_bytes(("disk",)), default=0),
+        )
 
 
 class Replays:
@@ -32,6 +81,17 @@ class Replays:
     def unlimited(self) -> Replay:
         """By an allocator that gets all it asks for."""
         return replay(self.trace.timeline, CachingAllocator(self.allocator))
+
+    @cached_property
+    def tensor_peaks(self) -> TensorPeaks:
+        """The peaks of such an allocator's blocks, and what they hold."""
+        unlimited = self.unlimited
+        return TensorPeaks.of(
+            self.trace.timeline,
+            unlimited.allocated_bytes,
+            unlimited.block_bytes,
+            unlimited.peak_allocated_at,
+        )
 
     @cached_property
     def settled(self) -> Timeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lowmem_ft.memory.estimate import ModelSize
 from lowmem_ft.memory.timeline import Timeline
@@ -29,17 +30,17 @@ class Trace:
     choices: tuple[str, ...] = ()
     assumed_largest: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def step_ends(self) -> list[int]:
         """For each optimizer step, the index of the entry of ``work`` at its end."""
         return self._moments(STEP_END)
 
-    @property
+    @cached_property
     def micro_batches(self) -> list[tuple[int, int]]:
         """For each micro-batch, the indices of the entries at its begin and end; empty if nobody said."""
         return list(zip(self._moments(MICRO_BATCH_BEGIN), self._moments(MICRO_BATCH_END), strict=True))
 
-    @property
+    @cached_property
     def between_steps(self) -> list[int]:
         """Numbers of events that the timeline has where one step is over and the next has not begun."""
         return [self.work[index].position for index in self._moments(BETWEEN_STEPS)]

@@ -19,6 +19,7 @@ from lowmem_ft.catalog.gpu import Gpu, Price
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.cli import main
 from lowmem_ft.errors import ModelError, RecipeError, UserError
+from lowmem_ft.estimator.methods import METHODS, MethodEstimate
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.recipe import load_recipe
@@ -54,6 +55,8 @@ class FakeEstimator:
         self.changes_help = True
         self.interrupted_after: int | None = None
         self.searched: list = []
+        self.asked_of_models: list = []
+        self.method_problems: dict[str, tuple[str, ...]] = {}
 
     def estimate_memory(self, recipe, gpu=None, *, budget=None) -> MemoryEstimate:
         self.recipes.append(recipe)
@@ -87,6 +90,22 @@ class FakeEstimator:
             for gpu in gpus
         ]
 
+    def estimate_methods(
+        self, model, gpus, *, settings=(), float32_streaming=True, on_start=None
+    ) -> list[MethodEstimate]:
+        self.asked_of_models.append((model, [*settings], [gpu.name for gpu in gpus], float32_streaming))
+        return [
+            MethodEstimate(
+                method=method,
+                gpu=gpu,
+                command=(f"recipe={method.recipe}", f"model={model}"),
+                estimate=None if method.name in self.method_problems else self.estimate_memory(None, gpu),
+                problems=self.method_problems.get(method.name, ()),
+            )
+            for method in METHODS
+            for gpu in gpus
+        ]
+
     def estimate_changed(self, recipe, gpu=None, *, budget=None) -> MemoryEstimate:
         """What the search asks: each change alone makes it fit, or none does."""
         if len(self.searched) == self.interrupted_after:
@@ -101,7 +120,7 @@ class FakeEstimator:
 @pytest.fixture
 def estimator(monkeypatch: pytest.MonkeyPatch):
     fake = FakeEstimator()
-    for asked in ("estimate_memory", "estimate_on_gpus"):
+    for asked in ("estimate_memory", "estimate_on_gpus", "estimate_methods"):
         monkeypatch.setattr(f"lowmem_ft.estimator.{asked}", getattr(fake, asked))
     monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", fake.estimate_changed)
     monkeypatch.setattr("lowmem_ft.catalog.gpus.load_gpus", lambda: GPUS)
@@ -127,10 +146,62 @@ def test_a_run_that_fits_is_reported_and_exits_with_0(estimator, capsys):
     assert estimator.recipes == [load_recipe("tiny", ["training.seed=3"])]
 
 
-def test_a_model_alone_is_enough(estimator):
-    assert estimate("model=some/model", "--gpu", "big") == 0
+def test_a_model_with_settings_is_a_recipe_of_its_own(estimator):
+    assert estimate("model=some/model", "training.seed=3", "--gpu", "big") == 0
     assert estimator.recipes[0].model.name_or_path == "some/model"
     assert estimator.recipes[0].data.path is None
+
+
+def test_a_model_alone_is_estimated_by_each_method(estimator, capsys):
+    assert estimate("model=some/model", "budget.host=64GiB", "--gpu", "big") == 0
+    assert estimator.asked_of_models == [("some/model", ["budget.host=64GiB"], ["big"], True)]
+    out = capsys.readouterr().out
+    assert out.startswith("a-model on big: full fine-tuning, LoRA, QLoRA\n")
+    assert out.count("60.0 GiB free") == 3
+
+
+def test_a_model_alone_on_all_gpus(estimator, capsys):
+    assert estimate("model=some/model", "--gpu", "all", "--json", "-") == 0
+    seen = capsys.readouterr()
+    assert "What fits first, by price:" in seen.err
+    report = json.loads(seen.out)
+    assert report["schema"] == 1
+    assert [(one["method"], one["gpu"]["name"]) for one in report["estimates"]] == [
+        (method, gpu) for method in ("full", "lora", "qlora") for gpu in GPUS
+    ]
+    assert report["estimates"][0]["settings"] == ["recipe=8b-8gb", "model=some/model"]
+    plain = estimator.estimate_memory(None, next(iter(GPUS.values()))).to_json()
+    assert plain.items() <= report["estimates"][0].items()
+    assert report["cannot_run"] == []
+    assert estimator.asked_of_models[0][3] is False  # float32 streaming is for who asks by name
+
+
+def test_a_model_alone_that_fits_nowhere_exits_with_3_and_starts_no_search(estimator, capsys):
+    estimator.needs_bytes = 100 * GIB
+    assert estimate("model=some/model", "--gpu", "all") == 3
+    assert "fits on none" in capsys.readouterr().out
+    assert estimator.searched == []
+
+
+def test_methods_that_cannot_run_say_why_and_if_none_can_it_is_an_error(estimator, capsys):
+    estimator.method_problems = {"full": ("No streaming here.",)}
+    assert estimate("model=some/model", "--gpu", "big", "--json", "-") == 0
+    cannot = json.loads(capsys.readouterr().out)["cannot_run"]
+    assert cannot == [{"method": "full", "gpu": "big", "reason": "No streaming here."}]
+    estimator.method_problems = dict.fromkeys(("full", "lora", "qlora"), ("There is no such model.",))
+    assert estimate("model=some/model", "--gpu", "big") == 2
+    assert capsys.readouterr().err == "error: There is no such model.\n"
+
+
+def test_a_plot_of_a_model_alone_asks_for_a_recipe(estimator, capsys, tmp_path):
+    assert estimate("model=some/model", "--gpu", "big", "--plot", str(tmp_path / "x.html")) == 2
+    assert "such as recipe=7b-lora model=some/model" in capsys.readouterr().err
+    assert estimator.asked_of_models == []
+
+
+def test_a_model_alone_on_the_processor_is_one_recipe(estimator, capsys):
+    assert estimate("model=some/model", "--gpu", "cpu") == 0
+    assert "fits on cpu (x86_64)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -275,7 +346,7 @@ def test_gpus_that_cannot_run_the_recipe_do_not_stop_the_others(estimator, capsy
 
 def test_what_no_gpu_can_run_is_an_error(estimator, capsys):
     estimator.refusals.update(dict.fromkeys(GPUS, ModelError("There is no model x.")))
-    assert estimate("model=x", "--gpu", "all") == 2
+    assert estimate("model=x", "training.seed=1", "--gpu", "all") == 2
     assert capsys.readouterr().err == "error: There is no model x.\n"
 
 
