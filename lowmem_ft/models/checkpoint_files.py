@@ -9,13 +9,46 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from lowmem_ft.errors import ModelError
+from lowmem_ft.finiteness import is_finite
+
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
+
+
+class LazyWeight:
+    """A tensor of a safetensors file, in the form that ``from_pretrained(state_dict=...)`` takes.
+
+    Args:
+        file: where it lies.
+        name: in that file.
+        values: safetensors' slice of all of it.
+    """
+
+    def __init__(self, file: str, name: str, values: Any) -> None:
+        self.file, self.name = file, name
+        self._values = values
+        self.get_shape, self.get_dtype = values.get_shape, values.get_dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Read it, and look at it while it is in the processor's cache.
+
+        Raises:
+            ModelError: if it holds NaN or infinity.
+        """
+        tensor = self._values[index]
+        if not is_finite(tensor):
+            raise ModelError(
+                f"A weight must be finite, but {self.name} in {self.file} holds NaN or infinity: every loss would. "
+                "Download the model again, or choose a checkpoint from before it was ruined."
+            )
+        return tensor
 
 
 def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[str, Any]:
@@ -27,7 +60,8 @@ def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[st
         **source: ``revision`` and ``local_files_only``, as ``from_pretrained`` takes them.
 
     Returns:
-        Slices as ``from_pretrained(state_dict=...)`` takes them.
+        What ``from_pretrained(state_dict=...)`` takes; a value that is not finite is refused when it is read, except
+        by ``mmap``, which is for weights that were read before.
 
     Raises:
         FileNotFoundError: if there are no safetensors.
@@ -35,7 +69,10 @@ def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[st
     weights: dict[str, Any] = {}
     for file in _safetensors_files(path, source):
         opened: Any = safe_open(file, framework="pt", backend=backend)
-        weights.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118 (no mapping)
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+        if backend == "pread":
+            slices = {name: LazyWeight(file, name, values) for name, values in slices.items()}
+        weights.update(slices)
     return weights
 
 

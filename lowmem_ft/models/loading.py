@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from lowmem_ft.errors import MissingPackageError, ModelError
+from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
 from lowmem_ft.models.architecture import catalogue_config, hub_id_of, nearest_names, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
@@ -243,7 +244,16 @@ def _from_gguf(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     logger.info("Weights of %s are unpacked from GGUF to %s.", source["gguf_file"], options["dtype"])
     model_class: Any = AutoModelForCausalLM
-    return model_class.from_pretrained(path, quantization_config=_dequantize_gguf(), **source, **options)
+    model, report = model_class.from_pretrained(
+        path, quantization_config=_dequantize_gguf(), **source, **options
+    )
+    names = names_of_not_finite(model.named_parameters())
+    if names:
+        raise ModelError(
+            f"A weight must be finite, but of {source['gguf_file']} these hold NaN or infinity: {some_of(names)}. "
+            "Download the file again, or convert it anew."
+        )
+    return model, report
 
 
 def _random_model(

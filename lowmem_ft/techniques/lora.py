@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem_ft.errors import CheckpointError, MissingPackageError, UserError, did_you_mean
+from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.handle import Handle
 from lowmem_ft.techniques.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.config import AdapterConfig
@@ -198,7 +199,14 @@ def merge_adapter(
     """
     from peft import PeftModel
 
-    _read(folder)  # which says what is wrong with a damaged file
+    not_finite = names_of_not_finite(
+        _read(folder).items()
+    )  # which also says what is wrong with a damaged file
+    if not_finite:
+        raise UserError(
+            f"An adapter's weights must be finite; in {folder / WEIGHTS_FILE} these hold NaN or infinity: "
+            f"{some_of(not_finite)}. Merge an earlier checkpoint of that run."
+        )
     try:
         peft_model: Any = PeftModel.from_pretrained(model, str(folder), torch_device=str(model.device))
     except (ValueError, RuntimeError, KeyError) as error:
@@ -318,7 +326,9 @@ def _compare(
         one, other = live.get(name), saved.get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
             return False
-        return not by_value or torch.equal(one.cpu(), other)
+        return not by_value or torch.equal(
+            one.cpu().view(torch.uint8), other.view(torch.uint8)
+        )  # NaN equals NaN
 
     different = [name for name in sorted({*live, *saved}) if not is_same(name)]
     if different:

@@ -156,9 +156,11 @@ def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) 
         )
 
 
-def find_checkpoint(output_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None; incomplete ones are passed over with a warning."""
+def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | None:
+    """The newest complete checkpoint of a run (``before`` a step), or None; others are passed over with a warning."""
     for folder in _newest_first(output_dir):
+        if before is not None and _step_of(folder) >= before:
+            continue
         try:
             read_manifest(folder)
         except CheckpointError as error:

@@ -30,8 +30,9 @@ def save_finished_model(
     tokens: int,
     loss: float | None,
     evaluation: EvaluationResult | None,
+    upload: bool,
 ) -> None:
-    """Write ``model/`` (weights, tokenizer, generation config, card), check it, and upload it if the recipe says so.
+    """Write ``model/`` (weights, tokenizer, generation config, card), check it, and upload it if asked to.
 
     Raises:
         CheckpointError: if it cannot be written; the checkpoints are untouched.
@@ -51,7 +52,7 @@ def save_finished_model(
             target,
             target,
         )
-    if recipe.training.push_to_hub:
+    if upload:
         upload_model(target, recipe.training, default_name=folder.path.name)
 
 

@@ -39,6 +39,7 @@ from lowmem_ft.training.checkpoint import (
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.evaluation import EvaluationResult, evaluate
 from lowmem_ft.training.finished_model import save_finished_model
+from lowmem_ft.training.health import RunHealth, weights_not_finite
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
 from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory
@@ -164,6 +165,7 @@ class TrainingRun:
             load_checkpoint(resume_from, self.session, self.runtime)
             logger.info("Going on from %s at step %d.", resume_from, self.progress.step)
         self.saved_step = self.progress.step
+        self.health = RunHealth(self.folder.path, self.progress, resume_from, recipe.model.dtype)
 
     def train(self) -> TrainResult:
         """Steps, evaluations and checkpoints, then the finished model."""
@@ -198,14 +200,14 @@ class TrainingRun:
         """One optimizer step, counted and written down."""
         start = time.perf_counter()
         window = self.stream.next_window()
-        learning_rate = self.session.scheduler.get_last_lr()[0]
+        learning_rate = float(self.session.scheduler.get_last_lr()[0])
         result = train_step(self.session, window.batches)
         self.progress.step += 1
         self.progress.position = window.position
         self.progress.tokens += result.num_tokens
         sample_ids = [sample for batch in window.batches for sample in batch.sample_ids]
         self.progress.loss = float(result.loss)
-        self._count_skipped(result, sample_ids)
+        self._count_skipped(result, sample_ids, learning_rate)
         seconds = time.perf_counter() - start
         memory = read_device_memory(self.runtime.device)
         self.budget_watch.after_step(file_bytes=self.session.host_memory.peak_file_bytes)
@@ -227,10 +229,11 @@ class TrainingRun:
         self._write(record, to_trackers=is_due)
         return record
 
-    def _count_skipped(self, result: StepResult, sample_ids: list[int]) -> None:
-        """Name the examples of a step that was skipped, and give up after too many in a row."""
+    def _count_skipped(self, result: StepResult, sample_ids: list[int], learning_rate: float) -> None:
+        """Name the examples of a step that was skipped; give up after too many in a row, or when weights are ruined."""
         if result.applied:
             self.progress.skipped_in_a_row = 0
+            self.health.step_applied(learning_rate)
             return
         if self.session.in_backward is not None and self.session.in_backward.updates_at_once:
             self._refuse_half_a_step(result, sample_ids)
@@ -248,13 +251,10 @@ class TrainingRun:
             float(result.grad_norm),
             sorted(self.runtime.gather(sample_ids)),
         )
+        self.health.refuse_ruined_weights(self.session)
         limit = self.recipe.training.max_skipped_steps
         if self.progress.skipped_in_a_row >= limit:
-            raise UserError(
-                f"The loss or gradient was not finite for {limit} steps in a row (training.max_skipped_steps), the "
-                f"last at step {self.progress.step}. The weights are as they were before. Lower "
-                "training.learning_rate, look at the examples named above, or compute in float32."
-            )
+            raise self.health.too_many_skipped(limit)
 
     def _refuse_half_a_step(self, result: StepResult, sample_ids: list[int]) -> None:
         """Weights that were updated before the step turned out not to be finite cannot be brought back."""
@@ -274,7 +274,10 @@ class TrainingRun:
         step, config = self.progress.step, self.recipe.training
         is_due = config.eval_on_start if step == 0 else _is_due(step, config.eval_steps)
         if is_due and step < self.num_steps and self.progress.evaluated_step != step:
-            self._evaluate()
+            result = self._evaluate()
+            if result is not None and not math.isfinite(result.loss):
+                self.health.refuse_ruined_weights(self.session)
+                logger.warning("The held-out loss of step %d is not finite, though all weights are.", step)
 
     def _evaluate(self) -> EvaluationResult | None:
         """Evaluate on the held-out data, if there is any, and write the result down; a signal cuts it short."""
@@ -313,7 +316,8 @@ class TrainingRun:
     def _save_checkpoint(self) -> None:
         folder = save_checkpoint(self.folder.path, self.session, self.runtime, self.tokenizer, self.progress)
         self.saved_step = self.progress.step
-        if self.runtime.is_main:
+        # While steps are skipped, the older checkpoints may be the only ones that are whole.
+        if self.runtime.is_main and not self.progress.skipped_in_a_row:
             delete_old_checkpoints(
                 self.folder.path, self.recipe.training.save_total_limit, step=self.progress.step
             )
@@ -341,6 +345,12 @@ class TrainingRun:
                 100 * self.session.lost_updates.total_fraction,
                 self.session.unwrapped_model.dtype,
             )
+        problems = self.health.problems_at_the_end(weights_not_finite(self.session), evaluation)
+        if 0 < self.progress.step == self.progress.skipped_steps and not problems:
+            logger.warning(
+                "Each of the %d steps was skipped to lower the fp16 loss scale: the model is what it was. Take more.",
+                self.progress.step,
+            )
         self.session.close()
         with self.runtime.failing_together():
             if self.runtime.is_main:
@@ -353,11 +363,17 @@ class TrainingRun:
                     tokens=self.progress.tokens,
                     loss=self.progress.loss,
                     evaluation=evaluation,
+                    upload=self.recipe.training.push_to_hub and not problems,
                 )
         file_bytes = self.session.host_memory.peak_file_bytes
         report_budget(self.recipe.budget, self.runtime.device, file_bytes=file_bytes)
         number = self._signal_number()
         self.runtime.end_trackers()
+        if problems:
+            raise UserError(
+                f"The run has ended, but do not use {self.folder.model_folder} as it is. {' '.join(problems)} "
+                f"{self.health.way_back()}"
+            )
         if number:
             raise SystemExit(128 + number)
         return TrainResult(

@@ -1,0 +1,116 @@
+"""Is what a run has made still finite, and if not: which step did it, and what is the last that is whole?
+
+A step whose loss or gradient is not finite changes no weight. But an applied step can ruin them all, by a learning rate
+far too high for one: its own loss came from the weights before it. Weights are known to be good once a later step got a
+finite loss out of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.finiteness import names_of_not_finite, some_of
+from lowmem_ft.training.checkpoint import Progress, find_checkpoint
+from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.session import Session
+
+
+class RunHealth:
+    """What a run knows of its weights.
+
+    Args:
+        output_dir: the run folder, for its checkpoints.
+        progress: of the run; read, never changed.
+        resume_from: the checkpoint it goes on from, which may lie elsewhere; None if it began afresh.
+        dtype: of the weights, for messages.
+    """
+
+    def __init__(self, output_dir: Path, progress: Progress, resume_from: Path | None, dtype: str) -> None:
+        self._output_dir, self._progress, self._resume_from, self._dtype = (
+            output_dir,
+            progress,
+            resume_from,
+            dtype,
+        )
+        self._updated_step = progress.step - progress.skipped_in_a_row
+        self._learning_rate: float | None = None
+
+    def step_applied(self, learning_rate: float) -> None:
+        """Remember that the present step changed the weights."""
+        self._updated_step, self._learning_rate = self._progress.step, learning_rate
+
+    def refuse_ruined_weights(self, session: Session) -> None:
+        """Stop where no later step can do better.
+
+        Raises:
+            UserError: if a weight is not finite; names it, and the step that made it so.
+        """
+        names = weights_not_finite(session)
+        if names:
+            raise UserError(f"{self._ruined(names)} {self.way_back()}")
+
+    def too_many_skipped(self, limit: int) -> UserError:
+        """The error of a run whose last steps were all not finite, though its weights are."""
+        suspect = (
+            "They changed no weight, and no step before them did."
+            if self._updated_step == 0
+            else f"They changed no weight, but step {self._updated_step}, the last that did"
+            f"{self._at_learning_rate()}, may have ruined them all: nothing finite has come out of them since."
+        )
+        return UserError(
+            f"The loss or gradient was not finite for {limit} steps in a row (training.max_skipped_steps), the last at "
+            f"step {self._progress.step}. {suspect} {self.way_back()} Lower training.learning_rate, look at the "
+            "examples named above, or compute in float32."
+        )
+
+    def problems_at_the_end(self, names: Sequence[str], evaluation: EvaluationResult | None) -> list[str]:
+        """Why a finished model should not be used as it is; empty if nothing speaks against it.
+
+        Args:
+            names: of its weights that are not finite.
+            evaluation: of the model, if there was one.
+        """
+        skipped, problems = self._progress.skipped_in_a_row, []
+        if names:
+            problems.append(self._ruined(names))
+        elif evaluation is not None and not math.isfinite(evaluation.loss):
+            problems.append(f"The held-out loss is {evaluation.loss}.")
+        if skipped and not names:
+            which = "step was" if skipped == 1 else f"{skipped} steps were"
+            since = (
+                f" since step {self._updated_step}{self._at_learning_rate()}" if self._updated_step else ""
+            )
+            problems.append(f"The last {which} not finite and changed no weight{since}.")
+        return problems
+
+    def way_back(self) -> str:
+        """A sentence on the newest checkpoint whose weights are known to be good."""
+        whole = find_checkpoint(self._output_dir, before=self._updated_step)
+        if whole is None and self._resume_from is not None and self._resume_from.parent != self._output_dir:
+            whole = self._resume_from
+        if whole is None:
+            return "There is no checkpoint from before that: start anew."
+        return f"The last checkpoint that is whole is {whole}."
+
+    def _ruined(self, names: Sequence[str]) -> str:
+        if self._learning_rate is None and self._resume_from is None:
+            return (
+                f"Weights are not finite though those of the checkpoint are: {some_of(list(names))}. The values are "
+                f"beyond the largest of model.dtype={self._dtype}: set model.dtype=bfloat16 or float32."
+            )
+        return (
+            f"Weights are not finite since step {self._updated_step}{self._at_learning_rate()}: "
+            f"{some_of(list(names))}. Lower training.learning_rate."
+        )
+
+    def _at_learning_rate(self) -> str:
+        return "" if self._learning_rate is None else f" (learning rate {self._learning_rate:.3g})"
+
+
+def weights_not_finite(session: Session) -> list[str]:
+    """Names of the weights that hold NaN or infinity, frozen ones included."""
+    with session.at_rest():
+        return names_of_not_finite(session.unwrapped_model.named_parameters())
