@@ -17,7 +17,9 @@ class TrainingConfig:
     """The training loop's settings."""
 
     output_dir: str | None = knob(None, "Run folder; null: runs/<recipe name>.")
-    overwrite_output_dir: bool = knob(False, "Replace the run that output_dir already holds.")
+    overwrite_output_dir: bool = knob(
+        False, "Replace the run that output_dir holds, once this one has succeeded."
+    )
 
     per_device_train_batch_size: int = knob(
         1,

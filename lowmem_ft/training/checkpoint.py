@@ -207,8 +207,13 @@ def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> 
             counts nor goes.
     """
     for leftover in output_dir.glob("checkpoint-*.incomplete"):
-        shutil.rmtree(leftover)
-    own = [folder for folder in _newest_first(output_dir) if _step_of(folder) <= step]
+        if _NAME.fullmatch(leftover.name.removesuffix(".incomplete")):
+            shutil.rmtree(leftover)
+    own = [
+        folder
+        for folder in _newest_first(output_dir)
+        if _step_of(folder) <= step and is_own_checkpoint(folder)
+    ]
     for folder in own[keep:] if keep is not None else []:
         shutil.rmtree(folder)
 
@@ -218,6 +223,12 @@ def checkpoints_after(output_dir: Path, step: int) -> list[Path]:
     return [
         folder for folder in _newest_first(output_dir) if _step_of(folder) > step and _is_complete(folder)
     ]
+
+
+def is_own_checkpoint(folder: Path) -> bool:
+    """Whether a folder called ``checkpoint-N`` is of our making, whole or not: other trainers use the same name."""
+    first_written = folder / _random_state_file(0)
+    return folder.name.endswith(".incomplete") or (folder / MANIFEST).exists() or first_written.exists()
 
 
 class _TensorsOfFiles(Mapping[str, torch.Tensor]):

@@ -31,13 +31,23 @@ def whole_folder(target: Path) -> Iterator[Path]:
         yield partial
         for path in (*partial.rglob("*"), partial):
             _flush_to_disk(path)
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+        _put_in_place(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _flush_to_disk(target.parent)
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    """Rename; what was there is deleted once its successor stands."""
+    if not target.exists():
+        partial.rename(target)
+        return
+    old = target.with_name(f"{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old)
 
 
 def write_whole_file(target: Path, text: str) -> None:

@@ -170,14 +170,21 @@ class TrainingRun:
     def train(self) -> TrainResult:
         """Steps, evaluations and checkpoints, then the finished model."""
         self.runtime.wait_for_everyone()  # all have read the folder
-        with self.runtime.failing_together():
+        succeeded = False
+        try:
+            with self.runtime.failing_together():
+                if self.runtime.is_main:
+                    self.folder.start(self.recipe, self.progress)
+            self.runtime.start_trackers(self.recipe)
+            self._log_start()
+            with self.interruption:
+                self._take_steps()
+                result = self._finish(self._evaluate())
+            succeeded = True
+            return result
+        finally:
             if self.runtime.is_main:
-                self.folder.start(self.recipe, self.progress)
-        self.runtime.start_trackers(self.recipe)
-        self._log_start()
-        with self.interruption:
-            self._take_steps()
-            return self._finish(self._evaluate())
+                self.folder.end(succeeded=succeeded)
 
     def _take_steps(self) -> None:
         config = self.recipe.training

@@ -16,7 +16,7 @@ from lowmem_ft.recipe.paths import check_merge
 from lowmem_ft.techniques.lora import merge_adapter
 from lowmem_ft.training.checkpoint import explaining_write_errors
 from lowmem_ft.training.durable import whole_folder
-from lowmem_ft.training.run_folder import RECIPE_FILE
+from lowmem_ft.training.replaced_run import RECIPE_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The folder of one run: ``recipe.yaml``, ``metrics.jsonl``, ``checkpoint-*/`` and, at the end, ``model/``."""
+"""The folder of one run: where it goes on from, what it may replace, and its metrics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 import json
 import logging
 import re
-import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,20 @@ from lowmem_ft.training.checkpoint import (
     read_manifest,
     read_progress,
 )
-from lowmem_ft.training.durable import incomplete_name, write_whole_file
+from lowmem_ft.training.durable import write_whole_file
+from lowmem_ft.training.folder_lock import FolderLock
+from lowmem_ft.training.replaced_run import (
+    METRICS_FILE,
+    RECIPE_FILE,
+    delete_replaced_runs,
+    in_the_way,
+    move_aside,
+    refuse_to_replace_inputs,
+    replaced_runs,
+    run_files,
+)
 
 logger = logging.getLogger(__name__)
-
-RECIPE_FILE, METRICS_FILE, LOGS_FOLDER = "recipe.yaml", "metrics.jsonl", "logs"
 
 
 class RunFolder:
@@ -34,13 +41,14 @@ class RunFolder:
     Args:
         path: the folder.
         resume_from: a complete checkpoint, or None to start afresh.
-        overwrite: whether to drop what the folder holds of another run, or of later steps of this one.
+        overwrite: whether to replace what the folder holds of another run, or of later steps of this one.
     """
 
     def __init__(self, path: Path, *, resume_from: Path | None, overwrite: bool) -> None:
         self.path = path
         self.resume_from = resume_from
         self.overwrite = overwrite
+        self._lock = FolderLock(path)
 
     @staticmethod
     def open(recipe: Recipe) -> RunFolder:
@@ -54,12 +62,15 @@ class RunFolder:
         path = run_folder_of(recipe)
         if path.exists() and not path.is_dir():
             raise UserError(f"training.output_dir={path} is a file. Name a folder.")
+        FolderLock(path).probe()
         resume_from = _checkpoint_to_resume(config.resume_from_checkpoint, path)
         if resume_from is not None:
             _compare_recipes(recipe, resume_from.parent)
         if not config.overwrite_output_dir:
             _refuse_to_replace(path, recipe, resume_from)
-        return RunFolder(path, resume_from=resume_from, overwrite=config.overwrite_output_dir)
+        folder = RunFolder(path, resume_from=resume_from, overwrite=config.overwrite_output_dir)
+        folder._check_what_is_there(recipe)
+        return folder
 
     @property
     def model_folder(self) -> Path:
@@ -67,7 +78,7 @@ class RunFolder:
         return self.path / MODEL_FOLDER
 
     def start(self, recipe: Recipe, progress: Progress) -> None:
-        """Write the recipe; drop a replaced run, or the metrics of steps that the resumed run will take again.
+        """Lock the folder, move a replaced run aside, write the recipe and what the metrics are so far.
 
         Args:
             recipe: written as ``recipe.yaml``.
@@ -76,18 +87,26 @@ class RunFolder:
         Raises:
             UserError: if the folder cannot be written.
         """
-        kept = []
-        if self._continues:
-            kept = [record for record in self.read_metrics() if _is_before(record, progress)]
         try:
-            if self.overwrite:
-                for leftover in self._replaced(progress.step):
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            kept = []
+            if self._continues:
+                kept = [record for record in self.read_metrics() if _is_before(record, progress)]
+            if self.overwrite:
+                self._move_aside(progress.step)
             write_whole_file(self.path / RECIPE_FILE, recipe_to_yaml(recipe))
             write_whole_file(self.path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
         except OSError as error:
             raise UserError(f"training.output_dir={self.path} cannot be written: {error}.") from error
+
+    def end(self, *, succeeded: bool) -> None:
+        """Delete what the run has replaced if it has succeeded, else say where that is; let others use the folder."""
+        if succeeded:
+            delete_replaced_runs(self.path)
+        elif aside := replaced_runs(self.path):
+            logger.warning("What %s held before is in %s, for you to take back.", self.path, aside[-1])
+        self._lock.release()
 
     def write_metrics(self, record: dict[str, Any]) -> None:
         """Append one line to ``metrics.jsonl``; the system has it when this returns, so a killed run loses none.
@@ -130,9 +149,35 @@ class RunFolder:
         """Whether the run goes on in the folder of its checkpoint."""
         return self.resume_from is not None and self.resume_from.parent.resolve() == self.path.resolve()
 
-    def _replaced(self, step: int) -> Iterable[Path]:
-        """What overwriting deletes: the steps still to come, or all of another run."""
-        return checkpoints_after(self.path, step) if self._continues else list(_run_files(self.path))
+    def _check_what_is_there(self, recipe: Recipe) -> None:
+        if self._continues:
+            return
+        foreign = in_the_way(self.path)
+        if foreign:
+            raise UserError(
+                f"training.output_dir={self.path} holds {', '.join(file.name for file in foreign[:3])}, which "
+                "no run of lowmem_ft wrote and this one would. Choose another folder, or move that away."
+            )
+        if self.overwrite:
+            inputs = {
+                "model.name_or_path": recipe.model.name_or_path,
+                "model.tokenizer_name_or_path": recipe.model.tokenizer_name_or_path,
+                "data.path": recipe.data.path,
+                "data.eval_path": recipe.data.eval_path,
+                "training.resume_from_checkpoint": recipe.training.resume_from_checkpoint,
+            }
+            refuse_to_replace_inputs(run_files(self.path), inputs)
+
+    def _move_aside(self, step: int) -> None:
+        """The steps still to come, or all of another run."""
+        files = checkpoints_after(self.path, step) if self._continues else run_files(self.path)
+        if not files:
+            return
+        aside = move_aside(self.path, files)
+        logger.info(
+            "What training.overwrite_output_dir replaces is in %s until this run has succeeded, and is deleted then.",
+            aside,
+        )
 
 
 def _checkpoint_to_resume(requested: str | None, output_dir: Path) -> Path | None:
@@ -159,11 +204,12 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
                 "training.overwrite_output_dir=true."
             )
         return
-    if not any(True for _ in _run_files(path)):
+    if not run_files(path):
         return
     if recipe.training.resume_from_checkpoint != "auto":
+        aside = "".join(f" (What it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
         raise UserError(
-            f"training.output_dir={path} holds another run. Choose another folder, go on with "
+            f"training.output_dir={path} holds another run.{aside} Choose another folder, go on with "
             "training.resume_from_checkpoint=auto, or replace it with training.overwrite_output_dir=true."
         )
     _compare_recipes(recipe, path)  # a run that was stopped before its first checkpoint begins again
@@ -237,11 +283,3 @@ def _is_before(record: dict[str, Any], progress: Progress) -> bool:
     if record["step"] == progress.step and "eval_loss" in record:
         return progress.evaluated_step == progress.step
     return record["step"] <= progress.step
-
-
-def _run_files(path: Path) -> Iterable[Path]:
-    """Everything in the folder that a run writes, and nothing else."""
-    names = (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, LOGS_FOLDER)
-    targets = [path / name for name in names]
-    yield from (file for file in (*targets, *map(incomplete_name, targets)) if file.exists())
-    yield from path.glob("checkpoint-*")

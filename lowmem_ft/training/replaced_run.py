@@ -1,0 +1,116 @@
+"""What a run writes into its folder, and the run that another one replaces there.
+
+A run that is replaced is moved into ``replaced-N/``, and deleted once the new one has succeeded. Files of other people
+are neither moved nor deleted, whatever their names.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.paths import MODEL_FOLDER
+from lowmem_ft.training.checkpoint import is_own_checkpoint
+from lowmem_ft.training.durable import incomplete_name
+
+logger = logging.getLogger(__name__)
+
+RECIPE_FILE, METRICS_FILE, LOGS_FOLDER = "recipe.yaml", "metrics.jsonl", "logs"
+
+_CHECKPOINT = re.compile(r"checkpoint-\d+(\.incomplete)?")
+_REPLACED = re.compile(r"replaced-(\d+)")
+
+
+def run_files(path: Path) -> list[Path]:
+    """Everything in a folder that a run of ours has written, and nothing else."""
+    files = [folder for folder in _checkpoints(path) if is_own_checkpoint(folder)]
+    if _holds_a_run(path):
+        names = (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, f"{LOGS_FOLDER}/{_tracker_project(path)}")
+        targets = [path / name for name in names]
+        files += [file for file in (*targets, *map(incomplete_name, targets)) if file.exists()]
+    return files
+
+
+def in_the_way(path: Path) -> list[Path]:
+    """What is not of our making, though it has the name of something that a run writes."""
+    targets = [path / name for name in (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER)]
+    own = set(run_files(path))
+    return [file for file in (*targets, *_checkpoints(path)) if file.exists() and file not in own]
+
+
+def move_aside(path: Path, files: Iterable[Path]) -> Path:
+    """Move files of a run's folder into a new ``replaced-N/`` in it.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        OSError: if they cannot be moved.
+    """
+    numbers = [int(found[1]) for folder in path.iterdir() if (found := _REPLACED.fullmatch(folder.name))]
+    aside = path / f"replaced-{max(numbers, default=0) + 1}"
+    for file in files:
+        target = aside / file.relative_to(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(target)
+    return aside
+
+
+def replaced_runs(path: Path) -> list[Path]:
+    """The folders of runs that were moved aside and nothing else was put into, oldest first."""
+    folders = [folder for folder in path.glob("replaced-*") if _REPLACED.fullmatch(folder.name)]
+    return sorted(filter(_has_nothing_else, folders), key=lambda folder: int(folder.name.partition("-")[2]))
+
+
+def delete_replaced_runs(path: Path) -> None:
+    """Delete what was moved aside, now that something better stands in its place."""
+    for folder in replaced_runs(path):
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.info("Deleted %s, the run that this one replaces.", folder)
+
+
+def refuse_to_replace_inputs(files: Iterable[Path], inputs: dict[str, str | None]) -> None:
+    """Refuse to replace a run by one that starts from what is in it.
+
+    Args:
+        files: of the run that would be replaced.
+        inputs: by their recipe keys.
+
+    Raises:
+        UserError: if one of the inputs lies in one of the files.
+    """
+    replaced = {file.resolve() for file in files}
+    for key, value in inputs.items():
+        place = Path(value).expanduser().resolve() if value else None
+        if place is not None and replaced & {place, *place.parents}:
+            raise UserError(
+                f"training.overwrite_output_dir=true would replace {value}, which {key} reads. Choose another "
+                "training.output_dir."
+            )
+
+
+def _holds_a_run(path: Path) -> bool:
+    return (path / RECIPE_FILE).is_file() and (path / METRICS_FILE).is_file()
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    return sorted(folder for folder in path.glob("checkpoint-*") if _CHECKPOINT.fullmatch(folder.name))
+
+
+def _tracker_project(path: Path) -> str:
+    """The folder in ``logs/`` that TensorBoard got from the run."""
+    try:
+        return load_recipe(str(path / RECIPE_FILE)).training.project
+    except UserError:
+        return "lowmem_ft"  # the default; a recipe that this version cannot read names no other
+
+
+def _has_nothing_else(folder: Path) -> bool:
+    names = {RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, LOGS_FOLDER}
+    names |= {incomplete_name(Path(name)).name for name in names}
+    return all(file.name in names or _CHECKPOINT.fullmatch(file.name) for file in folder.iterdir())

@@ -1,0 +1,100 @@
+"""Replacing a run: the old one is there until the new one has succeeded, and other people's files always."""
+
+from __future__ import annotations
+
+import pytest
+from filelock import FileLock
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.training import loop, train
+from lowmem_ft.training.run_folder import RunFolder
+
+ONE_STEP = (
+    "training.max_steps=1",
+    "training.save_steps=1",
+    "training.eval_steps=null",
+    "data.eval_size=null",
+)
+REPLACE = "training.overwrite_output_dir=true"
+FOREIGN = (
+    "notes.txt",
+    "checkpoint-best/weights.bin",
+    "checkpoint-foo.incomplete/x",
+    "logs/other/events",
+    "replaced-9/x",
+)
+
+
+def names(folder):
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def run(tiny, tmp_path):
+    """A finished run among files of other people."""
+    folder = tmp_path / "run"
+    train(tiny(*ONE_STEP, output_dir=folder))
+    for name in FOREIGN:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    return folder
+
+
+def test_a_replaced_run_is_gone_once_the_new_one_has_succeeded(tiny, run):
+    train(tiny(*ONE_STEP, REPLACE, "training.save_total_limit=1", "training.max_steps=2", output_dir=run))
+    assert set(FOREIGN) <= names(run)
+    assert not list(run.glob("replaced-1*"))
+    assert sorted(folder.name for folder in run.glob("checkpoint-?")) == ["checkpoint-2"]
+
+
+def test_a_replaced_run_is_whole_if_the_new_one_fails(tiny, run, monkeypatch, caplog):
+    before = names(run) - set(FOREIGN) - {".lock"}
+
+    def broken(session, window):
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", broken)
+        with pytest.raises(RuntimeError, match="a bug"):
+            train(tiny(*ONE_STEP, REPLACE, output_dir=run))
+    aside = run / "replaced-10"
+    assert names(aside) == before
+    assert f"What {run} held before is in {aside}, for you to take back." in caplog.text
+    with pytest.raises(UserError, match=rf"holds another run\. \(What it replaced is in {aside}\.\)"):
+        RunFolder.open(tiny(*ONE_STEP, output_dir=run))
+    train(tiny(*ONE_STEP, REPLACE, output_dir=run))  # whatever failed in between goes too
+    assert set(FOREIGN) <= names(run)
+    assert [folder.name for folder in run.glob("replaced-*")] == ["replaced-9"]
+
+
+@pytest.mark.parametrize("name", ["model/config.json", "recipe.yaml", "checkpoint-4/trainer_state.json"])
+@pytest.mark.parametrize("overwrite", ["true", "false"])
+def test_what_no_run_wrote_is_not_written_over(tiny, tmp_path, name, overwrite):
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    (tmp_path / "run" / name).write_text("mine")
+    with pytest.raises(UserError, match=rf"holds {name.split('/')[0]}, which no run of lowmem_ft wrote"):
+        RunFolder.open(tiny(f"training.overwrite_output_dir={overwrite}", output_dir=tmp_path / "run"))
+
+
+def test_a_run_does_not_replace_the_model_that_it_starts_from(tiny, run):
+    with pytest.raises(UserError, match=r"would replace .*model, which model\.name_or_path reads"):
+        RunFolder.open(tiny(REPLACE, f"model={run / 'model'}", output_dir=run))
+
+
+def test_two_runs_do_not_share_a_folder(tiny, run):
+    with FileLock(run / ".lock"), pytest.raises(UserError, match="of a run that is still going on"):
+        RunFolder.open(tiny(REPLACE, output_dir=run))
+    RunFolder.open(tiny(REPLACE, output_dir=run))
+
+
+def test_a_run_holds_its_folder_until_it_ends(tiny, tmp_path, monkeypatch):
+    recipe, step = tiny(*ONE_STEP, output_dir=tmp_path / "run"), loop.train_step
+
+    def second_run(session, window):
+        with pytest.raises(UserError, match="of a run that is still going on"):
+            RunFolder.open(tiny(*ONE_STEP, REPLACE, output_dir=tmp_path / "run"))
+        return step(session, window)
+
+    monkeypatch.setattr(loop, "train_step", second_run)
+    assert train(recipe).steps == 1
+    RunFolder.open(tiny(*ONE_STEP, REPLACE, output_dir=tmp_path / "run"))
