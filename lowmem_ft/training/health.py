@@ -16,6 +16,7 @@ from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.training.checkpoint import Progress, find_checkpoint
 from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.session import Session
+from lowmem_ft.training.step import StepResult
 
 
 class RunHealth:
@@ -64,6 +65,19 @@ class RunHealth:
             f"The loss or gradient was not finite for {limit} steps in a row (training.max_skipped_steps), the last at "
             f"step {self._progress.step}. {suspect} {self.way_back()} Lower training.learning_rate, look at the "
             "examples named above, or compute in float32."
+        )
+
+    def half_a_step(self, result: StepResult, sample_ids: Sequence[int]) -> UserError:
+        """The error of weights that were updated before their step turned out not to be finite."""
+        checkpoint = find_checkpoint(self._output_dir)
+        way_back = (
+            "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
+        )
+        return UserError(
+            f"Step {self._progress.step} was not finite (loss {float(result.loss)}, gradient norm "
+            f"{float(result.grad_norm)}; examples {sorted(sample_ids)}), and without clipping optimizer.in_backward "
+            f"had updated part of the weights by then: {way_back}. Set training.max_grad_norm, with which such a step "
+            "is skipped as a whole, or optimizer.in_backward=false."
         )
 
     def problems_at_the_end(self, names: Sequence[str], evaluation: EvaluationResult | None) -> list[str]:

@@ -31,7 +31,6 @@ from lowmem_ft.training.causality import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoint import (
     Progress,
     delete_old_checkpoints,
-    find_checkpoint,
     load_checkpoint,
     read_progress,
     save_checkpoint,
@@ -243,7 +242,7 @@ class TrainingRun:
             self.health.step_applied(learning_rate)
             return
         if self.session.in_backward is not None and self.session.in_backward.updates_at_once:
-            self._refuse_half_a_step(result, sample_ids)
+            raise self.health.half_a_step(result, sample_ids)
         self.progress.skipped_steps += 1
         if result.overflow:
             logger.info(
@@ -262,19 +261,6 @@ class TrainingRun:
         limit = self.recipe.training.max_skipped_steps
         if self.progress.skipped_in_a_row >= limit:
             raise self.health.too_many_skipped(limit)
-
-    def _refuse_half_a_step(self, result: StepResult, sample_ids: list[int]) -> None:
-        """Weights that were updated before the step turned out not to be finite cannot be brought back."""
-        checkpoint = find_checkpoint(self.folder.path)
-        way_back = (
-            "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
-        )
-        raise UserError(
-            f"Step {self.progress.step} was not finite (loss {float(result.loss)}, gradient norm "
-            f"{float(result.grad_norm)}; examples {sorted(sample_ids)}), and without clipping optimizer.in_backward "
-            f"had updated part of the weights by then: {way_back}. Set training.max_grad_norm, with which such a step "
-            "is skipped as a whole, or optimizer.in_backward=false."
-        )
 
     def _evaluate_if_due(self) -> None:
         """Unless the run was interrupted after this very evaluation; the last one is not made here."""

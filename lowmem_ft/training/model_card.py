@@ -1,0 +1,154 @@
+"""The card of a finished model, as the hub reads it: what it was made from, how, and what came out.
+
+It goes where others read it, so it names nothing of this machine: a path on it would tell them nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from huggingface_hub import ModelCardData
+from huggingface_hub.repocard import metadata_load
+
+from lowmem_ft.data.files import is_hub_name
+from lowmem_ft.models import hub_id_of
+from lowmem_ft.models.local_paths import looks_like_a_path
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.evaluation import EvaluationResult
+
+_OF_THIS_MACHINE = {
+    "name",
+    "description",
+    "model.name_or_path",
+    "model.tokenizer_name_or_path",
+    "data.path",
+    "data.eval_path",
+    "data.data_files",
+    "data.chat_template",
+    "data.num_proc",
+    "offload.folder",
+    "training.output_dir",
+    "training.overwrite_output_dir",
+    "training.resume_from_checkpoint",
+    "training.report_to",
+    "training.project",
+    "training.run_name",
+    "training.push_to_hub",
+    "training.hub_model_id",
+    "training.hub_private_repo",
+    "training.logging_steps",
+    "training.save_steps",
+    "training.save_total_limit",
+}
+"""Settings that change no number of the result, or that the card's text has: they are not repeated in it."""
+
+_ALWAYS = {"training.learning_rate", "training.per_device_train_batch_size", "optimizer.name"}
+_ALWAYS_OF_ADAPTERS = {"adapter.r", "adapter.lora_alpha", "adapter.target_modules"}
+"""Settings that a reader looks for, the defaults too."""
+
+
+def model_card(
+    recipe: Recipe, *, steps: int, tokens: int, loss: float | None, evaluation: EvaluationResult | None
+) -> str:
+    """A model card with the metadata that the hub looks for.
+
+    Args:
+        recipe: what was trained.
+        steps: optimizer steps taken.
+        tokens: tokens seen.
+        loss: of the last step.
+        evaluation: on the held-out data, if there was any.
+
+    Returns:
+        Markdown with YAML front matter.
+    """
+    base, data = _hub_model(recipe), _hub_dataset(recipe)
+    is_adapter = recipe.adapter.name != "none"
+    metadata: Any = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base,
+        base_model_relation=None if base is None else "adapter" if is_adapter else "finetune",
+        datasets=None if data is None else [data],
+        tags=["lowmem_ft", *(["lora"] if is_adapter else [])],
+        **_licence(recipe),
+    )
+    results = {"optimizer steps": f"{steps:,}", "tokens seen": f"{tokens:,}"}
+    if loss is not None:
+        results["training loss of the last step"] = f"{loss:.4f}"
+    if evaluation is not None:
+        results["held-out loss (nats per token)"] = f"{evaluation.loss:.4f}"
+        results["held-out perplexity"] = f"{evaluation.perplexity:.2f}"
+    rows = "\n".join(f"| {name} | {value} |" for name, value in results.items())
+    return f"""---
+{metadata.to_yaml()}
+---
+
+# {recipe.name}
+
+{"LoRA adapters fine-tuned" if is_adapter else "Fine-tuned"} from {_named(base, "a local model")} on
+{_named(data, "local data")} with lowmem_ft, torch {torch.__version__} and transformers {transformers.__version__}.
+
+| result | |
+|---|---|
+{rows}
+
+## Settings
+
+Where nothing is said, lowmem_ft's defaults:
+
+```yaml
+{yaml.safe_dump(_chosen_settings(recipe), sort_keys=False, allow_unicode=True).strip()}
+```
+"""
+
+
+def _named(hub_id: str | None, otherwise: str) -> str:
+    return otherwise if hub_id is None else f"`{hub_id}`"
+
+
+def _hub_model(recipe: Recipe) -> str | None:
+    """The base's hub id; None for a local one, and where weights were made at random."""
+    name = hub_id_of(recipe.model.name_or_path or "")
+    is_local = looks_like_a_path(name) or Path(name).expanduser().exists() or name.endswith(".gguf")
+    return None if is_local or recipe.model.weights == "random" else name
+
+
+def _hub_dataset(recipe: Recipe) -> str | None:
+    path = recipe.data.path or ""
+    return path if is_hub_name(path) else None
+
+
+def _licence(recipe: Recipe) -> dict[str, Any]:
+    """The base's, where its folder has a card that says it: what is made from a model stays under its terms."""
+    card = Path(recipe.model.name_or_path or "").expanduser() / "README.md"
+    if not card.is_file():
+        return {}
+    try:
+        metadata = metadata_load(card) or {}
+    except (ValueError, yaml.YAMLError):
+        return {}  # somebody's own notes
+    return {key: metadata[key] for key in ("license", "license_name", "license_link") if key in metadata}
+
+
+def _chosen_settings(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """What a reader looks for and what differs from the defaults, as the recipe's YAML has it."""
+    asked_for = _ALWAYS | (_ALWAYS_OF_ADAPTERS if recipe.adapter.name != "none" else set())
+    defaults, chosen = dataclasses.asdict(Recipe()), {}
+    for group, settings in dataclasses.asdict(recipe).items():
+        if not isinstance(settings, dict):
+            continue
+        told = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in settings.items()
+            if f"{group}.{name}" in asked_for
+            or (value != defaults[group][name] and f"{group}.{name}" not in _OF_THIS_MACHINE)
+        }
+        if told:
+            chosen[group] = told
+    return chosen
