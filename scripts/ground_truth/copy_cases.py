@@ -186,10 +186,10 @@ def read_all(session: Session) -> dict[str, Tensor]:
 
 
 def write_all(session: Session) -> None:
-    """Set every weight and all state to what they are, as a checkpoint's loading does."""
+    """Set every weight and all state, as a checkpoint's loading does: trained weights to half of what they are."""
     with session.at_rest(), torch.no_grad():
         for parameter in session.unwrapped_model.parameters():
-            parameter.copy_(parameter.clone())
+            parameter.copy_(parameter / 2 if parameter.requires_grad else parameter.clone())
             for value in session.unwrapped_optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor):
                     value.copy_(value.clone())
