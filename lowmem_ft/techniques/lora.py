@@ -5,10 +5,11 @@ This is the one module that imports peft.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,11 +154,7 @@ def enable_lora(
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings(), _made_in_float32():
-        warnings.filterwarnings(
-            "ignore", message="fan_in_fan_out is set to False"
-        )  # PEFT then does what is right
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    with _without_pefts_warnings(), _made_in_float32():
         try:
             peft_model: Any = get_peft_model(model, lora_config)
         except ValueError as error:
@@ -208,7 +205,8 @@ def merge_adapter(
             f"{some_of(not_finite)}. Merge an earlier checkpoint of that run."
         )
     try:
-        peft_model: Any = PeftModel.from_pretrained(model, str(folder), torch_device=str(model.device))
+        with _without_pefts_warnings():
+            peft_model: Any = PeftModel.from_pretrained(model, str(folder), torch_device=str(model.device))
     except (ValueError, RuntimeError, KeyError) as error:
         raise UserError(
             f"The adapter in {folder} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]} "
@@ -224,6 +222,18 @@ def merge_adapter(
     peft_model.unload()
     model.to(dtype)  # type: ignore[call-arg]
     return len(layers)
+
+
+@contextlib.contextmanager
+def _without_pefts_warnings() -> Iterator[None]:
+    """While PEFT puts its layers in, without what no user can act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="fan_in_fan_out is set to False"
+        )  # it then does what is right
+        # It asks a model of transformers 5 by a name of former times.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
 
 
 def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list[str]:

@@ -97,7 +97,10 @@ class RunHealth:
             since = (
                 f" since step {self._updated_step}{self._at_learning_rate()}" if self._updated_step else ""
             )
-            problems.append(f"The last {which} not finite and changed no weight{since}.")
+            problems.append(
+                f"The last {which} not finite and changed no weight{since}. Lower "
+                "training.learning_rate, or look at the examples named above."
+            )
         return problems
 
     def way_back(self) -> str:

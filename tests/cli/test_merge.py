@@ -109,3 +109,9 @@ def test_a_base_that_was_rounded_while_training_is_mentioned(folders, caplog):
     )
     assert main(["merge", str(tmp_path / "run" / "model"), str(tmp_path / "out")]) == 0
     assert "trained beside weights rounded by model.quantization=nf4" in caplog.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_merge_raises_no_warning_of_a_library(folders):
+    tmp_path, _, adapter, _ = folders
+    assert main(["merge", str(adapter), str(tmp_path / "quiet")]) == 0

@@ -76,7 +76,9 @@ def test_metrics_say_what_every_step_did(tiny, tmp_path):
     )
 
 
-def test_the_run_folder_says_how_to_do_it_again(tiny, tmp_path):
+@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_run_raises_no_warning_of_a_library_and_its_folder_says_how_to_do_it_again(tiny, tmp_path):
     recipe = tiny(*SHORT, output_dir=tmp_path / "run")
     train(recipe)
     assert load_recipe(str(tmp_path / "run" / "recipe.yaml")) == recipe
