@@ -30,8 +30,9 @@ from ground_truth.families import FAMILIES, write_families
 from ground_truth.real_run import RealPeaks, run_for_real
 from measured_on import measured_on
 
+from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.target import CPU, this_machines_gpu
+from lowmem_ft.estimator.target import CPU
 from lowmem_ft.recipe import Recipe, load_recipe
 
 NUM_STEPS = {"cpu": 2, "cuda": 4}

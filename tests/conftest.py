@@ -37,7 +37,8 @@ class CudaDriver:
 
     Attributes:
         fraction: the allocator's cap as a share of the device's memory.
-        bytes: what the allocator counts: ``allocated`` and ``reserved``, each as it is now and as ``peak``.
+        bytes: what the allocator counts: ``allocated`` and ``reserved``, each as it is now and as ``peak``; what this
+            process's ``context`` and ``others`` take.
     """
 
     def __init__(self, monkeypatch, **properties):
@@ -45,7 +46,7 @@ class CudaDriver:
         self.properties = SimpleNamespace(**known, multi_processor_count=132, uuid="abc")
         vars(self.properties).update(properties)
         self.fraction = 1.0
-        self.bytes = Counter()
+        self.bytes = Counter(context=50)
         beneath = {
             "_cuda_getDeviceCount": lambda: 1,
             "_cuda_getDevice": lambda: 0,
@@ -76,8 +77,8 @@ class CudaDriver:
 
     def cudaMemGetInfo(self, index):
         self._of(index)
-        context = 50
-        return self.properties.total_memory - self.bytes["reserved"] - context, self.properties.total_memory
+        taken = self.bytes["reserved"] + self.bytes["context"] + self.bytes["others"]
+        return self.properties.total_memory - taken, self.properties.total_memory
 
     def _of(self, index):
         assert type(index) is int, index

@@ -42,6 +42,8 @@ class Gpu:
         pcie_generation: of its host link.
         pcie_lanes: of its host link.
         context_bytes: what a process holds on it beside the tensors: the CUDA context and the kernels it has loaded.
+        held_by_others_bytes: what other processes and displays hold of it now, where it is one of this machine's; None:
+            not known.
         prices: on demand; empty if nobody rents it out.
         sources: where each of the numbers comes from, by field.
     """
@@ -57,8 +59,14 @@ class Gpu:
     pcie_generation: int
     pcie_lanes: int
     context_bytes: int
+    held_by_others_bytes: int | None = None
     prices: tuple[Price, ...] = ()
     sources: Mapping[str, str]
+
+    @property
+    def available_bytes(self) -> int:
+        """What one more process may take: all of the memory, but for what others are known to hold."""
+        return self.memory_bytes - (self.held_by_others_bytes or 0)
 
     @property
     def context_is_estimate(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
+from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict
 from lowmem_ft.units import format_bytes, parse_bytes
@@ -53,14 +53,14 @@ def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple
 
 
 def limits(gpu: Gpu | None, budget: Budget) -> BudgetVerdict:
-    """What a run may take: the budget, and never more than the device has.
+    """What a run may take: the budget, and never more than the device has beside what others hold.
 
     Raises:
         UserError: if a budget is no size.
     """
     device = None if budget.device is None else parse_bytes(budget.device)
     if gpu is not None:
-        device = gpu.memory_bytes if device is None else min(device, gpu.memory_bytes)
+        device = gpu.available_bytes if device is None else min(device, gpu.available_bytes)
     return BudgetVerdict(
         device_bytes=device, host_bytes=None if budget.host is None else parse_bytes(budget.host)
     )
@@ -78,32 +78,6 @@ def budget_beyond(gpu: Gpu | None, budget: Budget) -> str:
     return (
         f"limit: the {format_bytes(gpu.memory_bytes)} that {gpu.name} has, as budget.device={budget.device} is more; "
         "training would refuse it"
-    )
-
-
-def this_machines_gpu() -> Gpu:
-    """The current CUDA device as a row of the catalogue, with the memory that its driver reports.
-
-    A GPU that the catalogue does not know stands in for its nearest relative by compute capability and memory.
-    """
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    capability = (properties.major, properties.minor)
-
-    def distance(gpu: Gpu) -> tuple[bool, bool, int]:
-        is_namesake = gpu.full_name.lower() in properties.name.lower()
-        return (
-            not is_namesake,
-            gpu.compute_capability != capability,
-            abs(gpu.memory_bytes - properties.total_memory),
-        )
-
-    nearest = min(load_gpus().values(), key=distance)
-    return dataclasses.replace(
-        nearest,
-        full_name=properties.name,
-        memory_bytes=properties.total_memory,
-        compute_capability=capability,
-        num_multiprocessors=properties.multi_processor_count,
     )
 
 

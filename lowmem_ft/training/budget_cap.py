@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from lowmem_ft.budget import Budget, is_of_size
+from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError, UserError
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.units import format_bytes, parse_bytes
@@ -40,10 +41,25 @@ def apply_budget(budget: Budget, device: torch.device) -> None:
             f"budget.device={budget.device} is more than this device has ({format_bytes(total)}). "
             "Lower it, or leave it out."
         )
+    _warn_of_others(budget.device, device, total)
     if budget.enforce:
         torch.cuda.empty_cache()  # what the process has cached before would be handed out beside the budget
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
         logger.info("The allocator is capped at budget.device=%s.", budget.device)
+
+
+def _warn_of_others(wanted: str, device: torch.device, total: int) -> None:
+    """Say if what other processes leave of a device is less than the budget."""
+    available = this_machines_gpu(device).available_bytes
+    if available < min(parse_bytes(wanted), total):
+        logger.warning(
+            "Others hold %s of this device's %s: no more than %s of budget.device=%s can be had. End other processes "
+            "on it (nvidia-smi lists them), or lower the budget to what is free.",
+            format_bytes(total - available),
+            format_bytes(total),
+            format_bytes(available),
+            wanted,
+        )
 
 
 def lift_cap(budget: Budget) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
+from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.data import DataPosition, DataStream, PreparedData, eval_batches, load_data
 from lowmem_ft.devices import has_bfloat16
 from lowmem_ft.errors import CheckpointError, UserError
@@ -101,12 +102,14 @@ def _train(recipe: Recipe) -> TrainResult:
         when = "while the model was loaded" if run is None else f"after {run.progress.step} steps"
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
+        others = this_machines_gpu(device).held_by_others_bytes if device.type == "cuda" else None
         raise does_not_fit(
             recipe,
             read_device_memory(device),
             when,
             num_processes=num_processes,
             has_bfloat16=has_bfloat16(device),
+            held_by_others_bytes=others or 0,
         ) from error
     finally:
         lift_cap(recipe.budget)

@@ -25,6 +25,7 @@ def does_not_fit(
     *,
     num_processes: int = 1,
     has_bfloat16: bool = True,
+    held_by_others_bytes: int = 0,
 ) -> DoesNotFitError:
     """The error for a run whose device memory ran out.
 
@@ -34,6 +35,7 @@ def does_not_fit(
         when: the moment, such as ``at step 1``.
         num_processes: that trained together: what works in one process only is not suggested to several.
         has_bfloat16: whether the device computes with bfloat16, which is else not suggested.
+        held_by_others_bytes: what other processes and displays held of the device.
 
     Returns:
         An error that says how far it came and what would need less, from no cost in time to the most.
@@ -41,7 +43,12 @@ def does_not_fit(
     budget = f" (budget.device={recipe.budget.device})" if recipe.budget.device else ""
     ways = ways_out_of(recipe, num_processes=num_processes, has_bfloat16=has_bfloat16)
     ways_out = [f"{way.overrides_text} ({way.why})" for way in ways] or ["a GPU with more memory"]
+    others = ""
+    if held_by_others_bytes:
+        others = (
+            f", beside {format_bytes(held_by_others_bytes)} that other processes hold (nvidia-smi lists them)"
+        )
     return DoesNotFitError(
-        f"The device memory ran out {when}{budget}, after a peak of {format_bytes(memory.peak_bytes)} in tensors. "
-        f"What would need less, cheapest first: {'; '.join(ways_out)}."
+        f"The device memory ran out {when}{budget}, after a peak of {format_bytes(memory.peak_bytes)} in "
+        f"tensors{others}. What would need less, cheapest first: {'; '.join(ways_out)}."
     )

@@ -28,7 +28,6 @@ class Surroundings:
 
     Args:
         outside_bytes: device memory outside torch's allocator, by what holds it.
-        held_by_others_bytes: device memory of other processes and displays; None: not known, and taken for none.
         host: host memory of the process beside what the trace shows.
         tokens_per_step: tokens of one optimizer step, without padding; 0 if unknown.
         micro_batches_per_step: as the run would have them; None: as traced.
@@ -39,7 +38,6 @@ class Surroundings:
     """
 
     outside_bytes: Mapping[str, int] = field(default_factory=dict)
-    held_by_others_bytes: int | None = None
     host: HostOutside = field(default_factory=HostOutside)
     tokens_per_step: int = 0
     micro_batches_per_step: int | None = None
@@ -85,8 +83,8 @@ def estimate_on_gpu(
         The estimate. It fits if no request fails and the upper end of the process's range stays within the budget (see
         ``memory/uncertainty.py``). Of a program that runs out of memory, what it would have needed.
     """
-    outside, others = sum(surroundings.outside_bytes.values()), surroundings.held_by_others_bytes
-    available, allowed = gpu.memory_bytes - (others or 0), surroundings.allowed_bytes
+    outside, others = sum(surroundings.outside_bytes.values()), gpu.held_by_others_bytes
+    available, allowed = gpu.available_bytes, surroundings.allowed_bytes
     limit = min(budget.device_bytes or available, available)
     replays = replays or Replays(trace, surroundings.allocator)
     choices = list(trace.choices)

@@ -170,6 +170,23 @@ def test_without_a_gpus_name_the_choice_is_said(make_recipe, monkeypatch):
     assert chosen(bought, "device").startswith(f"device: {bought.gpu.name}, the cheapest")
 
 
+def test_of_this_machines_gpu_what_others_hold_is_not_there(make_recipe, cuda_driver):
+    driver = cuda_driver()
+    alone = estimate_memory(make_recipe())
+    assert alone.gpu.name == "h100-80gb"
+    assert (alone.fits, alone.gpu.held_by_others_bytes) == (True, 0)
+    driver.bytes["others"] = 80 * 1024 * MIB - driver.bytes["context"]
+    crowded = estimate_memory(make_recipe())
+    assert not crowded.fits
+    assert crowded.process_peak_bytes == alone.process_peak_bytes
+    assert crowded.headroom_bytes is not None
+    assert crowded.headroom_bytes < 0
+    assert "other processes and a display on the GPU" not in crowded.not_modelled
+    elsewhere = estimate_memory(make_recipe(), "h100-80gb")
+    assert elsewhere.fits
+    assert elsewhere.gpu.held_by_others_bytes == 0
+
+
 def test_many_gpus_get_what_each_alone_gets(make_recipe):
     recipe = make_recipe("training.mixed_precision=fp16")
     names = ["l4", "t4", "rtx-4090", "h100-80gb"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.errors import UserError
-from lowmem_ft.estimator.target import allocator_cap, budget_beyond, choose_gpu, limits, this_machines_gpu
+from lowmem_ft.estimator.target import allocator_cap, budget_beyond, choose_gpu, limits
 from lowmem_ft.units import GIB
 
 
@@ -80,15 +82,6 @@ def test_this_machines_gpu_comes_before_the_budget(cuda_driver):
     assert chosen(use_cpu=True)[0] is None
 
 
-def test_an_unknown_gpu_is_taken_for_its_nearest_relative(cuda_driver):
-    cuda_driver(name="NVIDIA Something 2000", total_memory=47 * GIB, major=8, minor=9)
-    gpu = this_machines_gpu()
-    assert gpu.full_name == "NVIDIA Something 2000"
-    assert gpu.memory_bytes == 47 * GIB
-    assert gpu.compute_capability == (8, 9)
-    assert gpu.name == "rtx-6000-ada"
-
-
 def test_the_limit_is_the_budget_and_never_more_than_the_device_has():
     t4 = find_gpu("t4")
     assert limits(t4, Budget()).device_bytes == t4.memory_bytes
@@ -96,6 +89,13 @@ def test_the_limit_is_the_budget_and_never_more_than_the_device_has():
     assert limits(t4, Budget(device="24GiB")).device_bytes == t4.memory_bytes
     assert limits(None, Budget()).device_bytes is None
     assert limits(None, Budget(host="3GiB")).host_bytes == 3 * GIB
+
+
+def test_what_others_hold_cannot_be_had():
+    crowded = dataclasses.replace(find_gpu("t4"), held_by_others_bytes=GIB)
+    assert limits(crowded, Budget()).device_bytes == crowded.memory_bytes - GIB
+    assert limits(crowded, Budget(device="14GiB")).device_bytes == crowded.memory_bytes - GIB
+    assert limits(crowded, Budget(device="10GiB")).device_bytes == 10 * GIB
 
 
 def test_a_budget_beyond_the_device_is_said():

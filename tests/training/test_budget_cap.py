@@ -75,6 +75,24 @@ def test_a_budget_beyond_the_device_is_refused(cuda_driver):
         apply_budget(Budget(device="85GiB"), torch.device("cuda", 0))
 
 
+def test_a_budget_that_others_leave_no_room_for_is_said(cuda_driver, caplog):
+    driver = cuda_driver()
+    device = torch.device("cuda", 0)
+    driver.bytes["others"] = 30 * 2**30
+    apply_budget(Budget(device="45GiB"), device)
+    assert caplog.messages == []
+    apply_budget(Budget(device="60GiB"), device)
+    assert len(caplog.messages) == 1
+    assert "of this device's 80.0 GiB: no more than " in caplog.text
+    assert "of budget.device=60GiB can be had." in caplog.text
+
+
+def test_a_budget_of_the_size_a_card_is_sold_with_says_nothing(cuda_driver, caplog):
+    cuda_driver()
+    apply_budget(Budget(device="84GiB"), torch.device("cuda", 0))
+    assert caplog.messages == []
+
+
 def test_peaks_on_a_device_are_its_allocators(cuda_driver, caplog):
     cuda_driver().hold(3 * 2**30, 4 * 2**30)
     with caplog.at_level(logging.INFO):

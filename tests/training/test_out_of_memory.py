@@ -92,6 +92,21 @@ def test_other_errors_of_torch_are_not_taken_for_it(tiny, tmp_path, monkeypatch)
         train(tiny(output_dir=tmp_path / "run"))
 
 
+def test_what_others_hold_of_the_device_is_said(tiny, tmp_path, monkeypatch, cuda_driver):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    driver = cuda_driver()
+    monkeypatch.setattr(loop, "TrainingRun", out_of_memory)
+    recipe = tiny(output_dir=tmp_path / "run")
+    with pytest.raises(DoesNotFitError) as alone:
+        train(recipe)
+    assert "other processes" not in str(alone.value)
+    driver.bytes["others"] = 30 * 2**30
+    with pytest.raises(DoesNotFitError, match=r"beside [\d.]+ GiB that other processes hold \(nvidia-smi"):
+        train(recipe)
+
+
 def test_one_of_several_processes_is_told_nothing_that_works_in_one_only(tiny, tmp_path, monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -49,8 +49,8 @@ def estimate(
         outside_bytes={"CUDA context": CONTEXT},
         allowed_bytes=allowed,
         host=HostOutside(process_bytes=host_base),
-        held_by_others_bytes=others,
     )
+    gpu = dataclasses.replace(gpu, held_by_others_bytes=others)
     return estimate_on_gpu(trace, gpu, BudgetVerdict(device_bytes=limit, host_bytes=host), surroundings)
 
 

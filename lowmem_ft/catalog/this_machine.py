@@ -1,0 +1,61 @@
+"""A CUDA device of this machine as a row of the catalogue, with the memory that it has now."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
+
+
+def this_machines_gpu(device: torch.device | None = None) -> Gpu:
+    """A CUDA device with the memory that its driver reports, and how much of it others hold.
+
+    A GPU that the catalogue does not know stands in for its nearest relative by compute capability and memory.
+
+    Args:
+        device: which one; None: the current one.
+
+    Returns:
+        The GPU, under the name of its row or its relative's.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+
+    def is_namesake(gpu: Gpu) -> bool:
+        return gpu.full_name.lower() in properties.name.lower()
+
+    def distance(gpu: Gpu) -> tuple[bool, bool, int]:
+        return (
+            not is_namesake(gpu),
+            gpu.compute_capability != capability,
+            abs(gpu.memory_bytes - properties.total_memory),
+        )
+
+    nearest = min(load_gpus().values(), key=distance)
+    sources = dict(nearest.sources)
+    if not is_namesake(nearest):
+        sources["context_mib"] = f"estimate: that of {nearest.name}"
+    return dataclasses.replace(
+        nearest,
+        full_name=properties.name,
+        memory_bytes=properties.total_memory,
+        compute_capability=capability,
+        num_multiprocessors=properties.multi_processor_count,
+        held_by_others_bytes=_held_by_others(device, nearest.context_bytes),
+        sources=sources,
+    )
+
+
+def _held_by_others(device: torch.device | None, context_bytes: int) -> int:
+    """What is neither free nor this process's: other processes, displays.
+
+    Asking makes a context here, if there is none yet; its size is the catalogue's. What is less than that may be off by
+    is taken for a part of it.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device) - context_bytes
+    return others if others > ESTIMATED_CONTEXT_SHARE * context_bytes else 0
