@@ -1,4 +1,7 @@
-"""The rungs of the memory ladder: what each adds to the one before, as recipe settings."""
+"""The rungs of the memory ladder: what each adds to the one before, as recipe settings.
+
+python scripts/ladder_rungs.py    # what each needs for Llama 3.1 8B on an H200, with exact clipping; minutes
+"""
 
 from __future__ import annotations
 
@@ -56,3 +59,24 @@ def settings_of(rung: Rung) -> tuple[str, ...]:
     below = RUNGS[: RUNGS.index(rung) + 1]
     settings = [setting.split("=", 1) for each in below for setting in each.adds]
     return tuple(f"{key}={value}" for key, value in dict(settings).items())
+
+
+LLAMA_8B = ("model=llama-3.1-8b", "data=any", "data.max_length=2048")
+"""One row of 2048 tokens; clipped to a global norm, as is the default."""
+
+
+def main() -> None:
+    """Print a table of Markdown; GB = 10^9 bytes."""
+    from lowmem_ft.estimator import estimate_memory
+    from lowmem_ft.recipe import load_recipe
+
+    print("| rung | allocated on the GPU | host memory | pinned of it |\n|---|---|---|---|")
+    for rung in RUNGS:
+        estimate = estimate_memory(load_recipe(None, [*LLAMA_8B, *settings_of(rung)]), "h200")
+        sizes = (estimate.allocated_peak_bytes, estimate.host_peak_bytes, estimate.host_pinned_bytes)
+        cells = [f"{num_bytes / 1e9:.1f} GB" if num_bytes else "" for num_bytes in sizes]
+        print(f"| {rung.name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.needs import CPU, needs_of_shipped_recipes
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
@@ -39,6 +42,29 @@ def test_a_recipe_loads_by_name_and_by_path(path):
 def test_a_recipe_opens_with_its_launch_line(path):
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first == f"# accelerate launch -m lowmem_ft train recipe={path.stem}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_leaves_room_on_the_card_it_names(path):
+    """The numbers are kept; `tests/estimator/test_recipe_needs.py` estimates them again."""
+    needs = needs_of_shipped_recipes()[path.stem]
+    if needs.gpu == CPU:
+        return
+    assert needs.memory_bytes == find_gpu(needs.gpu).memory_bytes
+    assert needs.spare_share >= TIGHT_SHARE
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_header_says_what_the_recipe_needs(path):
+    needs = needs_of_shipped_recipes()[path.stem]
+    text = path.read_text(encoding="utf-8")
+    header = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    said = re.findall(r"`lowmem-ft estimate recipe=(\S+) --gpu (\S+)`: process (.+? of host memory)", header)
+    assert said == ([] if needs.gpu == CPU else [(path.stem, needs.gpu, needs.header_words)])
+
+
+def test_needs_are_kept_of_shipped_recipes_alone():
+    assert needs_of_shipped_recipes().keys() == shipped_recipes().keys()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

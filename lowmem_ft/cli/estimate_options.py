@@ -28,7 +28,7 @@ A model alone is estimated in three ways: full fine-tuning at the leanest rung, 
 beside it (budget= aside) it is one recipe, its other keys at their defaults. Data is not read: rows are taken to be
 data.max_length long. The recipe's own step runs on a virtual GPU, without weights. `lowmem-ft gpus` and
 `lowmem-ft models` list the names.
-Exit codes: 0 it fits, 3 it does not, 2 the input is at fault."""
+Exit codes: 0 it fits, if only tightly, which is said; 3 it does not; 2 the input is at fault."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, list[str]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
+
+COLUMNS = 80
+INDENT = 16
 
 
 @explains_user_errors
@@ -21,11 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
 
-    from lowmem_ft.recipe import load_recipe, recipe_to_yaml, shipped_recipes
+    from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 
     if arguments.recipe is None:
-        for name in shipped_recipes():
-            print(f"{name:<16}{load_recipe(name).description}")
+        _print_list()
         return 0
     recipe = load_recipe(arguments.recipe.removeprefix("recipe="), arguments.settings)
     print(
@@ -36,11 +39,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _print_list() -> None:
+    """Each recipe with what it needs on the card that it names, and what it is, indented below."""
+    from lowmem_ft.recipe import load_recipe, shipped_recipes
+    from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+
+    needs = needs_of_shipped_recipes()
+    for name in shipped_recipes():
+        print(f"{name:<{INDENT}}{needs.get(name, 'not estimated')}")
+        indent = " " * INDENT
+        text = load_recipe(name).description or ""
+        print(textwrap.fill(text, COLUMNS, initial_indent=indent, subsequent_indent=indent))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lowmem-ft recipes",
-        description="List the shipped recipes, or print one with every default and what each memory knob "
-        "frees and costs.",
+        description="List the shipped recipes with what each needs on the card it is made for, or print one with "
+        "every default and what each memory knob frees and costs.",
     )
     parser.add_argument("recipe", nargs="?", help="a recipe's name or path")
     parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to show it with")

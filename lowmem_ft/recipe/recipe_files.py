@@ -25,10 +25,14 @@ class RecipeFile:
 
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with the package, by name."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
+
+
+def recipes_folder() -> Path:
+    """Where they are."""
     package = Path(__file__).resolve().parents[1]
     inside_wheel, in_source_tree = package / "recipes", package.parent / "recipes"
-    folder = inside_wheel if inside_wheel.is_dir() else in_source_tree
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return inside_wheel if inside_wheel.is_dir() else in_source_tree
 
 
 def read_recipe_files(name_or_path: str | os.PathLike[str]) -> list[RecipeFile]:

@@ -91,7 +91,7 @@ def _write_png(path: Path, estimate: MemoryEstimate, moments: list[Moment]) -> N
         axes.axhline(estimate.gpu.memory_bytes, color="black", linewidth=1, linestyle="--")
         axes.text(frame.start, estimate.gpu.memory_bytes, f" {frame.limit_words}", va="bottom")
     axes.set(
-        title=f"{estimate.model.name} {verdict(estimate)}",
+        title=f"{estimate.model.name}\n{verdict(estimate)}",
         xlabel="allocations and frees, in order",
         xlim=(frame.start, frame.end),
         ylim=(0, frame.top_bytes),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli import train as train_command
 from lowmem_ft.errors import UserError
 from lowmem_ft.recipe import load_recipe, shipped_recipes
+from lowmem_ft.recipe.needs import needs_of_shipped_recipes
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
 
@@ -112,9 +114,28 @@ def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
 def test_recipes_lists_each_with_its_description(capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(shipped_recipes())
-    assert {"1b-bf16", "7b-qlora", "70b-qlora-24gb", "demo"} < {line.split()[0] for line in lines}
-    assert all(len(line.split()) > 3 for line in lines)
+    assert max(map(len, lines)) <= 80
+    names = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert names == list(shipped_recipes())
+    assert {"1b-bf16", "7b-qlora", "70b-qlora-24gb", "demo"} < set(names)
+    for name in names:
+        following = next(index for index, line in enumerate(lines) if line.split()[0] == name) + 1
+        assert lines[following].strip() in load_recipe(name).description
+
+
+def test_recipes_says_what_each_needs_of_a_card_and_of_the_host(capsys):
+    assert main(["recipes"]) == 0
+    shown = {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()}
+    needs = needs_of_shipped_recipes()
+    assert {name: shown[name] for name in needs} == {name: str(need) for name, need in needs.items()}
+    card, _, sizes = shown["8b-8gb"].partition(": ")
+    assert card == "rtx-4060"
+    assert re.fullmatch(r"[\d.]+ of 7\.7 GiB, and [\d.]+ GiB of host memory", sizes)
+
+
+def test_recipes_does_without_torch():
+    code = "import sys; from lowmem_ft.cli import main; main(['recipes']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["8b-bf16", "tiny"])

@@ -1,0 +1,61 @@
+"""What each shipped recipe needs on the card that it names, kept beside the recipes: an estimate takes minutes.
+
+``scripts/recipe_needs.py`` writes ``recipes/needs.json``; ``tests/estimator/test_recipe_needs.py`` estimates again and
+compares.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from lowmem_ft.recipe.recipe_files import recipes_folder
+from lowmem_ft.units import GIB, format_bytes
+
+NEEDS_FILE = "needs.json"
+
+CPU = "cpu"
+"""In place of a card, for recipes that are trained on a processor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeNeeds:
+    """What a recipe needs on one device.
+
+    Args:
+        gpu: the card's name in the catalogue; :data:`CPU` for a processor.
+        memory_bytes: of the card; 0 for a processor.
+        process_peak_bytes: of the process on the card; of a processor, in host memory.
+        host_peak_bytes: resident host memory.
+        host_pinned_bytes: the part of it that is pinned.
+    """
+
+    gpu: str
+    memory_bytes: int
+    process_peak_bytes: int
+    host_peak_bytes: int
+    host_pinned_bytes: int
+
+    @property
+    def spare_share(self) -> float:
+        """Of the card's memory, what is left; all of it for a processor, whose memory is not known."""
+        return 1 - self.process_peak_bytes / self.memory_bytes if self.memory_bytes else 1.0
+
+    def __str__(self) -> str:
+        """Such as ``rtx-4060: 4.2 of 7.7 GiB, and 65.7 GiB of host memory``."""
+        host = f"{format_bytes(self.host_peak_bytes)} of host memory"
+        if self.gpu == CPU:
+            return f"{self.gpu}: {host}"
+        return f"{self.gpu}: {self.process_peak_bytes / GIB:.1f} of {self.memory_bytes / GIB:.1f} GiB, and {host}"
+
+    @property
+    def header_words(self) -> str:
+        """As a recipe's header says it, such as ``4.2 GiB of 7.7; 65.7 GiB of host memory``."""
+        card = f"{self.process_peak_bytes / GIB:.1f} GiB of {self.memory_bytes / GIB:.1f}"
+        return f"{card}; {format_bytes(self.host_peak_bytes)} of host memory"
+
+
+def needs_of_shipped_recipes() -> dict[str, RecipeNeeds]:
+    """By recipe; a recipe that nobody has estimated is missing."""
+    text = (recipes_folder() / NEEDS_FILE).read_text(encoding="utf-8")
+    return {name: RecipeNeeds(**needs) for name, needs in json.loads(text)["recipes"].items()}

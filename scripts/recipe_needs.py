@@ -1,0 +1,61 @@
+"""Estimate shipped recipes on the cards they name, and keep what they need in ``recipes/needs.json``.
+
+    python scripts/recipe_needs.py                     # all, again
+    python scripts/recipe_needs.py 8b-8gb=rtx-4060     # one that is new, or has another card now; =cpu for a processor
+
+Run it when a recipe or the estimator has changed. The header of each recipe says the same: the line to copy is printed.
+Streamed recipes take minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import sys
+
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.needs import CPU, NEEDS_FILE, RecipeNeeds, needs_of_shipped_recipes
+from lowmem_ft.recipe.recipe_files import recipes_folder
+
+
+def main() -> None:
+    """Estimate the recipes that the arguments name, and write the file after each."""
+    for argument in sys.argv[1:] or needs_of_shipped_recipes():
+        name, _, gpu = argument.partition("=")
+        gpu = gpu or needs_of_shipped_recipes()[name].gpu
+        needs, versions = needs_of(name, gpu)
+        write({**needs_of_shipped_recipes(), name: needs}, versions)
+        print(f"{name}: {needs} ({needs.spare_share:.1%} of the card left)", flush=True)
+        if gpu != CPU:
+            print(f"# `lowmem-ft estimate recipe={name} --gpu {needs.gpu}`: process {needs.header_words}.")
+
+
+def needs_of(name: str, gpu: str) -> tuple[RecipeNeeds, dict[str, str]]:
+    """What a recipe needs on a card, and the versions that say so."""
+    estimate = estimate_memory(load_recipe(name), gpu)
+    needs = RecipeNeeds(
+        gpu=gpu,
+        memory_bytes=0 if gpu == CPU else estimate.gpu.memory_bytes,
+        process_peak_bytes=estimate.process_peak_bytes,
+        host_peak_bytes=estimate.host_peak_bytes,
+        host_pinned_bytes=estimate.host_pinned_bytes,
+    )
+    return needs, dict(estimate.versions)
+
+
+def write(needs: dict[str, RecipeNeeds], versions: dict[str, str]) -> None:
+    """Write the file."""
+    values = {
+        "command": "python scripts/recipe_needs.py",
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+        "recipes": {name: dataclasses.asdict(needs[name]) for name in sorted(needs)},
+    }
+    text = json.dumps(values, indent=2) + "\n"
+    (recipes_folder() / NEEDS_FILE).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

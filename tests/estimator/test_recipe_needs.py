@@ -1,0 +1,27 @@
+"""What is kept of each shipped recipe's needs is what an estimate says."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.recipe import load_recipe, shipped_recipes
+from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+
+FEW = {"tiny", "demo-8bit"}
+"""Estimated in seconds."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in shipped_recipes()],
+)
+def test_a_recipe_still_needs_what_is_kept(name):
+    """If it does not, and should: `python scripts/recipe_needs.py NAME`. Other versions of torch differ a little."""
+    needs = needs_of_shipped_recipes()[name]
+    estimate = estimate_memory(load_recipe(name), needs.gpu)
+    assert estimate.fits
+    assert not estimate.tight
+    assert estimate.process_peak_bytes == pytest.approx(needs.process_peak_bytes, rel=0.01)
+    assert estimate.host_peak_bytes == pytest.approx(needs.host_peak_bytes, rel=0.01)
+    assert estimate.host_pinned_bytes == pytest.approx(needs.host_pinned_bytes, rel=0.01)
