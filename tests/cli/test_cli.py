@@ -125,7 +125,8 @@ def test_recipes_lists_each_with_its_description(capsys):
 
 def test_recipes_says_what_each_needs_of_a_card_and_of_the_host(capsys):
     assert main(["recipes"]) == 0
-    shown = {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()}
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    shown = dict(line.split(maxsplit=1) for line in lines)
     needs = needs_of_shipped_recipes()
     assert {name: shown[name] for name in needs} == {name: str(need) for name, need in needs.items()}
     card, _, sizes = shown["8b-8gb"].partition(": ")
