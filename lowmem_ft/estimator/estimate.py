@@ -135,7 +135,7 @@ def _estimate(
     replays: Replays | None = None,
 ) -> MemoryEstimate:
     surroundings = Surroundings(
-        host=host_outside(traced.trace, recipe, on_gpu=gpu is not None),
+        host=host_outside(traced, recipe, on_gpu=gpu is not None),
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
         micro_batches_per_step=_untraced_micro_batches(recipe),
         not_modelled=() if recipe.offload.folder is None else ("time that the disk of offload.folder takes",),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from lowmem_ft.estimator.tracing import TracedRecipe
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.units import MIB
 from lowmem_ft.virtual_gpu.host_peak import HostOutside
-from lowmem_ft.virtual_gpu.trace import Trace
 
 PROCESS_BYTES = 450 * MIB
 """Python with torch, transformers, accelerate and datasets imported, before any model: 424 MiB resident measured for
@@ -22,11 +22,11 @@ TENSORS_IN_FLIGHT = 2
 """Weights are read one tensor at a time while the one before is still being copied."""
 
 
-def host_outside(trace: Trace, recipe: Recipe, *, on_gpu: bool) -> HostOutside:
+def host_outside(traced: TracedRecipe, recipe: Recipe, *, on_gpu: bool) -> HostOutside:
     """Host memory outside the trace: the process all the time, weights on their way while it loads and while it saves.
 
     Args:
-        trace: for the sizes of the weights.
+        traced: for the sizes of the weights.
         recipe: adapters alone are saved where there are some.
         on_gpu: whether the weights live on a GPU; on a CPU they are part of the trace, and files are written from them.
 
@@ -35,19 +35,17 @@ def host_outside(trace: Trace, recipe: Recipe, *, on_gpu: bool) -> HostOutside:
     """
     if not on_gpu:
         return HostOutside(process_bytes=PROCESS_BYTES)
-    weights = [allocation for allocation in trace.timeline.allocations if allocation.category == "parameter"]
-    largest = max((weight.size_bytes for weight in weights), default=0)
-    # Streamed weights are written from where they rest; the slots of their visits are as large as a layer that rests.
-    resting = {weight.size_bytes for weight in weights if weight.place != "device"}
-    copied = [
-        weight.size_bytes
-        for weight in weights
-        if weight.place == "device" and weight.size_bytes not in resting
+    weights = [
+        allocation for allocation in traced.trace.timeline.allocations if allocation.category == "parameter"
     ]
-    saved = sum(copied)
+    largest = max((weight.size_bytes for weight in weights), default=0)
+    # Streamed weights are written from where they rest; the slots of their visits are no weights of their own.
+    on_device = [weight.size_bytes for weight in weights if weight.place == "device"]
+    saved = sum(on_device) - traced.slot_bytes
     if recipe.adapter.name != "none":
-        saved = min(saved, trace.model.trainable_parameters * ADAPTER_BYTES)
-    in_a_file = max(MAX_SHARD_BYTES, max(copied, default=0))  # whose tensors are copied to the host together
+        saved = min(saved, traced.trace.model.trainable_parameters * ADAPTER_BYTES)
+    # A file's tensors are copied to the host together.
+    in_a_file = max(MAX_SHARD_BYTES, max(on_device, default=0))
     return HostOutside(
         process_bytes=PROCESS_BYTES + CUDA_PROCESS_BYTES,
         loading_bytes=TENSORS_IN_FLIGHT * largest,

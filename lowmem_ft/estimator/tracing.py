@@ -55,11 +55,13 @@ class TracedRecipe:
         trace: of load, steps and evaluation.
         tokens_per_micro_batch: without padding.
         batch: its shape, for people.
+        slot_bytes: device memory in which streamed layers visit, which is a weight's of none of them alone.
     """
 
     trace: Trace
     tokens_per_micro_batch: int
     batch: str
+    slot_bytes: int = 0
 
 
 def trace_recipe(
@@ -155,6 +157,7 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
         trace=machine.trace(recipe.model.name_or_path or ""),
         tokens_per_micro_batch=rows * length,
         batch=f"{rows} x {length} tokens",
+        slot_bytes=0 if session.streaming is None else _slot_bytes(session.streaming),
     )
 
 
@@ -172,6 +175,10 @@ def _mark_streamed_weights(streaming: ParameterStreaming, machine: VirtualMachin
         machine.mark(memory, "parameter")
     for slab in streaming.layers.slabs:
         machine.mark(slab.memory, "parameter", of=slab.parameters[0])
+
+
+def _slot_bytes(streaming: ParameterStreaming) -> int:
+    return sum(memory.untyped_storage().nbytes() for memory in streaming.layers.slot_memory)
 
 
 def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:

@@ -12,11 +12,13 @@ import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
-from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES, host_outside
+from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, RESERVED_SHARE
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.units import MIB
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,32 @@ def test_host_memory_is_the_process_and_what_is_loaded_or_saved(make_recipe):
     assert base + weights <= on_gpu.host_peak_bytes <= base + weights + MIB
     on_cpu = estimate_memory(make_recipe(), "cpu")
     assert on_cpu.host_peak_bytes == on_cpu.process_peak_bytes == PROCESS_BYTES + on_cpu.allocated_peak_bytes
+
+
+STREAMED = (
+    *("model.dtype=bfloat16", "optimizer.master=split24", "optimizer.in_backward=true"),
+    *("accumulation.order=vertical", "checkpointing.mode=full", "offload.optimizer=host"),
+    "offload.parameters=stream",
+)
+
+
+def saving_bytes(recipe: Recipe) -> int:
+    traced = trace_recipe(recipe, lambda: VirtualGPU("l4"))
+    return host_outside(traced, recipe, on_gpu=True).saving_bytes
+
+
+def test_files_are_written_from_where_streamed_weights_rest(make_recipe):
+    """All but the last norm and buffers rests on the host; the two slots on the device are no weights of their own."""
+    assert 2 * 128 <= saving_bytes(make_recipe(*STREAMED)) < 1000
+    stays = saving_bytes(make_recipe(*STREAMED, "offload.resident_layers=1"))
+    assert stays > 2 * 3 * 128 * 256  # the MLP of the layer that stays
+
+
+def test_a_run_of_adapters_writes_nothing_else(make_recipe):
+    pytest.importorskip("peft")
+    recipe = make_recipe("adapter.name=lora", "adapter.r=2")
+    trained = estimate_memory(recipe, "l4").model.trainable_parameters
+    assert 0 < saving_bytes(recipe) == 4 * trained
 
 
 def test_a_gpu_of_ones_own_is_as_good_as_one_of_the_catalogue(make_recipe):
