@@ -83,7 +83,7 @@ def make_gpu(memory_bytes: int, like: str = "l4") -> Gpu:
 
 
 def needs(recipe: Recipe) -> int:
-    return estimate_memory(recipe, "l4").process_peak_bytes
+    return estimate_memory(recipe, "l4").process_high_bytes
 
 
 def dearest(recipe: Recipe, changed: Recipe) -> int:
