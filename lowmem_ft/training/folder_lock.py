@@ -50,5 +50,7 @@ class FolderLock:
             self.release()
 
     def release(self) -> None:
-        """Let go of it, if it is held."""
+        """Let go of it, if it is held, and leave no file behind."""
+        if self._lock.is_locked and os.name != "nt":  # there filelock does it
+            (self._folder / LOCK_FILE).unlink(missing_ok=True)  # while it is held: later it may be another's
         self._lock.release()
