@@ -29,6 +29,8 @@ from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.outside import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replays import Replays
+from lowmem_ft.virtual_gpu.scratch import cublas_workspace_bytes
+from lowmem_ft.virtual_gpu.workspaces import with_workspaces
 
 
 def estimate_memory(
@@ -101,10 +103,14 @@ def estimate_on_gpus(
         if isinstance(traced, UserError):
             results.append(CannotRun(gpu=gpu, problems=traced.problems))
         else:
-            if shared not in replays:
-                replays[shared] = Replays(traced.trace, allocator_config_of_environment())
+            workspace = cublas_workspace_bytes(gpu.compute_capability)
+            alike = (shared, workspace)
+            if alike not in replays:
+                trace = with_workspaces(traced.trace, workspace)
+                replays[alike] = Replays(trace, allocator_config_of_environment())
+            on_gpu = dataclasses.replace(traced, trace=replays[alike].trace)
             seconds = time.perf_counter() - start
-            results.append(_estimate(recipe, traced, gpu, budget, seconds, "", replays[shared]))
+            results.append(_estimate(recipe, on_gpu, gpu, budget, seconds, "", replays[alike]))
     errors = [trace for trace in traces.values() if isinstance(trace, UserError)]
     if errors and len(errors) == len(traces):
         raise errors[0]

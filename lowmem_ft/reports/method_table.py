@@ -100,7 +100,7 @@ def _by_method(results: Sequence[MethodEstimate]) -> dict[Method, dict[str, Meth
 def _title(results: Sequence[MethodEstimate], where: str = "") -> Iterator[RenderableType]:
     model = next(result.estimate.model for result in results if result.estimate is not None)
     yield Text.assemble((model.name, "bold"), f"{where}: full fine-tuning, LoRA, QLoRA")
-    yield Text(f"{model.parameters:,} parameters, rows of up to 2048 tokens\n")
+    yield Text(f"{model.parameters:,} parameters; rows of 2048 tokens, or as many as the model takes\n")
 
 
 def _first_fit(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Text:

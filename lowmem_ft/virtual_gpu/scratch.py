@@ -77,13 +77,17 @@ def persistent_workspaces(func: Any, stream: int, gpu: Gpu) -> Iterator[tuple[ob
         yield ("cublaslt", thread, stream), cublaslt_workspace_bytes(gpu.compute_capability)
 
 
+CUBLAS_WORKSPACES_BYTES = ((2 * 4096 + 8 * 16) * _KIB, 32 * 1024 * _KIB)
+"""What torch gives cuBLAS to work in: until Ampere, and from Hopper on."""
+
+
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """What torch gives cuBLAS to work in: CUBLAS_WORKSPACE_CONFIG, or 32 MiB from Hopper on and 8.125 MiB before."""
     configured = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if configured:
         return sum(int(size) * int(count) for size, count in configured) * _KIB
     is_large = compute_capability == (9, 0) or (compute_capability >= (10, 0) and TORCH_VERSION >= (2, 12))
-    return 32 * 1024 * _KIB if is_large else (2 * 4096 + 8 * 16) * _KIB
+    return CUBLAS_WORKSPACES_BYTES[is_large]
 
 
 def cublaslt_workspace_bytes(compute_capability: tuple[int, int]) -> int:
