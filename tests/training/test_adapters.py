@@ -188,5 +188,5 @@ def test_4_bit_weights_that_would_be_trained_are_refused(tiny):
 
 def test_a_float16_base_needs_the_loss_scale_and_adapters_allow_it(tiny):
     tiny("model.dtype=float16", "training.mixed_precision=fp16", "adapter.name=lora")
-    with pytest.raises(RecipeError, match="mixed_precision=fp16 needs model"):
+    with pytest.raises(RecipeError, match="mixed_precision=fp16 needs frozen weights in model"):
         tiny("model.dtype=bfloat16", "training.mixed_precision=fp16", "adapter.name=lora")

@@ -79,5 +79,5 @@ def test_an_encoder_is_refused_wherever_a_model_is_named(tiny, tmp_path, use):
 def test_a_model_folder_without_a_tokenizer_is_refused(tiny, tmp_path):
     """transformers makes one up for it, with the special tokens of its model type alone."""
     OPTConfig(vocab_size=512, hidden_size=32, num_attention_heads=2).save_pretrained(tmp_path / "model")
-    with pytest.raises(UserError, match=r"needs a vocabulary.*Set model\.tokenizer_name_or_path"):
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json.*Set model\.tokenizer_name_or_path"):
         train(tiny(f"model={tmp_path / 'model'}"))
