@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from lowmem_ft.errors import UserError
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
+
+EXIT_NOBODY_READS = 141
+"""128 + SIGPIPE: stdout was closed, as by ``| head``."""
 
 
 class Command(Protocol):
@@ -26,7 +30,9 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
     @functools.wraps(command)
     def explained(argv: Sequence[str] | None = None) -> int:
         try:
-            return command(argv)
+            exit_code = command(argv)
+            sys.stdout.flush()
+            return exit_code
         except UserError as error:
             if _speaks_for(error):
                 for problem in error.problems:
@@ -34,6 +40,10 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
             return error.exit_code
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
+        except BrokenPipeError:
+            if _is_read(sys.stdout):
+                raise  # another pipe, such as one to a data loader's worker
+            return EXIT_NOBODY_READS
 
     return explained
 
@@ -41,6 +51,16 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
 def is_main_process() -> bool:
     """Whether this is the process of a launch that speaks for all, by the variables every launcher sets."""
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+
+
+def _is_read(output: TextIO) -> bool:
+    """Whether anybody reads a pipe; if not, what is left goes nowhere, or Python would complain of it at its exit."""
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    return False
 
 
 def _speaks_for(error: UserError) -> bool:

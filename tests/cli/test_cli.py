@@ -111,6 +111,25 @@ def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
         train_command.main(["recipe=tiny"])
 
 
+def test_a_reader_that_has_seen_enough_ends_the_command_in_silence(monkeypatch, capfd):
+    """As in ``lowmem-ft recipes | head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["recipes", "7b-bf16"]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_a_pipe_that_breaks_within_a_run_is_our_own_bug(trained, monkeypatch):
+    def fail(recipe: object) -> None:
+        raise BrokenPipeError("a data loader's worker")
+
+    monkeypatch.setattr(sys.modules["lowmem_ft.training"], "train", fail)
+    with pytest.raises(BrokenPipeError):
+        train_command.main(["recipe=tiny"])
+
+
 def test_recipes_lists_each_with_its_description(capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
