@@ -22,7 +22,6 @@ ROWS = {row["name"]: row for file in FOLDER.glob("public-*.json") for row in jso
 
 FEW = (
     "smollm2-135m none r32 2x512 sdpa-efficient 2026-09-15",
-    "tinyllama-1.1b none r32 2x512 eager 2026-09-15",
     "tinyllama-1.1b nf4 r32 2x512 eager 2026-09-15",
 )
 

@@ -100,6 +100,12 @@ TECHNIQUES: dict[str, list[str]] = {
     "streamed-not-clipped": [*ON_HOST, "offload.parameters=stream", "training.max_grad_norm=null"],
     "lora-streamed": [*LORA, *VERTICAL, "offload.activations=inputs", "offload.parameters=stream"],
 }
+COUNTED_BY_LAYERS = [
+    *("every-2-layers", "all-but-2-layers", "adamw-8-bit", "in-backward-on-host", "streamed"),
+    "lora-streamed",
+]
+"""Those that `make test` tries; the slow test tries every family with every technique."""
+
 DEEPER_TECHNIQUES = {"every-2-layers": 20, "all-but-2-layers": 20}
 
 
@@ -163,7 +169,7 @@ def assert_equal_to_full_trace(recipe: Recipe, kind: str) -> None:
     full = tracing.trace_recipe(recipe, lambda: new_machine(kind), extend=False).trace
     assert totals(mine) == totals(full)
     extended, real = numbers(estimate_of(mine, kind)), numbers(estimate_of(full, kind))
-    for name in ("host_peak_bytes", "host_pinned_bytes"):
+    for name in ("host_peak_bytes", "host_pinned_bytes", "host_by_part_at_peak"):
         # One allocation for all layers' gradients ends on a page, which does not grow with each layer alike.
         assert extended.pop(name) == pytest.approx(real.pop(name), rel=0, abs=PAGE_BYTES)
     assert extended == real
@@ -179,19 +185,21 @@ def check(folder: Path, family: str, technique: str, kind: str, traced_depths: l
     assert max(for_extension) < num_layers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_extended_equals_full_for_every_family(family: str, tmp_path: Path, traced_depths: list[int]) -> None:
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral"])
+def test_extended_equals_full_for_families_of_every_kind(
+    family: str, tmp_path: Path, traced_depths: list[int]
+) -> None:
     check(tmp_path, family, "autocast-plain", "gpu", traced_depths)
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
-def test_extended_equals_full_for_every_technique(
+@pytest.mark.parametrize("technique", COUNTED_BY_LAYERS)
+def test_extended_equals_full_for_techniques_that_count_layers_or_wait_on_the_host(
     technique: str, tmp_path: Path, traced_depths: list[int]
 ) -> None:
     check(tmp_path, "llama", technique, "gpu", traced_depths)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama"])
 def test_extended_equals_full_on_a_cpu(family: str, tmp_path: Path, traced_depths: list[int]) -> None:
     check(tmp_path, family, "checkpointed", "cpu", traced_depths)
 
@@ -242,8 +250,8 @@ def test_dense_layers_before_those_with_experts_are_no_obstacle(
 @pytest.mark.parametrize(
     "is_chosen",
     [
-        pytest.param(lambda index, count: index % 2 == 0, id="every-other-layer"),
-        pytest.param(lambda index, count: index < count // 2, id="first-half"),
+        pytest.param(lambda index, count: index % 2 == 0, id="every-other-layer", marks=pytest.mark.slow),
+        pytest.param(lambda index, count: index < count // 2, id="first-half", marks=pytest.mark.slow),
         pytest.param(lambda index, count: index == count // 2, id="middle"),
     ],
 )

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
-import traceback
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-from accelerate.state import AcceleratorState, PartialState
 
 from lowmem_ft.recipe import load_recipe
 
@@ -44,41 +42,32 @@ def recipes_folder():
 
 @pytest.fixture
 def in_two_processes():
-    """Calls a function in two copies of this process, which find each other as under a launcher; both must return."""
+    """Runs Python code in two interpreters that find each other as under a launcher; both must succeed.
 
-    def call(function):
-        context = multiprocessing.get_context("fork")  # a new interpreter would import everything anew
-        errors = context.Queue()
+    Not by forking this one: autograd's threads, and a virtual GPU that a test before has left in it, do not go along.
+    """
+
+    def run(code: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        processes = [
-            context.Process(target=_called_as, args=(rank, port, function, errors)) for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout=120)
-        alive = [process for process in processes if process.is_alive()]
-        for process in alive:
-            process.kill()
-        assert not alive, "they wait for each other"
-        assert [process.exitcode for process in processes] == [0, 0], errors.get()
+        processes = []
+        for rank in ("0", "1"):
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    env={**os.environ, **places, **address},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        try:
+            errors = [process.communicate(timeout=240)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0, 0], errors
 
-    return call
-
-
-def _called_as(rank, port, function, errors):
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ.update(address | places)
-    torch.set_num_threads(1)
-    try:
-        PartialState._reset_state()
-        AcceleratorState._reset_state()
-        function()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    except BaseException:
-        errors.put(traceback.format_exc())
-        raise
+    return run

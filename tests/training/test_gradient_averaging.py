@@ -23,8 +23,11 @@ def test_two_processes_that_accumulate_equal_one(tiny, metrics, tmp_path, in_two
     one, two = tmp_path / "one", tmp_path / "two"
     settings = (*SHORT, "model.dtype=bfloat16", *optimizer)
     train(tiny(*settings, "training.gradient_accumulation_steps=4", output_dir=one))
-    half = tiny(*settings, "training.gradient_accumulation_steps=2", output_dir=two)
-    in_two_processes(lambda: train(half))
+    half = [*settings, "training.gradient_accumulation_steps=2", "training.use_cpu=true"]
+    in_two_processes(
+        "from lowmem_ft.recipe import load_recipe; from lowmem_ft.training import train; "
+        f"train(load_recipe('tiny', {[*half, f'training.output_dir={two}']!r}))"
+    )
     assert metrics(two, "tokens") == metrics(one, "tokens")
     # The same gradients of micro-batches, added in another order: in bfloat16 the norms would differ by 1e-3.
     assert metrics(two, "grad_norm")[0] == pytest.approx(metrics(one, "grad_norm")[0], rel=1e-6)
@@ -57,4 +60,4 @@ def averaged():
 
 
 def test_a_parameter_that_one_process_did_not_use_counts_as_zero_there(in_two_processes):
-    in_two_processes(averaged)
+    in_two_processes(f"import runpy; runpy.run_path({__file__!r})['averaged']()")

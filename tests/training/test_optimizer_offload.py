@@ -61,10 +61,10 @@ def test_a_run_goes_on_with_its_state_elsewhere(tiny, metrics, tmp_path, first, 
 
 def test_state_that_the_host_cannot_hold_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        host_memory, "tightest_host_limit", lambda budget, file_bytes: HostLimit(budget - 1, "little is left")
+        host_memory, "tightest_host_limit", lambda budget, file_bytes: HostLimit(1023, "little is left")
     )
     with pytest.raises(
         DoesNotFitError, match=r"offload\.optimizer=host needs .* more host memory, and little is left"
     ):
-        train(tiny(*COMPACT, HOST, "budget.host=1KiB", output_dir=tmp_path / "run"))
+        train(tiny(*COMPACT, HOST, output_dir=tmp_path / "run"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
