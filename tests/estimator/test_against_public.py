@@ -20,10 +20,7 @@ from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHAR
 FOLDER = Path(__file__).parents[1] / "data" / "measured"
 ROWS = {row["name"]: row for file in FOLDER.glob("public-*.json") for row in json.loads(file.read_text())}
 
-FEW = (
-    "smollm2-135m none r32 2x512 sdpa-efficient 2026-09-15",
-    "tinyllama-1.1b nf4 r32 2x512 eager 2026-09-15",
-)
+FEW = ("tinyllama-1.1b nf4 r32 2x512 eager 2026-09-15",)
 
 PLAIN = {
     "allocated": (0.0001, 0.001),

@@ -172,6 +172,7 @@ def test_a_recipe_with_nothing_left_to_change_gets_no_offer(folder):
     assert (changes.fitting, changes.all_together) == ((), None)
 
 
+@pytest.mark.slow
 def test_a_budget_is_what_has_to_be_fitted(folder, recipe):
     chunked = make_recipe(folder, *GREEDY, "loss.chunk_tokens=1024")
     budget = Budget(device=f"{needs(chunked) // MIB + 1}MiB")
