@@ -42,15 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.paths import check_paths_of_run
+    from lowmem_ft.training.run_folder import RunFolder
 
     set_up_logging()
     recipe = load_recipe(recipe_name, settings)
-    check_paths_of_run(recipe)  # before the imports below, which take seconds
+    check_paths_of_run(recipe)
+    folder = RunFolder.open(recipe)  # before the import below, which takes seconds
 
     from lowmem_ft.training import train
 
     take_over_library_logs()
-    train(recipe)
+    train(recipe, folder)
     return 0
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from lowmem_ft.data.collating import Collator
     from lowmem_ft.data.config import DataConfig
     from lowmem_ft.data.loading import PreparedData, load_data
-    from lowmem_ft.data.stream import DataPosition, DataStream, Window, eval_batches
+    from lowmem_ft.data.position import DataPosition
+    from lowmem_ft.data.stream import DataStream, Window, eval_batches
     from lowmem_ft.data.summary import DataSummary
 
 __all__ = [
@@ -39,7 +40,7 @@ __getattr__ = lazy_exports(
         "Batch": "batch",
         "Collator": "collating",
         "DataConfig": "config",
-        "DataPosition": "stream",
+        "DataPosition": "position",
         "DataStream": "stream",
         "DataSummary": "summary",
         "PreparedData": "loading",

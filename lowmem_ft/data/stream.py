@@ -15,23 +15,9 @@ from typing import Any
 from lowmem_ft.data.batch import Batch
 from lowmem_ft.data.collating import Collator
 from lowmem_ft.data.examples import Examples
+from lowmem_ft.data.position import DataPosition
 from lowmem_ft.data.row import Row
 from lowmem_ft.errors import DataError
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataPosition:
-    """A place in the data, independent of the shape of batches.
-
-    Args:
-        seed: of the order.
-        epoch: from 0.
-        index: rows of the epoch's order that are done: examples, or packed rows with packing.
-    """
-
-    seed: int
-    epoch: int = 0
-    index: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from lowmem_ft.errors import ModelError
 
+_NEITHER_CONFIG_NOR_MODULES_TELL = {
+    "cpmant": "whose causal LM lets every token see all others",
+    "xlnet": "trained on permutations: without a mask for each of them, every token sees all others",
+}
+
 
 def refuse_bidirectional(name: str, hf_config: PretrainedConfig) -> None:
     """Refuse encoders, encoder-decoders, and decoders whose attention is switched to both directions.
@@ -40,6 +45,8 @@ def _bidirectional_by(hf_config: PretrainedConfig) -> str:
     """What makes it bidirectional; empty if nothing does."""
     if hf_config.is_encoder_decoder:
         return "an encoder-decoder (is_encoder_decoder=true in its config.json)"
+    if reason := _NEITHER_CONFIG_NOR_MODULES_TELL.get(hf_config.model_type):
+        return reason
     text: Any = hf_config.get_text_config(decoder=True)
     if getattr(text, "is_causal", None) is False or text.to_dict().get("use_bidirectional_attention") in (
         True,

@@ -184,7 +184,7 @@ def max_positions(hf_config: PretrainedConfig) -> int | None:
     """The longest sequence the architecture was made for, in tokens; None where the config names no limit."""
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
         limit = getattr(hf_config.get_text_config(), name, None)
-        if isinstance(limit, int):
+        if isinstance(limit, int) and limit > 0:  # XLNet says -1
             return limit
     return None
 

@@ -1,5 +1,17 @@
-"""Train a recipe: one step for real runs and traces, a loop around it, checkpoints that continue bit for bit."""
+"""Train a recipe: one step for real runs and traces, a loop around it, checkpoints that continue bit for bit.
 
-from lowmem_ft.training.loop import TrainResult, train
+Names resolve on first use, so that looking at a run's folder does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowmem_ft.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lowmem_ft.training.loop import TrainResult, train
 
 __all__ = ["TrainResult", "train"]
+
+__getattr__ = lazy_exports(__name__, {"TrainResult": "loop", "train": "loop"})

@@ -17,10 +17,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,15 @@ from safetensors.torch import save_file
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.data import DataPosition
 from lowmem_ft.errors import CheckpointError
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
+from lowmem_ft.training.checkpoint_folders import (
+    FORMAT,
+    MANIFEST,
+    Progress,
+    random_state_file,
+    read_manifest,
+)
 from lowmem_ft.training.durable import whole_folder
 from lowmem_ft.training.random_state import export_random_state, import_random_state
 from lowmem_ft.training.runtime import AccelerateRuntime
@@ -41,36 +46,8 @@ from lowmem_ft.units import GIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "checkpoint.json"
-FORMAT = 1
-_NAME = re.compile(r"checkpoint-(\d+)")
 _SHARD_BYTES = 2 * GIB
 """safetensors holds one file in host memory while writing it; this bounds that, whatever the optimizer's size."""
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """How far a run has come; all that the loop counts.
-
-    Args:
-        position: the next example to train on.
-        data_tokens: tokens of the training data, by which other data is noticed; None when streaming.
-        step: optimizer steps taken, skipped ones included.
-        tokens: tokens seen, padding excluded, in all processes.
-        skipped_steps: steps whose loss or gradient was not finite.
-        skipped_in_a_row: how many of those came last, without an applied step between.
-        loss: of the last step.
-        evaluated_step: where the last evaluation was; None before the first.
-    """
-
-    position: DataPosition
-    data_tokens: int | None = None
-    step: int = 0
-    tokens: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    loss: float | None = None
-    evaluated_step: int | None = None
 
 
 def save_checkpoint(
@@ -92,7 +69,7 @@ def save_checkpoint(
         if runtime.is_main:
             with explaining_write_errors(folder), whole_folder(folder) as partial:
                 for process_index, state in enumerate(random_states):
-                    _write_json(partial / _random_state_file(process_index), state)
+                    _write_json(partial / random_state_file(process_index), state)
                 session.save(tokenizer, partial)
                 optimizer_scalars = _save_optimizer(session, partial)
                 _write_manifest(partial, runtime, progress, optimizer_scalars)
@@ -113,12 +90,6 @@ def explaining_write_errors(folder: Path) -> Iterator[None]:
         if not (from_tokenizers or isinstance(error, (OSError, SafetensorError))):
             raise
         raise _write_error(folder, error) from error
-
-
-def read_progress(folder: Path) -> Progress:
-    """How far the run of a complete checkpoint had come."""
-    progress = read_manifest(folder)["progress"]
-    return Progress(**dict(progress, position=DataPosition(**progress["position"])))
 
 
 def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) -> None:
@@ -144,7 +115,7 @@ def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) 
     _go_on_with_schedule(session.scheduler, progress["step"] - progress["skipped_steps"])
     if runtime.accelerator.scaler is not None and manifest["loss_scaler"]:
         runtime.accelerator.scaler.load_state_dict(manifest["loss_scaler"])
-    random_state = folder / _random_state_file(runtime.process_index)
+    random_state = folder / random_state_file(runtime.process_index)
     if random_state.exists():
         import_random_state(json.loads(random_state.read_text()), runtime.device)
     else:
@@ -154,81 +125,6 @@ def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) 
             manifest["num_processes"],
             runtime.process_index,
         )
-
-
-def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | None:
-    """The newest complete checkpoint of a run (``before`` a step), or None; others are passed over with a warning."""
-    for folder in _newest_first(output_dir):
-        if before is not None and _step_of(folder) >= before:
-            continue
-        try:
-            read_manifest(folder)
-        except CheckpointError as error:
-            logger.warning("%s Passing over it.", error)
-        else:
-            return folder
-    return None
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What ``checkpoint.json`` says, once every file it lists is there in full.
-
-    Raises:
-        CheckpointError: if the folder is no complete checkpoint of a format this version knows.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder} is no complete checkpoint: it has no readable {MANIFEST}, which is written last. Resume from "
-            "another one, or set training.resume_from_checkpoint=auto to take the newest complete one."
-        ) from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} has checkpoint format {manifest.get('format')}, and this version reads {FORMAT}. "
-            "Resume with the lowmem_ft that wrote it."
-        )
-    wrong = [name for name, size in files.items() if _size(folder / name) != size]
-    if wrong:
-        raise CheckpointError(
-            f"{folder} is damaged: {', '.join(wrong)} missing or of another size than was written."
-        )
-    return manifest
-
-
-def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints (None: keep all) and whatever an interrupted save left behind.
-
-    Args:
-        output_dir: the run folder.
-        keep: how many to leave.
-        step: the run's step; a checkpoint beyond it is not this run's (a damaged one that was passed over) and neither
-            counts nor goes.
-    """
-    for leftover in output_dir.glob("checkpoint-*.incomplete"):
-        if _NAME.fullmatch(leftover.name.removesuffix(".incomplete")):
-            shutil.rmtree(leftover)
-    own = [
-        folder
-        for folder in _newest_first(output_dir)
-        if _step_of(folder) <= step and is_own_checkpoint(folder)
-    ]
-    for folder in own[keep:] if keep is not None else []:
-        shutil.rmtree(folder)
-
-
-def checkpoints_after(output_dir: Path, step: int) -> list[Path]:
-    """Complete checkpoints of steps that a run going on from ``step`` has yet to take, newest first."""
-    return [
-        folder for folder in _newest_first(output_dir) if _step_of(folder) > step and _is_complete(folder)
-    ]
-
-
-def is_own_checkpoint(folder: Path) -> bool:
-    """Whether a folder called ``checkpoint-N`` is of our making, whole or not: other trainers use the same name."""
-    first_written = folder / _random_state_file(0)
-    return folder.name.endswith(".incomplete") or (folder / MANIFEST).exists() or first_written.exists()
 
 
 class _TensorsOfFiles(Mapping[str, torch.Tensor]):
@@ -248,27 +144,6 @@ class _TensorsOfFiles(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        read_manifest(folder)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _newest_first(output_dir: Path) -> list[Path]:
-    folders = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
-    return sorted(folders, key=_step_of, reverse=True)
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("checkpoint-"))
-
-
-def _size(file: Path) -> int | None:
-    return file.stat().st_size if file.is_file() else None
 
 
 def _save_optimizer(session: Session, folder: Path) -> dict[str, Any]:
@@ -306,10 +181,6 @@ def _write_manifest(
         "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
     }
     _write_json(partial / MANIFEST, manifest)
-
-
-def _random_state_file(process_index: int) -> str:
-    return f"random-state-{process_index}.json"
 
 
 def _go_on_with_schedule(scheduler: LRScheduler, applied_steps: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.finiteness import names_of_not_finite, some_of
-from lowmem_ft.training.checkpoint import Progress, find_checkpoint
+from lowmem_ft.training.checkpoint_folders import Progress, find_checkpoint
 from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult

@@ -1,7 +1,7 @@
 """The training run: open the folder, build, step until done, evaluate, save.
 
-Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoint.Progress`, so that a run that was killed
-goes on as if it had not been. A run ends in one of four ways: done (a model folder), interrupted by a signal (a
+Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoint_folders.Progress`, so that a run that was
+killed goes on as if it had not been. A run ends in one of four ways: done (a model folder), interrupted by a signal (a
 checkpoint and exit code 128 + signal), stopped because step after step was not finite, or with a user error. A signal
 before the first step ends the process at once, as there is nothing to save.
 """
@@ -29,13 +29,8 @@ from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality import refuse_bidirectional_weights
-from lowmem_ft.training.checkpoint import (
-    Progress,
-    delete_old_checkpoints,
-    load_checkpoint,
-    read_progress,
-    save_checkpoint,
-)
+from lowmem_ft.training.checkpoint import load_checkpoint, save_checkpoint
+from lowmem_ft.training.checkpoint_folders import Progress, delete_old_checkpoints, read_progress
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.evaluation import EvaluationResult, evaluate
 from lowmem_ft.training.finished_model import save_finished_model
@@ -72,11 +67,12 @@ class TrainResult:
     evaluation: EvaluationResult | None
 
 
-def train(recipe: Recipe) -> TrainResult:
+def train(recipe: Recipe, folder: RunFolder | None = None) -> TrainResult:
     """Train what the recipe says, from a fresh start or from a checkpoint, and save the model.
 
     Args:
         recipe: see :func:`lowmem_ft.load_recipe`.
+        folder: what :meth:`RunFolder.open` made of the recipe; None: opened here.
 
     Returns:
         Where everything lies and how it ended.
@@ -88,13 +84,13 @@ def train(recipe: Recipe) -> TrainResult:
     """
     check_recipe(recipe)
     with deterministic_kernels(recipe.training.full_determinism):
-        return _train(recipe)
+        return _train(recipe, folder)
 
 
-def _train(recipe: Recipe) -> TrainResult:
+def _train(recipe: Recipe, folder: RunFolder | None) -> TrainResult:
     run: TrainingRun | None = None
     try:
-        run = TrainingRun(recipe)
+        run = TrainingRun(recipe, folder)
         return run.train()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -118,11 +114,11 @@ def _train(recipe: Recipe) -> TrainResult:
 class TrainingRun:
     """One call of :func:`train`: what its parts share."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder | None = None) -> None:
         config = recipe.training
         self.recipe = recipe
         self.interruption = Interruption()
-        self.folder = RunFolder.open(recipe)
+        self.folder = folder or RunFolder.open(recipe)
         if config.push_to_hub:
             check_upload()
         self.runtime = AccelerateRuntime.create(config, self.folder.path)

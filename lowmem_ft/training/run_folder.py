@@ -12,7 +12,7 @@ from typing import Any
 from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.paths import MODEL_FOLDER, run_folder_of
-from lowmem_ft.training.checkpoint import (
+from lowmem_ft.training.checkpoint_folders import (
     Progress,
     checkpoints_after,
     find_checkpoint,

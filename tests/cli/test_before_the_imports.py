@@ -17,6 +17,9 @@ COMMANDS = [
     ["train", "recipe=tiny", "data.chat_template=nowhere.jinja"],
     ["train", "recipe=tiny", "training.output_dir=/proc/nowhere"],
     ["train", "recipe=tiny", "training.resume_from_checkpoint=nowhere"],
+    ["train", "recipe=tiny", "training.output_dir=old_run"],
+    ["train", "recipe=tiny", "training.output_dir=old_run", "training.resume_from_checkpoint=auto"],
+    ["train", "recipe=tiny", "training.resume_from_checkpoint=old_run/checkpoint-5"],
     ["train", "recipe=tiny", "offload.optimizer=host", "offload.folder=nowhere"],
     ["estimate", "recipe=nothing"],
     ["estimate", "recipe=tiny", "training.sed=1"],
@@ -29,6 +32,9 @@ COMMANDS = [
 
 def test_each_is_told_without_them(tmp_path):
     """All in one process, as nothing that one of them imports may hide behind another."""
+    (tmp_path / "old_run" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "old_run" / "recipe.yaml").write_text("name: of another model")
+    (tmp_path / "old_run" / "metrics.jsonl").write_text("")
     code = f"""
 import sys
 from lowmem_ft.cli import main

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from lowmem_ft.cli import train as train_command
 from lowmem_ft.errors import UserError
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+from lowmem_ft.training import loop
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
 
@@ -23,9 +23,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
 def trained(monkeypatch: pytest.MonkeyPatch):
     """The recipes that reach the training loop, in place of training them."""
     recipes: list = []
-    training = types.ModuleType("lowmem_ft.training")
-    training.train = recipes.append  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "lowmem_ft.training", training)
+    monkeypatch.setattr(loop, "train", lambda recipe, folder: recipes.append(recipe))
     monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
     for variable in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
@@ -98,15 +96,15 @@ class DoesNotFitError(UserError):
 
 @pytest.mark.parametrize("raised,code", [(DoesNotFitError("too big"), 3), (KeyboardInterrupt(), 130)])
 def test_the_exit_code_says_whose_fault_it_is(trained, monkeypatch, raised, code):
-    def fail(recipe: object) -> None:
+    def fail(recipe: object, folder: object) -> None:
         raise raised
 
-    monkeypatch.setattr(sys.modules["lowmem_ft.training"], "train", fail)
+    monkeypatch.setattr(loop, "train", fail)
     assert train_command.main(["recipe=tiny"]) == code
 
 
 def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
-    monkeypatch.setattr(sys.modules["lowmem_ft.training"], "train", lambda recipe: 1 / 0)
+    monkeypatch.setattr(loop, "train", lambda recipe, folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train_command.main(["recipe=tiny"])
 
@@ -122,10 +120,10 @@ def test_a_reader_that_has_seen_enough_ends_the_command_in_silence(monkeypatch, 
 
 
 def test_a_pipe_that_breaks_within_a_run_is_our_own_bug(trained, monkeypatch):
-    def fail(recipe: object) -> None:
+    def fail(recipe: object, folder: object) -> None:
         raise BrokenPipeError("a data loader's worker")
 
-    monkeypatch.setattr(sys.modules["lowmem_ft.training"], "train", fail)
+    monkeypatch.setattr(loop, "train", fail)
     with pytest.raises(BrokenPipeError):
         train_command.main(["recipe=tiny"])
 

@@ -19,6 +19,8 @@ SIZES = {
     "max_position_embeddings": 32,
 }
 XLM_SIZES = {"vocab_size": 64, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32}
+XLNET_SIZES = {"vocab_size": 64, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
+CPMANT_SIZES = SIZES | {"dim_head": 8, "dim_ff": 64, "prompt_length": 4, "prompt_types": 4}
 GEMMA_SIZES = SIZES | {"num_key_value_heads": 4, "head_dim": 8}
 
 
@@ -46,6 +48,8 @@ def later_tokens_matter(hf_config) -> bool:
         ("bert-generation", SIZES | {"is_decoder": True}),
         ("xlm", XLM_SIZES),
         ("xlm", XLM_SIZES | {"causal": True}),
+        ("cpmant", CPMANT_SIZES),
+        ("xlnet", XLNET_SIZES),
         ("gpt_neox", SIZES),
         ("llama", SIZES),
         ("llama", SIZES | {"is_causal": False}),

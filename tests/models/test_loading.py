@@ -168,6 +168,17 @@ def test_a_gguf_file_that_ends_early_is_refused_wherever_it_ends(folder, tmp_pat
             load(ModelConfig(name_or_path=str(path)))
 
 
+def test_a_weight_of_a_gguf_file_that_is_not_finite_is_named(folder, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    weight.data[0, 0] = float("nan")
+    path = tmp_path / "tiny.gguf"
+    _write_gguf(gguf, model, path)
+    with pytest.raises(ModelError, match=r"tiny\.gguf.*NaN.*: model\.layers\.1\.mlp\.up_proj\.weight\."):
+        load(ModelConfig(name_or_path=str(path)))
+
+
 def _write_gguf(gguf, model, path):
     """The tiny Llama as an unquantised GGUF, by the names and the rotary permutation that llama.cpp uses."""
     config = model.config

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lowmem_ft.data import DataPosition
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.training import loop, train
-from lowmem_ft.training.checkpoint import Progress
+from lowmem_ft.training.checkpoint_folders import Progress
 from lowmem_ft.training.health import RunHealth
 from lowmem_ft.training.merging import merge_into_base
 

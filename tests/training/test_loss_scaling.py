@@ -15,7 +15,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.training import checkpoint, loop, train
-from lowmem_ft.training.checkpoint import Progress
+from lowmem_ft.training.checkpoint_folders import Progress
 from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import train_step

@@ -1,0 +1,20 @@
+"""The place in the data from which a run can go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPosition:
+    """A place in the data, independent of the shape of batches.
+
+    Args:
+        seed: of the order.
+        epoch: from 0.
+        index: rows of the epoch's order that are done: examples, or packed rows with packing.
+    """
+
+    seed: int
+    epoch: int = 0
+    index: int = 0

@@ -1,0 +1,156 @@
+"""The folders of checkpoints: which are there, which are whole, how far their runs had come.
+
+Reads ``checkpoint.json`` alone and imports no torch, so that a command can say what is wrong with a run's folder before
+the imports that take seconds. ``checkpoint.py`` reads and writes what lies in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.data.position import DataPosition
+from lowmem_ft.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run has come; all that the loop counts.
+
+    Args:
+        position: the next example to train on.
+        data_tokens: tokens of the training data, by which other data is noticed; None when streaming.
+        step: optimizer steps taken, skipped ones included.
+        tokens: tokens seen, padding excluded, in all processes.
+        skipped_steps: steps whose loss or gradient was not finite.
+        skipped_in_a_row: how many of those came last, without an applied step between.
+        loss: of the last step.
+        evaluated_step: where the last evaluation was; None before the first.
+    """
+
+    position: DataPosition
+    data_tokens: int | None = None
+    step: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    loss: float | None = None
+    evaluated_step: int | None = None
+
+
+def read_progress(folder: Path) -> Progress:
+    """How far the run of a complete checkpoint had come."""
+    progress = read_manifest(folder)["progress"]
+    return Progress(**dict(progress, position=DataPosition(**progress["position"])))
+
+
+def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | None:
+    """The newest complete checkpoint of a run (``before`` a step), or None; others are passed over with a warning."""
+    for folder in _newest_first(output_dir):
+        if before is not None and _step_of(folder) >= before:
+            continue
+        try:
+            read_manifest(folder)
+        except CheckpointError as error:
+            logger.warning("%s Passing over it.", error)
+        else:
+            return folder
+    return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What ``checkpoint.json`` says, once every file it lists is there in full.
+
+    Raises:
+        CheckpointError: if the folder is no complete checkpoint of a format this version knows.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint: it has no readable {MANIFEST}, which is written last. Resume from "
+            "another one, or set training.resume_from_checkpoint=auto to take the newest complete one."
+        ) from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} has checkpoint format {manifest.get('format')}, and this version reads {FORMAT}. "
+            "Resume with the lowmem_ft that wrote it."
+        )
+    wrong = [name for name, size in files.items() if _size(folder / name) != size]
+    if wrong:
+        raise CheckpointError(
+            f"{folder} is damaged: {', '.join(wrong)} missing or of another size than was written."
+        )
+    return manifest
+
+
+def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints (None: keep all) and whatever an interrupted save left behind.
+
+    Args:
+        output_dir: the run folder.
+        keep: how many to leave.
+        step: the run's step; a checkpoint beyond it is not this run's (a damaged one that was passed over) and neither
+            counts nor goes.
+    """
+    for leftover in output_dir.glob("checkpoint-*.incomplete"):
+        if _NAME.fullmatch(leftover.name.removesuffix(".incomplete")):
+            shutil.rmtree(leftover)
+    own = [
+        folder
+        for folder in _newest_first(output_dir)
+        if _step_of(folder) <= step and is_own_checkpoint(folder)
+    ]
+    for folder in own[keep:] if keep is not None else []:
+        shutil.rmtree(folder)
+
+
+def checkpoints_after(output_dir: Path, step: int) -> list[Path]:
+    """Complete checkpoints of steps that a run going on from ``step`` has yet to take, newest first."""
+    return [
+        folder for folder in _newest_first(output_dir) if _step_of(folder) > step and _is_complete(folder)
+    ]
+
+
+def is_own_checkpoint(folder: Path) -> bool:
+    """Whether a folder called ``checkpoint-N`` is of our making, whole or not: other trainers use the same name."""
+    first_written = folder / random_state_file(0)
+    return folder.name.endswith(".incomplete") or (folder / MANIFEST).exists() or first_written.exists()
+
+
+def random_state_file(process_index: int) -> str:
+    """The file in a checkpoint that holds a process's random state."""
+    return f"random-state-{process_index}.json"
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _newest_first(output_dir: Path) -> list[Path]:
+    folders = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(folders, key=_step_of, reverse=True)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("checkpoint-"))
+
+
+def _size(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
