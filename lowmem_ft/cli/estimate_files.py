@@ -28,7 +28,7 @@ def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace) -> Non
     """The plot and the allocator's snapshot, where they were asked for."""
     from lowmem_ft.reports.memory_plot import write_plot
     from lowmem_ft.reports.snapshot import write_snapshot
-    from lowmem_ft.virtual_gpu.estimate import allocator_config_of_environment
+    from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_environment
 
     config = allocator_config_of_environment()
     if options.plot is not None:

@@ -15,7 +15,7 @@ from lowmem_ft.estimator.estimate import estimate_memory
 from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.ways_out import WayOut, ways_out_of
+from lowmem_ft.training.remediations import Remediation, remediations_for
 
 NUM_CHANGES = 3
 ENOUGH_ESTIMATES = 20
@@ -93,8 +93,8 @@ def cheapest_changes(
 class ChangeSearch:
     """Looks for the cheapest ways to make a recipe fit; each step of the iteration is one that has been found.
 
-    A way is as dear as the dearest change in it, in the order of ``ways_out_of``, and holds no change that it could do
-    without. Each does without the dearest change of those before it.
+    A way is as dear as the dearest change in it, in the order of ``remediations_for``, and holds no change that it
+    could do without. Each does without the dearest change of those before it.
 
     An estimate takes seconds, so the dearest change is found by bisection: what fits is taken to fit with further
     changes too. Where that is not so (more rows may wait in vertical order) a cheaper way can be missed; each that is
@@ -125,7 +125,7 @@ class ChangeSearch:
 
     def __iter__(self) -> Iterator[Change]:
         """The ways, cheapest first; three at most."""
-        ways = self._that_run(list(ways_out_of(self._recipe, has_bfloat16=self._has_bfloat16())))
+        ways = self._that_run(list(remediations_for(self._recipe, has_bfloat16=self._has_bfloat16())))
         self._all_together = self._change(ways) if ways else None
         dearest = 0  # of the way before: without it, all the cheaper changes together do not fit
         while len(self._found) < NUM_CHANGES and self._fits(ways):
@@ -152,24 +152,24 @@ class ChangeSearch:
         """
         return Changes(fitting=tuple(self._found), all_together=self._all_together, complete=complete)
 
-    def _that_run(self, ways: Sequence[WayOut]) -> list[WayOut]:
+    def _that_run(self, ways: Sequence[Remediation]) -> list[Remediation]:
         """Those that the device and the model can be trained with; not bf16 where it has none, for instance."""
         if not ways or self._runs(ways):
             return list(ways)
-        kept: list[WayOut] = []
+        kept: list[Remediation] = []
         for way in ways:
             if self._runs([*kept, way]):
                 kept.append(way)
         return kept
 
-    def _fits(self, ways: Sequence[WayOut]) -> bool:
+    def _fits(self, ways: Sequence[Remediation]) -> bool:
         """Whether the recipe does with these changes, of which there is one at least."""
         if not ways:
             return False
         estimate = self._estimate(ways)
         return not isinstance(estimate, UserError) and estimate.fits
 
-    def _cheapest_with(self, dearest: WayOut, cheaper: Sequence[WayOut]) -> Change:
+    def _cheapest_with(self, dearest: Remediation, cheaper: Sequence[Remediation]) -> Change:
         """The dearest change with as few and as cheap others as it needs, where all of them together fit."""
         if self._fits([dearest]):
             return self._change([dearest])
@@ -180,7 +180,7 @@ class ChangeSearch:
                 needed = without
         return self._change(needed)
 
-    def _change(self, ways: Sequence[WayOut]) -> Change:
+    def _change(self, ways: Sequence[Remediation]) -> Change:
         """The recipe with some changes, which can run."""
         estimate = self._estimate(ways)
         assert not isinstance(estimate, UserError), "only changes that run get so far"
@@ -190,10 +190,10 @@ class ChangeSearch:
             estimate=estimate,
         )
 
-    def _runs(self, ways: Sequence[WayOut]) -> bool:
+    def _runs(self, ways: Sequence[Remediation]) -> bool:
         return not isinstance(self._estimate(ways), UserError)
 
-    def _estimate(self, ways: Sequence[WayOut]) -> MemoryEstimate | UserError:
+    def _estimate(self, ways: Sequence[Remediation]) -> MemoryEstimate | UserError:
         overrides = _overrides(self._recipe, ways)
         if overrides not in self._estimates:
             self._on_estimate(len(self._estimates))
@@ -207,12 +207,12 @@ class ChangeSearch:
         return self._estimates[overrides]
 
 
-def _overrides(recipe: Recipe, ways: Sequence[WayOut]) -> tuple[str, ...]:
+def _overrides(recipe: Recipe, ways: Sequence[Remediation]) -> tuple[str, ...]:
     """What to type for some changes; of two values for one key the later counts."""
     settings: dict[str, Any] = {}
     for way in ways:
         settings |= way.settings
-    return WayOut(
+    return Remediation(
         settings={key: value for key, value in settings.items() if value != operator.attrgetter(key)(recipe)},
         why="",
     ).overrides

@@ -19,18 +19,18 @@ from lowmem_ft.estimator.tracing import TracedRecipe, trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.optimizers.table import OPTIMIZERS
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.virtual_gpu.estimate import (
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
+from lowmem_ft.virtual_gpu.replay.estimate import (
     Surroundings,
     allocator_config_of_environment,
     estimate_on_cpu,
     estimate_on_gpu,
 )
-from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.outside import process_overhead_bytes
-from lowmem_ft.virtual_gpu.replays import Replays
-from lowmem_ft.virtual_gpu.scratch import cublas_workspace_bytes
-from lowmem_ft.virtual_gpu.workspaces import with_workspaces
+from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
+from lowmem_ft.virtual_gpu.replay.replays import Replays
 
 
 def estimate_memory(

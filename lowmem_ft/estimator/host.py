@@ -6,7 +6,7 @@ from lowmem_ft.estimator.tracing import TracedRecipe
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.units import MIB
-from lowmem_ft.virtual_gpu.host_peak import HostOutside
+from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 
 PROCESS_BYTES = 450 * MIB
 """Python with torch, transformers, accelerate and datasets imported, before any model: 424 MiB resident measured for

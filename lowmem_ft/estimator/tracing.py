@@ -23,14 +23,14 @@ from lowmem_ft.estimator.layers import ShallowModel, shallow_model, with_num_lay
 from lowmem_ft.estimator.worst_batch import row_length, worst_batch
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.techniques.parameter_streaming import ParameterStreaming
+from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
 from lowmem_ft.training.build import Plan, build_session, plan_session
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
-from lowmem_ft.virtual_gpu.extension import NotRegularError
-from lowmem_ft.virtual_gpu.extension import extend as extend_trace
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.replay.layer_extrapolation import NotRegularError
+from lowmem_ft.virtual_gpu.replay.layer_extrapolation import extend as extend_trace
 from lowmem_ft.virtual_gpu.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.virtual_gpu.trace import Trace
 

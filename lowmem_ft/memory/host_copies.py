@@ -24,7 +24,7 @@ STAGING_BYTES = 16 * MIB
 """Of each of the two pinned buffers through which pageable memory is copied, each way."""
 
 
-class Moment:
+class CopyEvent:
     """A point in a stream's work, such as the end of a copy; on a CPU, where all is done at once, it is always past."""
 
     __slots__ = ("_event",)
@@ -59,26 +59,28 @@ class CopyEngine:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_asynchronous = kernels_of(device) == "cuda"
-        self._leaving: deque[tuple[Moment, Tensor]] = deque()
-        self._buffers: dict[tuple[str, int], tuple[Tensor, Moment]] = {}
+        self._leaving: deque[tuple[CopyEvent, Tensor]] = deque()
+        self._buffers: dict[tuple[str, int], tuple[Tensor, CopyEvent]] = {}
         if self._is_asynchronous:
             self._module: Any = torch.get_device_module(device)
             self._inward, self._outward = self._module.Stream(device), self._module.Stream(device)
 
-    def now(self) -> Moment:
+    def now(self) -> CopyEvent:
         """The end of all work that the computing stream has been given so far."""
-        return Moment(self._compute.record_event()) if self._is_asynchronous else Moment()
+        return CopyEvent(self._compute.record_event()) if self._is_asynchronous else CopyEvent()
 
-    def wait(self, moment: Moment) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """Let the computing stream's further work wait."""
         if self._is_asynchronous:
-            moment.hold(self._compute)
+            event.hold(self._compute)
 
-    def to_device(self, host: Tensor, target: Tensor, *, after: Iterable[Moment] | None = None) -> Moment:
+    def to_device(
+        self, host: Tensor, target: Tensor, *, after: Iterable[CopyEvent] | None = None
+    ) -> CopyEvent:
         """Copy from the host.
 
         Args:
-            host: source; what fills it must be done (:meth:`Moment.synchronize`) or be named in ``after``.
+            host: source; what fills it must be done (:meth:`CopyEvent.synchronize`) or be named in ``after``.
             target: on the device; the caller keeps it until the copy is done.
             after: what must be over before ``target`` is written; None: all computing so far.
 
@@ -87,17 +89,17 @@ class CopyEngine:
         """
         if not self._is_asynchronous:
             target.copy_(host)
-            return Moment()
+            return CopyEvent()
         with self._on(self._inward, after):
             if host.is_pinned():
                 target.copy_(host, non_blocking=True)
             else:
                 self._stage_in(host, target)
-            return Moment(self._inward.record_event())
+            return CopyEvent(self._inward.record_event())
 
     def to_host(
-        self, source: Tensor, host: Tensor, *, after: Iterable[Moment] | None = None, keep: bool = True
-    ) -> Moment:
+        self, source: Tensor, host: Tensor, *, after: Iterable[CopyEvent] | None = None, keep: bool = True
+    ) -> CopyEvent:
         """Copy to the host.
 
         Args:
@@ -112,13 +114,13 @@ class CopyEngine:
         """
         if not self._is_asynchronous:
             host.copy_(source)
-            return Moment()
+            return CopyEvent()
         with self._on(self._outward, after):
             if host.is_pinned():
                 host.copy_(source, non_blocking=True)
             else:
                 self._stage_out(source, host)
-            end = Moment(self._outward.record_event())
+            end = CopyEvent(self._outward.record_event())
         if keep:
             self._leaving.append((end, source))
             self._let_go(SOURCES_KEPT)
@@ -146,9 +148,9 @@ class CopyEngine:
         return self._module.current_stream(self.device)
 
     @contextlib.contextmanager
-    def _on(self, stream: Any, after: Iterable[Moment] | None) -> Iterator[None]:
-        for moment in (self.now(),) if after is None else after:
-            moment.hold(stream)
+    def _on(self, stream: Any, after: Iterable[CopyEvent] | None) -> Iterator[None]:
+        for event in (self.now(),) if after is None else after:
+            event.hold(stream)
         with self._module.stream(stream):
             yield
 
@@ -163,7 +165,7 @@ class CopyEngine:
             self._travels("in", index % 2, self._inward)
 
     def _stage_out(self, source: Tensor, host: Tensor) -> None:
-        arrived: list[tuple[Tensor, Tensor, Moment]] = []
+        arrived: list[tuple[Tensor, Tensor, CopyEvent]] = []
         for index, (part, place) in enumerate(zip(_parts(source), _parts(host), strict=True)):
             buffer = self._free_buffer("out", index % 2)[: len(part)]
             buffer.copy_(part, non_blocking=True)
@@ -176,14 +178,14 @@ class CopyEngine:
     def _free_buffer(self, direction: str, number: int) -> Tensor:
         key = (direction, number)
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True), Moment()
+            self._buffers[key] = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True), CopyEvent()
         buffer, travelled = self._buffers[key]
         travelled.synchronize()
         return buffer
 
-    def _travels(self, direction: str, number: int, stream: Any) -> Moment:
+    def _travels(self, direction: str, number: int, stream: Any) -> CopyEvent:
         buffer, _ = self._buffers[direction, number]
-        end = Moment(stream.record_event())
+        end = CopyEvent(stream.record_event())
         self._buffers[direction, number] = buffer, end
         return end
 
@@ -193,7 +195,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.detach().view(-1).view(torch.uint8).split(STAGING_BYTES)
 
 
-def _unload(arrived: tuple[Tensor, Tensor, Moment]) -> None:
+def _unload(arrived: tuple[Tensor, Tensor, CopyEvent]) -> None:
     place, buffer, end = arrived
     end.synchronize()
     place.copy_(buffer)

@@ -10,7 +10,6 @@ from lowmem_ft.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from lowmem_ft.models.architecture import hub_id_of
     from lowmem_ft.models.config import ModelConfig
-    from lowmem_ft.models.finer_weights import load_finer_weights
     from lowmem_ft.models.loading import (
         compute_dtype,
         load_model,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         weights_dtype,
     )
     from lowmem_ft.models.mapped_weights import weights_in_files
+    from lowmem_ft.models.master_weights import load_master_weights
     from lowmem_ft.models.quantization import (
         check_quantization,
         log_quantization,
@@ -34,7 +34,7 @@ __all__ = [
     "check_quantization",
     "compute_dtype",
     "hub_id_of",
-    "load_finer_weights",
+    "load_master_weights",
     "load_model",
     "load_model_config",
     "load_tokenizer",
@@ -57,7 +57,7 @@ __getattr__ = lazy_exports(
         "check_quantization": "quantization",
         "compute_dtype": "loading",
         "hub_id_of": "architecture",
-        "load_finer_weights": "finer_weights",
+        "load_master_weights": "master_weights",
         "load_model": "loading",
         "load_model_config": "loading",
         "load_tokenizer": "loading",

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from lowmem_ft.optimizers.create import create_optimizer, may_lose_updates, parameter_groups
     from lowmem_ft.optimizers.pieces import Piece
     from lowmem_ft.optimizers.state import OptimizerState, export_optimizer_state, import_optimizer_state
-    from lowmem_ft.optimizers.state_home import DeviceHome, StateHome
+    from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
     from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer
 
 __all__ = [
     "OPTIMIZERS",
     "ChunkedOptimizer",
-    "DeviceHome",
+    "DeviceStorage",
     "OptimizerConfig",
     "OptimizerState",
     "Piece",
-    "StateHome",
+    "StateStorage",
     "check_optimizer",
     "create_optimizer",
     "export_optimizer_state",
@@ -37,11 +37,11 @@ __getattr__ = lazy_exports(
     {
         "OPTIMIZERS": "table",
         "ChunkedOptimizer": "chunked_optimizer",
-        "DeviceHome": "state_home",
+        "DeviceStorage": "state_storage",
         "OptimizerConfig": "config",
         "OptimizerState": "state",
         "Piece": "pieces",
-        "StateHome": "state_home",
+        "StateStorage": "state_storage",
         "check_optimizer": "table",
         "create_optimizer": "create",
         "export_optimizer_state": "state",

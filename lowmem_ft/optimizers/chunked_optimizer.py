@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.devices import is_apart, kernels_of
-from lowmem_ft.memory.host_copies import Moment
+from lowmem_ft.memory.host_copies import CopyEvent
 from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
 from lowmem_ft.optimizers.counter_random import CounterRandom
 from lowmem_ft.optimizers.master_formats import MasterFormat, master_format
 from lowmem_ft.optimizers.operators import BLOCK
 from lowmem_ft.optimizers.pieces import Job, Part, Piece
 from lowmem_ft.optimizers.state_formats import StateFormat, state_format
-from lowmem_ft.optimizers.state_home import DeviceHome, StateHome
+from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
 from lowmem_ft.optimizers.update_rule import Chunk, Step, UpdateRule, WholeParameterRule
 from lowmem_ft.repetition import rounds, stand_for
 
@@ -72,7 +72,7 @@ class ChunkedOptimizer(Optimizer):
         self.state_format = state
         self.master_format = master
         self.seed = seed
-        self.home: StateHome = DeviceHome()
+        self.home: StateStorage = DeviceStorage()
         self.chunk_elements: int | None = None
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
@@ -222,7 +222,7 @@ class ChunkedOptimizer(Optimizer):
         self._update_hooks[handle.id] = hook
         return handle
 
-    def written(self, parameter: nn.Parameter) -> Moment:
+    def written(self, parameter: nn.Parameter) -> CopyEvent:
         """The end of the last copy that brought an updated weight back to where it waits; if it does, wait for it."""
         return self.home.written(parameter)
 

@@ -1,7 +1,8 @@
 """The formats' arithmetic as operators of torch: ``lowmem_ft::read_split``, ``write_blocks`` and so on.
 
 Each is a dozen elementwise kernels over a chunk. As one operator it is one entry in a profile and in a trace, whose
-temporaries ``virtual_gpu/scratch.py`` knows by the element, and the place where a kernel of its own can stand in.
+temporaries ``virtual_gpu/kernels/workspaces.py`` knows by the element, and the place where a kernel of its own can
+stand in.
 
 All of it works on the bits of float32 as int32. The upper half of a float32 is a bfloat16; "nearest" rounds it with
 ties away from zero.

@@ -11,7 +11,7 @@ from lowmem_ft.errors import DataError, UserError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.techniques.adapter_folder import CONFIG_FILE, read_adapter_config
+from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, read_adapter_config
 
 MODEL_FOLDER = "model"
 """Where in its folder a run leaves the finished model, or its adapters."""

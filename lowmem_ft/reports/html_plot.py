@@ -10,7 +10,7 @@ from string import Template
 
 from lowmem_ft.memory.category import PHASES, Category
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.reports.memory_series import STACKED, Moment, phase_bands
+from lowmem_ft.reports.memory_series import STACKED, MemorySample, phase_bands
 from lowmem_ft.reports.plot_frame import (
     COLOURS,
     PHASE_SHADES,
@@ -27,18 +27,18 @@ LEFT, RIGHT, TOP, BOTTOM = 72, 8, 24, 8
 """Margins of the plot within the drawing."""
 
 
-def html_plot(estimate: MemoryEstimate, moments: Sequence[Moment]) -> str:
+def html_plot(estimate: MemoryEstimate, samples: Sequence[MemorySample]) -> str:
     """The page, with everything in it: it loads nothing.
 
     Args:
         estimate: what it is about.
-        moments: of the estimate's timeline; at least one.
+        samples: of the estimate's timeline; at least one.
 
     Returns:
         The text of an HTML file.
     """
-    frame = PlotFrame.around(estimate, moments)
-    shown = shown_categories(moments)
+    frame = PlotFrame.around(estimate, samples)
+    shown = shown_categories(samples)
     drawing = _Drawing(frame)
     page = Template(files("lowmem_ft.reports").joinpath("memory_plot.html").read_text(encoding="utf-8"))
     return page.substitute(
@@ -48,11 +48,11 @@ def html_plot(estimate: MemoryEstimate, moments: Sequence[Moment]) -> str:
             f"Stacked memory over the run; {peak_words(estimate)}. The table below says the same."
         ),
         size=f"0 0 {WIDTH} {HEIGHT}",
-        drawing="\n".join(drawing.elements(estimate, moments, shown)),
+        drawing="\n".join(drawing.elements(estimate, samples, shown)),
         legend="\n".join(_legend(shown)),
         table_head="".join(f"<th>{CATEGORY_WORDS[category]}</th>" for category in shown),
-        table_rows="\n".join(_table_rows(moments, shown)),
-        data=_data(moments, shown, drawing),
+        table_rows="\n".join(_table_rows(samples, shown)),
+        data=_data(samples, shown, drawing),
     )
 
 
@@ -73,17 +73,17 @@ class _Drawing:
         return round(HEIGHT - BOTTOM - size_bytes / self._frame.top_bytes * (HEIGHT - TOP - BOTTOM), 1)
 
     def elements(
-        self, estimate: MemoryEstimate, moments: Sequence[Moment], shown: Sequence[Category]
+        self, estimate: MemoryEstimate, samples: Sequence[MemorySample], shown: Sequence[Category]
     ) -> Iterator[str]:
         """Everything but what moves with the pointer."""
-        yield from self._bands(moments)
+        yield from self._bands(samples)
         yield from self._grid()
-        yield from self._areas(moments, shown)
+        yield from self._areas(samples, shown)
         yield from self._limit(estimate)
-        yield from self._peak(estimate, moments)
+        yield from self._peak(estimate, samples)
 
-    def _bands(self, moments: Sequence[Moment]) -> Iterator[str]:
-        for phase, start, end in phase_bands(moments, self._frame.end):
+    def _bands(self, samples: Sequence[MemorySample]) -> Iterator[str]:
+        for phase, start, end in phase_bands(samples, self._frame.end):
             left, width = self.x(start), round(self.x(end) - self.x(start), 1)
             shade, height = PHASE_SHADES[phase], HEIGHT - BOTTOM
             yield f'<rect x="{left}" y="0" width="{width}" height="{height}" class="band" opacity="{shade}"/>'
@@ -97,18 +97,18 @@ class _Drawing:
             yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" class="grid"/>'
             yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_bytes(tick)}</text>'
 
-    def _areas(self, moments: Sequence[Moment], shown: Sequence[Category]) -> Iterator[str]:
-        below = [0] * len(moments)
+    def _areas(self, samples: Sequence[MemorySample], shown: Sequence[Category]) -> Iterator[str]:
+        below = [0] * len(samples)
         for category in shown:
             index = STACKED.index(category)
-            above = [low + moment.stacked_bytes[index] for low, moment in zip(below, moments, strict=True)]
-            edge = self._points(moments, above) + self._points(moments, below)[::-1]
+            above = [low + sample.stacked_bytes[index] for low, sample in zip(below, samples, strict=True)]
+            edge = self._points(samples, above) + self._points(samples, below)[::-1]
             yield f'<polygon points="{" ".join(edge)}" fill="{COLOURS[category]}"/>'
             below = above
 
-    def _points(self, moments: Sequence[Moment], sizes_bytes: Sequence[int]) -> list[str]:
-        pairs = zip(moments, sizes_bytes, strict=True)
-        return [f"{self.x(moment.position)},{self.y(size)}" for moment, size in pairs]
+    def _points(self, samples: Sequence[MemorySample], sizes_bytes: Sequence[int]) -> list[str]:
+        pairs = zip(samples, sizes_bytes, strict=True)
+        return [f"{self.x(sample.position)},{self.y(size)}" for sample, size in pairs]
 
     def _limit(self, estimate: MemoryEstimate) -> Iterator[str]:
         if self._frame.shows_limit:
@@ -116,8 +116,8 @@ class _Drawing:
             yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" class="limit"/>'
             yield f'<text x="{LEFT + 6}" y="{y - 5:.1f}">{escape(self._frame.limit_words)}</text>'
 
-    def _peak(self, estimate: MemoryEstimate, moments: Sequence[Moment]) -> Iterator[str]:
-        peak = max(moments, key=lambda moment: moment.total_bytes)
+    def _peak(self, estimate: MemoryEstimate, samples: Sequence[MemorySample]) -> Iterator[str]:
+        peak = max(samples, key=lambda sample: sample.total_bytes)
         x, y = self.x(peak.position), self.y(peak.total_bytes)
         anchor = "end" if x > WIDTH / 2 else "start"
         yield f'<circle cx="{x}" cy="{y}" r="4" class="peak"/>'
@@ -142,36 +142,36 @@ def _legend(shown: Sequence[Category]) -> Iterator[str]:
         )
 
 
-def _table_rows(moments: Sequence[Moment], shown: Sequence[Category]) -> Iterator[str]:
-    """The highest moment of each phase."""
+def _table_rows(samples: Sequence[MemorySample], shown: Sequence[Category]) -> Iterator[str]:
+    """The highest sample of each phase."""
     for phase in PHASES:
-        of_phase = [moment for moment in moments if moment.phase == phase]
+        of_phase = [sample for sample in samples if sample.phase == phase]
         if not of_phase:
             continue
-        highest = max(of_phase, key=lambda moment: moment.total_bytes)
+        highest = max(of_phase, key=lambda sample: sample.total_bytes)
         sizes = [highest.total_bytes, *(highest.stacked_bytes[STACKED.index(category)] for category in shown)]
         cells = "".join(f"<td>{format_bytes(size)}</td>" for size in sizes)
         module = escape(module_words(highest.module))
         yield f"<tr><th>{PHASE_WORDS[phase]}</th>{cells}<td>{module}</td></tr>"
 
 
-def _data(moments: Sequence[Moment], shown: Sequence[Category], drawing: _Drawing) -> str:
-    """What the page's script reads: per moment its x, phase, module, and bytes in the order of the legend."""
-    modules = sorted({moment.module for moment in moments})
+def _data(samples: Sequence[MemorySample], shown: Sequence[Category], drawing: _Drawing) -> str:
+    """What the page's script reads: per sample its x, phase, module, and bytes in the order of the legend."""
+    modules = sorted({sample.module for sample in samples})
     index_of_module = {module: index for index, module in enumerate(modules)}
     rows = [
         [
-            drawing.x(moment.position),
-            PHASES.index(moment.phase),
-            index_of_module[moment.module],
-            *(moment.stacked_bytes[STACKED.index(category)] for category in reversed(shown)),
+            drawing.x(sample.position),
+            PHASES.index(sample.phase),
+            index_of_module[sample.module],
+            *(sample.stacked_bytes[STACKED.index(category)] for category in reversed(shown)),
         ]
-        for moment in moments
+        for sample in samples
     ]
     data = {
         "phases": [PHASE_WORDS[phase] for phase in PHASES],
         "modules": [module_words(module) for module in modules],
-        "moments": rows,
+        "samples": rows,
     }
     # A module's name must not be able to end the script element.
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

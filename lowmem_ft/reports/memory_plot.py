@@ -13,7 +13,7 @@ from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.replay import replay
 from lowmem_ft.reports.html_plot import html_plot
-from lowmem_ft.reports.memory_series import STACKED, Moment, phase_bands, sample_memory
+from lowmem_ft.reports.memory_series import STACKED, MemorySample, phase_bands, sample_memory
 from lowmem_ft.reports.plot_frame import (
     COLOURS,
     PHASE_SHADES,
@@ -39,13 +39,13 @@ def write_plot(path: Path, estimate: MemoryEstimate, config: AllocatorConfig | N
         MissingPackageError: for a picture without matplotlib.
     """
     check_plot_path(path)
-    moments = sample_memory(estimate.timeline, sizes_bytes=_block_bytes(estimate, config))
-    if not moments:
+    samples = sample_memory(estimate.timeline, sizes_bytes=_block_bytes(estimate, config))
+    if not samples:
         raise UserError("A plot needs an estimate with its timeline, got one without allocations.")
     if path.suffix == ".html":
-        path.write_text(html_plot(estimate, moments), encoding="utf-8")
+        path.write_text(html_plot(estimate, samples), encoding="utf-8")
     else:
-        _write_png(path, estimate, moments)
+        _write_png(path, estimate, samples)
 
 
 def check_plot_path(path: Path) -> None:
@@ -71,18 +71,18 @@ def _block_bytes(estimate: MemoryEstimate, config: AllocatorConfig | None) -> Se
     return replay(estimate.timeline, CachingAllocator(config)).block_bytes
 
 
-def _write_png(path: Path, estimate: MemoryEstimate, moments: list[Moment]) -> None:
+def _write_png(path: Path, estimate: MemoryEstimate, samples: list[MemorySample]) -> None:
     # Without pyplot, which would look for a display.
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-    frame = PlotFrame.around(estimate, moments)
+    frame = PlotFrame.around(estimate, samples)
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    _draw_bands(axes, frame, moments)
-    shown = shown_categories(moments)
+    _draw_bands(axes, frame, samples)
+    shown = shown_categories(samples)
     axes.stackplot(
-        [moment.position for moment in moments],
-        [[moment.stacked_bytes[STACKED.index(category)] for moment in moments] for category in shown],
+        [sample.position for sample in samples],
+        [[sample.stacked_bytes[STACKED.index(category)] for sample in samples] for category in shown],
         labels=[CATEGORY_WORDS[category] for category in shown],
         colors=[COLOURS[category] for category in shown],
         linewidth=0,
@@ -96,7 +96,7 @@ def _write_png(path: Path, estimate: MemoryEstimate, moments: list[Moment]) -> N
         xlim=(frame.start, frame.end),
         ylim=(0, frame.top_bytes),
     )
-    _mark_peak(axes, estimate, moments)
+    _mark_peak(axes, estimate, samples)
     axes.set_yticks(frame.ticks_bytes, [format_bytes(tick) for tick in frame.ticks_bytes])
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
@@ -104,15 +104,15 @@ def _write_png(path: Path, estimate: MemoryEstimate, moments: list[Moment]) -> N
     figure.savefig(path, dpi=150)
 
 
-def _draw_bands(axes: Any, frame: PlotFrame, moments: list[Moment]) -> None:
-    for phase, start, end in phase_bands(moments, frame.end):
+def _draw_bands(axes: Any, frame: PlotFrame, samples: list[MemorySample]) -> None:
+    for phase, start, end in phase_bands(samples, frame.end):
         axes.axvspan(start, end, color="black", alpha=PHASE_SHADES[phase], linewidth=0)
         label = band_label(frame, phase, start, end)
         axes.text((start + end) / 2, 0.99, label, transform=axes.get_xaxis_transform(), ha="center", va="top")
 
 
-def _mark_peak(axes: Any, estimate: MemoryEstimate, moments: list[Moment]) -> None:
-    peak = max(moments, key=lambda moment: moment.total_bytes)
+def _mark_peak(axes: Any, estimate: MemoryEstimate, samples: list[MemorySample]) -> None:
+    peak = max(samples, key=lambda sample: sample.total_bytes)
     axes.plot(peak.position, peak.total_bytes, "o", color="black", markersize=4)
     is_right = peak.position > sum(axes.get_xlim()) / 2
     axes.annotate(

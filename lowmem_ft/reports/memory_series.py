@@ -1,4 +1,4 @@
-"""What a device's memory holds over a run, in few enough moments to draw, none of the peaks lost."""
+"""What a device's memory holds over a run, in few enough samples to draw, none of the peaks lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STACKED: tuple[Category, ...] = tuple(CATEGORY_WORDS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class MemorySample:
     """The device's memory right after one event of the timeline.
 
     Args:
@@ -38,8 +38,8 @@ class Moment:
 
 def sample_memory(
     timeline: Timeline, max_moments: int = 1000, sizes_bytes: Sequence[int] | None = None
-) -> list[Moment]:
-    """The timeline's device memory by category, at the highest moment of each stretch of events and of each phase.
+) -> list[MemorySample]:
+    """The timeline's device memory by category, at the highest sample of each stretch of events and of each phase.
 
     Args:
         timeline: of a run.
@@ -50,27 +50,27 @@ def sample_memory(
         Moments in order, every one as it was; none if nothing was allocated on the device.
     """
     num_events = len(timeline.events)
-    by_stretch: dict[int, Moment] = {}
-    by_phase: dict[Phase, Moment] = {}
+    by_stretch: dict[int, MemorySample] = {}
+    by_phase: dict[Phase, MemorySample] = {}
     for totals in _running_totals(timeline, sizes_bytes):
         _keep_highest(by_stretch, totals.position * max_moments // num_events, totals)
         _keep_highest(by_phase, totals.latest.phase, totals)
-    moments = {moment.position: moment for moment in (*by_stretch.values(), *by_phase.values())}
-    return [moments[position] for position in sorted(moments)]
+    samples = {sample.position: sample for sample in (*by_stretch.values(), *by_phase.values())}
+    return [samples[position] for position in sorted(samples)]
 
 
-def phase_bands(moments: Sequence[Moment], end: int) -> list[tuple[Phase, int, int]]:
+def phase_bands(samples: Sequence[MemorySample], end: int) -> list[tuple[Phase, int, int]]:
     """The stretches of one phase, end to end.
 
     Args:
-        moments: in order.
+        samples: in order.
         end: where the last stretch ends.
 
     Returns:
         Phase, first position and the position after the last, for each stretch.
     """
-    firsts = [next(run) for _, run in groupby(moments, key=lambda moment: moment.phase)]
-    ends = [*(moment.position for moment in firsts[1:]), end]
+    firsts = [next(run) for _, run in groupby(samples, key=lambda sample: sample.phase)]
+    ends = [*(sample.position for sample in firsts[1:]), end]
     return [(first.phase, first.position, stop) for first, stop in zip(firsts, ends, strict=True)]
 
 
@@ -102,10 +102,10 @@ def _running_totals(timeline: Timeline, sizes_bytes: Sequence[int] | None) -> It
         yield _RunningTotals(position, total_bytes, latest, stacked_bytes)
 
 
-def _keep_highest(highest: dict[KeyT, Moment], key: KeyT, totals: _RunningTotals) -> None:
+def _keep_highest(highest: dict[KeyT, MemorySample], key: KeyT, totals: _RunningTotals) -> None:
     so_far = highest.get(key)
     if so_far is None or totals.total_bytes > so_far.total_bytes:
-        highest[key] = Moment(
+        highest[key] = MemorySample(
             position=totals.position,
             phase=totals.latest.phase,
             module=totals.latest.module,

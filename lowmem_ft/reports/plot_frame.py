@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.reports.memory_series import STACKED, Moment
+from lowmem_ft.reports.memory_series import STACKED, MemorySample
 from lowmem_ft.reports.wording import PHASE_WORDS, module_words
 from lowmem_ft.units import GIB, KIB, MIB, TIB, format_bytes
 
@@ -57,15 +57,15 @@ class PlotFrame:
     limit_words: str
 
     @classmethod
-    def around(cls, estimate: MemoryEstimate, moments: Sequence[Moment]) -> PlotFrame:
-        """The frame that holds all moments, and the device's memory unless that would flatten them or is unknown."""
-        highest_bytes = max(moment.total_bytes for moment in moments)
+    def around(cls, estimate: MemoryEstimate, samples: Sequence[MemorySample]) -> PlotFrame:
+        """The frame that holds all samples, and the device's memory unless that would flatten them or is unknown."""
+        highest_bytes = max(sample.total_bytes for sample in samples)
         limit_bytes = estimate.gpu.memory_bytes
         shows_limit = 0 < limit_bytes <= 2 * highest_bytes
         top_bytes = max(highest_bytes, limit_bytes) if shows_limit else highest_bytes
         return cls(
-            start=moments[0].position,
-            end=max(moments[-1].position, moments[0].position + 1),
+            start=samples[0].position,
+            end=max(samples[-1].position, samples[0].position + 1),
             top_bytes=max(1, top_bytes * 11 // 10),
             shows_limit=shows_limit,
             limit_words=f"memory of {estimate.gpu.name}: {format_bytes(limit_bytes)}",
@@ -81,12 +81,12 @@ class PlotFrame:
         return list(range(0, self.top_bytes + 1, step))
 
 
-def shown_categories(moments: Sequence[Moment]) -> list[Category]:
+def shown_categories(samples: Sequence[MemorySample]) -> list[Category]:
     """The categories that ever hold anything, from the bottom of the stack to its top."""
     return [
         category
         for index, category in enumerate(STACKED)
-        if any(moment.stacked_bytes[index] for moment in moments)
+        if any(sample.stacked_bytes[index] for sample in samples)
     ]
 
 

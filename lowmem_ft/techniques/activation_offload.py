@@ -15,12 +15,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.handle import Handle
-from lowmem_ft.memory.host_copies import CopyEngine, Moment
+from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.repetition import left_behind
 from lowmem_ft.techniques.config import OffloadConfig
-from lowmem_ft.techniques.decoder_layers import decoder_layers
-from lowmem_ft.techniques.reversible import wrap_method
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.patching import wrap_method
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +59,13 @@ def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: Hos
     """
     if config.activations == "none":
         return Handle()
-    waiting_room = _WaitingRoom(host, _ON_THEIR_WAY[config.activations])
+    waiting_room = OffloadPool(host, _ON_THEIR_WAY[config.activations])
     if config.activations == "inputs":
         return _offload_inputs(model, waiting_room)
     return _offload_all(model, waiting_room)
 
 
-def _offload_inputs(model: nn.Module, waiting_room: _WaitingRoom) -> Handle:
+def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Handle:
     layers = [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
     if not layers:
         raise ModelError(
@@ -80,7 +80,7 @@ def _offload_inputs(model: nn.Module, waiting_room: _WaitingRoom) -> Handle:
 class _WithInputAway:
     """A checkpointing function whose first argument, the hidden states, waits in host memory."""
 
-    def __init__(self, waiting_room: _WaitingRoom, checkpoint: Callable[..., Any]) -> None:
+    def __init__(self, waiting_room: OffloadPool, checkpoint: Callable[..., Any]) -> None:
         self._waiting_room = waiting_room
         self._checkpoint = checkpoint
 
@@ -92,7 +92,7 @@ class _WithInputAway:
             )
         hidden_storage = args[0].untyped_storage()._cdata
 
-        def pack(tensor: Tensor) -> Tensor | _Away:
+        def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             is_hidden = tensor.untyped_storage()._cdata == hidden_storage
             return self._waiting_room.leave(tensor) if is_hidden and _is_dense(tensor) else tensor
 
@@ -101,7 +101,7 @@ class _WithInputAway:
             return self._checkpoint(function, *args)
 
 
-def _offload_all(model: Any, waiting_room: _WaitingRoom) -> Handle:
+def _offload_all(model: Any, waiting_room: OffloadPool) -> Handle:
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def with_activations_away(stock_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +112,7 @@ def _offload_all(model: Any, waiting_room: _WaitingRoom) -> Handle:
                 tensor.untyped_storage()._cdata for tensor in (*causal_lm.parameters(), *causal_lm.buffers())
             }
 
-            def pack(tensor: Tensor) -> Tensor | _Away:
+            def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
                 stays = (
                     tensor.nbytes < SMALLEST_BYTES
                     or tensor.device.type != waiting_room.device.type
@@ -133,7 +133,7 @@ def _offload_all(model: Any, waiting_room: _WaitingRoom) -> Handle:
     return Handle(wrap_method(causal_lm, "forward", with_activations_away))
 
 
-class _Away:
+class OffloadedTensor:
     """A saved tensor that waits on the host, until nothing in the graph needs it any more.
 
     Attributes:
@@ -145,14 +145,14 @@ class _Away:
         saved_before: what was saved before this and will be needed after it.
     """
 
-    def __init__(self, tensor: Tensor, buffer: Tensor, room: _WaitingRoom) -> None:
+    def __init__(self, tensor: Tensor, buffer: Tensor, room: OffloadPool) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.buffer = buffer
         self.on_device: Tensor | None = tensor.detach()
-        self.left = Moment()
-        self.arrives: Moment | None = None
+        self.left = CopyEvent()
+        self.arrives: CopyEvent | None = None
         self.returned: weakref.ref[Tensor] | None = None
-        self.saved_before: weakref.ref[_Away] | None = None
+        self.saved_before: weakref.ref[OffloadedTensor] | None = None
         self._room = room
 
     @property
@@ -165,7 +165,7 @@ class _Away:
         self._room.forget(self)
 
 
-class _WaitingRoom:
+class OffloadPool:
     """Where tensors wait on the host.
 
     Args:
@@ -178,11 +178,13 @@ class _WaitingRoom:
         self._num_leaving = num_leaving
         self._copies = CopyEngine(host.device)
         self._buffers = _Buffers(host)
-        self._leaving: deque[_Away] = deque()
-        self._last_saved: weakref.ref[_Away] | None = None
-        self._away: weakref.WeakValueDictionary[tuple[Any, ...], _Away] = weakref.WeakValueDictionary()
+        self._leaving: deque[OffloadedTensor] = deque()
+        self._last_saved: weakref.ref[OffloadedTensor] | None = None
+        self._away: weakref.WeakValueDictionary[tuple[Any, ...], OffloadedTensor] = (
+            weakref.WeakValueDictionary()
+        )
 
-    def leave(self, tensor: Tensor) -> _Away:
+    def leave(self, tensor: Tensor) -> OffloadedTensor:
         """Send a dense tensor to the host, unless that was done when it was saved before."""
         place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         # Not the storage's address, which may be another's later.
@@ -192,7 +194,7 @@ class _WaitingRoom:
             away = self._away[key] = self._send(tensor)
         return away
 
-    def back(self, saved: Tensor | _Away) -> Tensor:
+    def back(self, saved: Tensor | OffloadedTensor) -> Tensor:
         """What was saved, on the device; the one saved before it, which is needed next, is sent for."""
         if isinstance(saved, Tensor):
             return saved
@@ -207,13 +209,13 @@ class _WaitingRoom:
             self._sent_for(earlier)
         return tensor
 
-    def forget(self, away: _Away) -> None:
+    def forget(self, away: OffloadedTensor) -> None:
         """Nothing needs a tensor any more: another may wait in its place."""
         self._wait_for_arrival(away)  # if it was sent for in vain
         self._buffers.give_back(away.buffer)
 
-    def _send(self, tensor: Tensor) -> _Away:
-        away = _Away(tensor, self._buffers.take(tensor.nbytes), self)
+    def _send(self, tensor: Tensor) -> OffloadedTensor:
+        away = OffloadedTensor(tensor, self._buffers.take(tensor.nbytes), self)
         away.left = self._copies.to_host(_flat(tensor), away.host, keep=False)
         away.saved_before, self._last_saved = self._last_saved, weakref.ref(away)
         self._let_go(self._num_leaving - 1, forget=True)
@@ -233,7 +235,7 @@ class _WaitingRoom:
             if forget:
                 away.on_device = None
 
-    def _sent_for(self, away: _Away) -> Tensor:
+    def _sent_for(self, away: OffloadedTensor) -> Tensor:
         """The tensor on the device, perhaps still on its way."""
         if away.on_device is None:
             away.on_device = torch.empty_strided(
@@ -243,7 +245,7 @@ class _WaitingRoom:
             away.arrives = self._copies.to_device(away.host, _flat(away.on_device))
         return away.on_device
 
-    def _wait_for_arrival(self, away: _Away) -> None:
+    def _wait_for_arrival(self, away: OffloadedTensor) -> None:
         if away.arrives is not None:
             self._copies.wait(away.arrives)
             away.arrives = None

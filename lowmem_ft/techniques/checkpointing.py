@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.handle import Handle
-from lowmem_ft.techniques.attention_outputs import KeepAttentionOutputs, refuse_unfused_attention
 from lowmem_ft.techniques.config import CheckpointingConfig
-from lowmem_ft.techniques.decoder_layers import decoder_layers
-from lowmem_ft.techniques.reversible import set_attribute
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.selective_checkpointing import KeepAttentionOutputs, refuse_unfused_attention
 
 log = logging.getLogger(__name__)
 

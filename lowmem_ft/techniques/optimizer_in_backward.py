@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.handle import Handle
-from lowmem_ft.memory.host_copies import CopyEngine, Moment
+from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.repetition import rounds, stand_for
-from lowmem_ft.techniques.gradient_norm import clip_factor, norm_in_float32
+from lowmem_ft.techniques.gradients.norm import clip_factor, norm_in_float32
 from lowmem_ft.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class UpdatesPieces(Protocol):
         """Update parts of parameters now."""
         ...
 
-    def written(self, parameter: nn.Parameter) -> Moment:
+    def written(self, parameter: nn.Parameter) -> CopyEvent:
         """The end of the last copy that brought an updated weight back to where it waits."""
         ...
 
@@ -120,7 +120,7 @@ class InBackward(Handle):
         self._scale: Tensor | None = None
         self._taken: set[tuple[nn.Parameter, int]] = set()
         self._kept = KeptGradients(device, optimizer, None if self.updates_at_once else memory)
-        self._put_off: set[nn.Parameter] = set()
+        self._deferred: set[nn.Parameter] = set()
         self._pending: dict[nn.Parameter, Pending] = {}
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._take_from_autograd)
@@ -190,11 +190,11 @@ class InBackward(Handle):
         else:
             self._kept.clear()
 
-    def put_off(self, parameters: Iterable[nn.Parameter]) -> None:
+    def defer(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on apply kept gradients of these parameters only when :meth:`apply` is called for them."""
-        self._put_off.update(parameters)
+        self._deferred.update(parameters)
 
-    def waits(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def has_deferred(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether :meth:`apply` would update any of these parameters."""
         return any(parameter in self._pending for parameter in parameters)
 
@@ -207,7 +207,7 @@ class InBackward(Handle):
             assert len(steps) == 1, "nothing waits for longer than one step"
             self._update(waiting, step.scale, step.hyperparameters)
 
-    def written(self, parameter: nn.Parameter) -> Moment:
+    def written(self, parameter: nn.Parameter) -> CopyEvent:
         """The end of the last copy that brought an updated weight back to where it waits."""
         return self._optimizer.written(parameter)
 
@@ -226,11 +226,11 @@ class InBackward(Handle):
         if not kept:
             return
         assert self._scale is not None, "clip() goes before the step"
-        now = [parameter for parameter in kept if parameter not in self._put_off]
+        now = [parameter for parameter in kept if parameter not in self._deferred]
         self._update(now, self._scale)
         if len(now) < len(kept):
             step = Pending(self._scale, _hyperparameters(self._optimizer))
-            self._pending |= {parameter: step for parameter in kept if parameter in self._put_off}
+            self._pending |= {parameter: step for parameter in kept if parameter in self._deferred}
 
     def _update(
         self,

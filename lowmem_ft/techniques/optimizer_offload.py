@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowmem_ft.devices import is_apart
 from lowmem_ft.handle import Handle
-from lowmem_ft.memory.host_copies import CopyEngine, Moment
+from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.units import format_bytes
 
@@ -31,7 +31,7 @@ _ALIGNMENT = 256
 class KeepsState(Protocol):
     """An optimizer whose state can wait elsewhere, such as ``optimizers.ChunkedOptimizer``."""
 
-    home: Any  # of the type optimizers.StateHome, which HostHome is by its methods
+    home: Any  # of the type optimizers.StateStorage, which HostStorage is by its methods
     state: Any  # by parameter, then by name
     param_groups: list[dict[str, Any]]
 
@@ -86,7 +86,7 @@ def enable_optimizer_offload(optimizer: KeepsState, memory: HostMemory) -> Optim
     slot_bytes = max(
         (_bytes_of(_part(kept, chunk_size / max(count, 1))) for count, kept in visitors), default=0
     )
-    handle = OptimizerOffload(optimizer, HostHome(memory, slot_bytes))
+    handle = OptimizerOffload(optimizer, HostStorage(memory, slot_bytes))
     optimizer.allocate_state()
     log.info(
         "Optimizer state: %s wait in %s; %d chunks of at most %s visit the device.",
@@ -106,7 +106,7 @@ class OptimizerOffload(Handle):
         home: the new one.
     """
 
-    def __init__(self, optimizer: KeepsState, home: HostHome) -> None:
+    def __init__(self, optimizer: KeepsState, home: HostStorage) -> None:
         super().__init__(partial(_move_state, optimizer, optimizer.home), home.synchronize)
         _move_state(optimizer, home)
         self._home = home
@@ -126,7 +126,7 @@ class Slot:
     """
 
     buffer: Tensor
-    free: Moment
+    free: CopyEvent
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ class Visitor:
     slot: Slot
     home: Mapping[str, Tensor]
     here: dict[str, Tensor]
-    arrived: Moment
+    arrived: CopyEvent
 
 
 @dataclass
-class HostHome:
+class HostStorage:
     """State in host memory that visits the device in a ring of slots.
 
     Args:
@@ -159,7 +159,7 @@ class HostHome:
     slot_bytes: int = 0
     _engine: CopyEngine = field(init=False)
     _slots: deque[Slot] = field(init=False)
-    _written: dict[int, Moment] = field(init=False, default_factory=dict)
+    _written: dict[int, CopyEvent] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._engine = CopyEngine(self.memory.device)
@@ -182,7 +182,7 @@ class HostHome:
             The same names; what is changed in place goes back when the next chunk is asked for.
         """
         assert device.type == self.memory.device.type, (device, self.memory.device)
-        written: dict[int, Moment] = {}
+        written: dict[int, CopyEvent] = {}
         visitors: deque[Visitor] = deque()
         for chunk in chunks:
             visitors.append(self._fetch(chunk))
@@ -192,9 +192,9 @@ class HostHome:
             yield from self._receive(visitor, written)
         self._written.update(written)
 
-    def written(self, tensor: Tensor) -> Moment:
+    def written(self, tensor: Tensor) -> CopyEvent:
         """The end of the last copy that brought back what waits in a tensor's storage."""
-        return self._written.get(_storage(tensor), Moment())
+        return self._written.get(_storage(tensor), CopyEvent())
 
     def synchronize(self) -> None:
         """Let the host wait until all state is home, so that it may be read."""
@@ -207,13 +207,13 @@ class HostHome:
         slot = self._next_slot(sum(_aligned(tensor.nbytes) for tensor in waiting.values()))
         # Chunks of one visit do not overlap; a visit before this one may have written the same ones.
         after = [slot.free, *(self.written(tensor) for tensor in waiting.values())]
-        here, arrived = dict(chunk), Moment()
+        here, arrived = dict(chunk), CopyEvent()
         for name, place in zip(waiting, _carve(slot.buffer, waiting.values()), strict=True):
             arrived = self._engine.to_device(waiting[name], place, after=after)
             here[name], after = place, []
         return Visitor(slot, waiting, here, arrived)
 
-    def _receive(self, visitor: Visitor, written: dict[int, Moment]) -> Iterator[dict[str, Tensor]]:
+    def _receive(self, visitor: Visitor, written: dict[int, CopyEvent]) -> Iterator[dict[str, Tensor]]:
         """Let the chunk be updated, then send it home."""
         self._engine.wait(visitor.arrived)
         yield visitor.here

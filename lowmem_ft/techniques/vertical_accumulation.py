@@ -20,8 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.handle import Handle
 from lowmem_ft.repetition import rounds, stand_for
-from lowmem_ft.techniques.decoder_layers import decoder_layers
-from lowmem_ft.techniques.reversible import set_attribute
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.patching import set_attribute
 
 log = logging.getLogger(__name__)
 

@@ -28,18 +28,18 @@ from lowmem_ft.models import check_quantization, compute_dtype, hub_id_of, load_
 from lowmem_ft.optimizers import ChunkedOptimizer, check_optimizer, create_optimizer, may_lose_updates
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
+from lowmem_ft.techniques.adapters.lora import Lora, check_adapter, enable_lora
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
-from lowmem_ft.techniques.chunked_loss import ChunkedLoss, enable_chunked_loss
 from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
-from lowmem_ft.techniques.lora import Lora, check_adapter, enable_lora
+from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
 from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
 from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
-from lowmem_ft.techniques.parameter_streaming import enable_parameter_streaming
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
-from lowmem_ft.techniques.tiled_mlp import enable_tiled_mlp
+from lowmem_ft.techniques.streaming.parameter_streaming import enable_parameter_streaming
+from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
-from lowmem_ft.training.processes import problems_with_processes
+from lowmem_ft.training.distributed_rules import problems_with_processes
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
@@ -165,7 +165,7 @@ def build_session(
     )
     with contextlib.nullcontext() if streaming is None else streaming.at_rest():
         handles += _place_optimizer_state(optimizer, recipe, host_memory)
-        _begin_with_finer_weights(optimizer, model, recipe, runtime, plan)
+        _initialize_masters(optimizer, model, recipe, runtime, plan)
     if streaming is not None:
         handles.append(
             streaming
@@ -244,7 +244,7 @@ def _place_optimizer_state(optimizer: Optimizer, recipe: Recipe, host_memory: Ho
     return handles
 
 
-def _begin_with_finer_weights(
+def _initialize_masters(
     optimizer: Optimizer, model: PreTrainedModel, recipe: Recipe, runtime: Runtime, plan: Plan
 ) -> None:
     """Let the masters of bfloat16 weights hold what these have lost of a float32 checkpoint."""
@@ -255,7 +255,7 @@ def _begin_with_finer_weights(
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state and optimizer.master_of(parameter).tensors
     }
-    finer = runtime.finer_weights(recipe.model, plan.hf_config) if parameters else None
+    finer = runtime.master_weights(recipe.model, plan.hf_config) if parameters else None
     if finer is None:
         return
     for name, parameter in parameters.items():

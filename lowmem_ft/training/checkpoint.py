@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.errors import CheckpointError
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
+from lowmem_ft.training.atomic_io import whole_folder
 from lowmem_ft.training.checkpoint_folders import (
     FORMAT,
     MANIFEST,
@@ -38,7 +39,6 @@ from lowmem_ft.training.checkpoint_folders import (
     random_state_file,
     read_manifest,
 )
-from lowmem_ft.training.durable import whole_folder
 from lowmem_ft.training.random_state import export_random_state, import_random_state
 from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session

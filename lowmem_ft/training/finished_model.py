@@ -7,8 +7,8 @@ import logging
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.atomic_io import whole_folder
 from lowmem_ft.training.checkpoint import explaining_write_errors
-from lowmem_ft.training.durable import whole_folder
 from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.hub_upload import upload_model
 from lowmem_ft.training.model_card import model_card

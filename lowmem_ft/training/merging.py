@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, save_model
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.paths import check_merge
-from lowmem_ft.techniques.lora import merge_adapter
+from lowmem_ft.techniques.adapters.lora import merge_adapter
+from lowmem_ft.training.atomic_io import whole_folder
 from lowmem_ft.training.checkpoint import explaining_write_errors
-from lowmem_ft.training.durable import whole_folder
 from lowmem_ft.training.replaced_run import RECIPE_FILE
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import torch
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.meter import MemoryReading
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.ways_out import ways_out_of
+from lowmem_ft.training.remediations import remediations_for
 from lowmem_ft.units import format_bytes
 
 
@@ -41,7 +41,7 @@ def does_not_fit(
         An error that says how far it came and what would need less, from no cost in time to the most.
     """
     budget = f" (budget.device={recipe.budget.device})" if recipe.budget.device else ""
-    ways = ways_out_of(recipe, num_processes=num_processes, has_bfloat16=has_bfloat16)
+    ways = remediations_for(recipe, num_processes=num_processes, has_bfloat16=has_bfloat16)
     ways_out = [f"{way.overrides_text} ({way.why})" for way in ways] or ["a GPU with more memory"]
     others = ""
     if held_by_others_bytes:

@@ -15,8 +15,8 @@ from pathlib import Path
 from lowmem_ft.errors import UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.paths import MODEL_FOLDER
+from lowmem_ft.training.atomic_io import incomplete_name
 from lowmem_ft.training.checkpoint_folders import is_own_checkpoint
-from lowmem_ft.training.durable import incomplete_name
 
 logger = logging.getLogger(__name__)
 

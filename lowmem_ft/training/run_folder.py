@@ -12,6 +12,7 @@ from typing import Any
 from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.paths import MODEL_FOLDER, run_folder_of
+from lowmem_ft.training.atomic_io import write_whole_file
 from lowmem_ft.training.checkpoint_folders import (
     Progress,
     checkpoints_after,
@@ -19,7 +20,6 @@ from lowmem_ft.training.checkpoint_folders import (
     read_manifest,
     read_progress,
 )
-from lowmem_ft.training.durable import write_whole_file
 from lowmem_ft.training.folder_lock import FolderLock
 from lowmem_ft.training.replaced_run import (
     METRICS_FILE,

@@ -34,9 +34,9 @@ from lowmem_ft.devices import with_index
 from lowmem_ft.errors import MissingPackageError, UserError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
-from lowmem_ft.models import ModelConfig, load_finer_weights, load_model, weights_in_files
+from lowmem_ft.models import ModelConfig, load_master_weights, load_model, weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig
-from lowmem_ft.techniques.gradient_norm import clip_grad_norm
+from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.loss_scaling import unscale
 from lowmem_ft.units import parse_bytes
@@ -60,7 +60,7 @@ class Runtime(Protocol):
         """The model on the device or in ``host``, its weights read from the checkpoint or, in a trace, only sized."""
         ...
 
-    def finer_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
         """The checkpoint's weights, on the host, where they are finer than the model's; else, and in a trace, None."""
         ...
 
@@ -185,9 +185,9 @@ class AccelerateRuntime:
                 mixed_precision=self.accelerator.mixed_precision,
             )
 
-    def finer_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
-        """See :func:`lowmem_ft.models.load_finer_weights`."""
-        return load_finer_weights(config, hf_config)
+    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+        """See :func:`lowmem_ft.models.load_master_weights`."""
+        return load_master_weights(config, hf_config)
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
         """What the machine, its container and ``budget.host`` leave, and what the disk of ``folder`` does."""
@@ -236,7 +236,7 @@ class AccelerateRuntime:
         self.accelerator.backward(loss)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Unscales fp16 gradients, then :func:`lowmem_ft.techniques.gradient_norm.clip_grad_norm`."""
+        """Unscales fp16 gradients, then :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
         self.accelerator.unscale_gradients()
         return clip_grad_norm(parameters, max_norm)
 

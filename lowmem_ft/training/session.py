@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import save_model, save_tokenizer
-from lowmem_ft.techniques.lora import Lora
+from lowmem_ft.techniques.adapters.lora import Lora
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.techniques.optimizer_offload import OptimizerOffload
-from lowmem_ft.techniques.parameter_streaming import ParameterStreaming
 from lowmem_ft.techniques.precision import LostUpdateMeter
+from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
 from lowmem_ft.training.runtime import Runtime
 
 
@@ -36,7 +36,7 @@ class Session:
         scheduler: sets the learning rate; advances with every applied step.
         runtime: device, precision and processes.
         max_grad_norm: the global norm to clip to; None measures it and clips nothing.
-        chunked_loss: whether the model's forward takes ``num_label_tokens`` (see ``techniques/chunked_loss.py``).
+        chunked_loss: whether the model's forward takes ``num_label_tokens`` (see ``techniques/loss/chunked_loss.py``).
         lost_updates: counts the updates that half-precision weights round away; None where there are none to lose.
         handles: the techniques switched on, in that order.
         host_memory: what waits on the host, by category.

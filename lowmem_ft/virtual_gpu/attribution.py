@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
-Moment = tuple[Phase, bool]
+ProgramState = tuple[Phase, bool]
 """Phase, and whether a module's forward is running: within a backward pass, that is recomputation."""
 
 
@@ -107,7 +107,7 @@ class Attribution:
         self._on_model(root)
 
     @property
-    def moment(self) -> Moment:
+    def moment(self) -> ProgramState:
         """When a storage is born or dies, as far as its category depends on it."""
         return self.phase, bool(self._stack)
 
@@ -153,7 +153,7 @@ class Attribution:
             return "temporary"
         return "activation"
 
-    def category_at_death(self, category: Category, birth: Moment) -> Category:
+    def category_at_death(self, category: Category, birth: ProgramState) -> Category:
         """What a storage was for after all: one that goes before the backward pass comes to it was kept for nobody."""
         if category != "activation":
             return category

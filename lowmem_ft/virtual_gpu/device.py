@@ -35,9 +35,9 @@ def register_virtual_device() -> VirtualBackend:
     backend = VirtualBackend()
     _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=backend)
     # Both registrations need the device, and hold for the process as torch's own kernels do.
-    from lowmem_ft.virtual_gpu.attention import register_attention
-    from lowmem_ft.virtual_gpu.autocast import register_autocast
-    from lowmem_ft.virtual_gpu.fake_rules import register_fake_rules
+    from lowmem_ft.virtual_gpu.kernels.attention import register_attention
+    from lowmem_ft.virtual_gpu.kernels.autocast import register_autocast
+    from lowmem_ft.virtual_gpu.kernels.fake_rules import register_fake_rules
 
     register_fake_rules()
     register_attention()
@@ -296,6 +296,9 @@ class VirtualBackend:
     def empty_cache(self) -> None:
         """Give cached memory back to the driver."""
         active_gpu().recorder.timeline.empty_cache()
+
+    def empty_host_cache(self) -> None:
+        """Nothing: pinned host memory is given back as soon as it is free."""
 
     def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
         """Lower the cap of the caching allocator."""

@@ -12,19 +12,19 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
-from lowmem_ft.virtual_gpu.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, register_virtual_device
-from lowmem_ft.virtual_gpu.estimate import (
+from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, scratch_bytes
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
+from lowmem_ft.virtual_gpu.replay.estimate import (
     Surroundings,
     allocator_config_of_environment,
     estimate_on_gpu,
 )
-from lowmem_ft.virtual_gpu.flash_attention_2 import flash_attention_2_as_on_cuda
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.memory_counters import MemoryCounters
-from lowmem_ft.virtual_gpu.outside import process_overhead_bytes
-from lowmem_ft.virtual_gpu.scratch import persistent_workspaces, scratch_bytes
 from lowmem_ft.virtual_gpu.streams import VirtualStream
+from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
+from lowmem_ft.virtual_gpu.upstream.flash_attention_2 import flash_attention_2_as_on_cuda
+from lowmem_ft.virtual_gpu.upstream.memory_counters import MemoryCounters
 
 
 class VirtualGPU(VirtualMachine):

@@ -19,18 +19,18 @@ from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.memory.storage_resizing import storage_resizes_seen
 from lowmem_ft.repetition import abridged_for
 from lowmem_ft.virtual_gpu.attribution import Attribution
-from lowmem_ft.virtual_gpu.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
-from lowmem_ft.virtual_gpu.bitsandbytes_weights import statistics_of
-from lowmem_ft.virtual_gpu.checkpoints import checkpoints_without_values
-from lowmem_ft.virtual_gpu.cuda_names import on_virtual_device
-from lowmem_ft.virtual_gpu.disguise import FakeMode, fake_tensors_in_disguise
-from lowmem_ft.virtual_gpu.experts import experts_as_if_real
-from lowmem_ft.virtual_gpu.generation import beam_search_to_its_length
-from lowmem_ft.virtual_gpu.known_values import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.placement import place_module
-from lowmem_ft.virtual_gpu.questions import Questions
 from lowmem_ft.virtual_gpu.recorder import Recorder
 from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.upstream.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
+from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import statistics_of
+from lowmem_ft.virtual_gpu.upstream.cuda_names import on_virtual_device
+from lowmem_ft.virtual_gpu.upstream.experts import experts_as_if_real
+from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode, fake_tensors_in_disguise
+from lowmem_ft.virtual_gpu.upstream.generation import beam_search_to_its_length
+from lowmem_ft.virtual_gpu.upstream.weight_files import checkpoints_without_values
+from lowmem_ft.virtual_gpu.values.constant_propagation import depends_on_values, known_values, read_values
+from lowmem_ft.virtual_gpu.values.questions import Questions
 from lowmem_ft.virtual_gpu.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
 
 if TYPE_CHECKING:

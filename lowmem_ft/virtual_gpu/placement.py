@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowmem_ft.virtual_gpu.bitsandbytes_weights import place_bitsandbytes
+from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import place_bitsandbytes
 
 OnPlaced = Callable[[str, Tensor], None]
 """Called with the name of the module and the new tensor."""

@@ -26,15 +26,15 @@ from lowmem_ft.memory.category import Category, Place
 from lowmem_ft.memory.gradient_sums import in_place_as_unwatched
 from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
-from lowmem_ft.virtual_gpu.attribution import Attribution, Moment
-from lowmem_ft.virtual_gpu.known_values import (
+from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
+from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
+from lowmem_ft.virtual_gpu.values.constant_propagation import (
     answer_from_values,
     compute_values,
     read_value,
     result_of_unknown_size,
 )
-from lowmem_ft.virtual_gpu.operator_work import work_of
-from lowmem_ft.virtual_gpu.questions import Questions, asking_line
+from lowmem_ft.virtual_gpu.values.questions import Questions, asking_line
 from lowmem_ft.virtual_gpu.work import Work, WorkLog
 
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self._held_workspaces: set[object] = set()
         self._reference: weakref.ref[Recorder] = weakref.ref(self)
         self._index_of: dict[int, int] = {}
-        self._births: dict[int, Moment] = {}
+        self._births: dict[int, ProgramState] = {}
         self._tenants: dict[int, str] = {}
         """The modules whose weights lie in shared memory at the moment."""
 

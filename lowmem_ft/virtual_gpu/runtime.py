@@ -26,7 +26,7 @@ from lowmem_ft.models import (
     weights_dtype,
 )
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.techniques.gradient_norm import clip_grad_norm
+from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training.loss_scaling import unscale
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recorder import Recorder
@@ -154,7 +154,7 @@ class VirtualRuntime:
         if bits is not None:
             quantize_linear_layers(model, bits)
 
-    def finer_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
         """None: they would pass through the host chunk by chunk, and leave nothing."""
         return None
 

@@ -22,10 +22,10 @@ MODULES = (
     "lowmem_ft.techniques.activation_offload",
     "lowmem_ft.techniques.optimizer_in_backward",
     "lowmem_ft.techniques.optimizer_offload",
-    "lowmem_ft.techniques.parameter_streaming",
-    "lowmem_ft.techniques.streamed_embedding",
-    "lowmem_ft.techniques.streamed_head",
-    "lowmem_ft.techniques.streamed_layers",
+    "lowmem_ft.techniques.streaming.parameter_streaming",
+    "lowmem_ft.techniques.streaming.embedding",
+    "lowmem_ft.techniques.streaming.head",
+    "lowmem_ft.techniques.streaming.layers",
     "lowmem_ft.training.session",
 )
 """Where copies are ordered: a test looks for others that use the engine."""

@@ -12,16 +12,16 @@ import torch
 from ground_truth.late_copies import DEVICE, LateDevice
 from torch import Tensor, nn
 
-from lowmem_ft.memory.host_copies import CopyEngine, Moment
+from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.optimizers.adamw import AdamW
-from lowmem_ft.techniques.activation_offload import _WaitingRoom
+from lowmem_ft.techniques.activation_offload import OffloadPool
 from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
-from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostHome, enable_optimizer_offload
-from lowmem_ft.techniques.streamed_embedding import StreamedEmbedding
-from lowmem_ft.techniques.streamed_head import StreamedHead
-from lowmem_ft.techniques.streamed_layers import LayerSlab, LayerStream
+from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload
+from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
+from lowmem_ft.techniques.streaming.head import StreamedHead
+from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream
 
 ROWS, COLUMNS = 8, 16
 
@@ -58,7 +58,7 @@ def sources_on_their_way(device: LateDevice) -> None:
 
 def chunks_that_grow(device: LateDevice) -> None:
     """Each larger than the slot it comes to, and then the same ones again at once."""
-    home = HostHome(_host())
+    home = HostStorage(_host())
     states = [home.allocate(64 * count, torch.float32, DEVICE) for count in range(1, 2 * NUM_SLOTS + 1)]
     for state in (*states, *states):
         for here in home.visit([{"average": state}], DEVICE):
@@ -67,7 +67,7 @@ def chunks_that_grow(device: LateDevice) -> None:
     assert all(state.eq(2).all() for state in states)
 
 
-def _update(home: HostHome, weight: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
+def _update(home: HostStorage, weight: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
     part = weight.data.view(-1)[start : start + gradient.numel()]
     for here in home.visit([{"weight": part}], DEVICE):
         here["weight"].sub_(gradient.view(-1))
@@ -76,7 +76,7 @@ def _update(home: HostHome, weight: nn.Parameter, gradient: Tensor, start: int =
 def rows_read_right_after_their_update(device: LateDevice) -> None:
     """The last update of a step is the embedding's or the head's, and the next step begins with their rows."""
     memory = _host()
-    home = HostHome(memory)
+    home = HostStorage(memory)
     table, linear = nn.Embedding(ROWS, COLUMNS), nn.Linear(COLUMNS, ROWS, bias=False)
     for part in (table, linear):
         part.weight.data = memory.allocate(part.weight.shape, torch.float32, "parameter")
@@ -106,7 +106,7 @@ def a_tied_gradient(device: LateDevice) -> None:
     """The head's waits on the host until the embedding adds it to its own."""
     linear = nn.Linear(COLUMNS, ROWS, bias=False)
     head = StreamedHead(linear, DEVICE, _host(), is_tied=True)
-    head.train_with(_nobody_takes, Moment)
+    head.train_with(_nobody_takes, CopyEvent)
     for count in range(2):
         for rows in (slice(4, 8), slice(0, 4)):
             head.add_gradient(rows, torch.full((4, COLUMNS), 1.0 + count))
@@ -147,10 +147,10 @@ class _AddsOne:
         self.updates_at_once = at_once
         self.waiting: set[nn.Parameter] = set()
 
-    def put_off(self, parameters: Iterable[nn.Parameter]) -> None:
+    def defer(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
 
-    def waits(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def has_deferred(self, parameters: Iterable[nn.Parameter]) -> bool:
         return any(parameter in self.waiting for parameter in parameters)
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -208,7 +208,7 @@ def a_tile_that_nobody_comes_for(device: LateDevice) -> None:
 
 def activations_sent_for_in_vain(device: LateDevice) -> None:
     """Backward ends early: what was on its way back is let go."""
-    room = _WaitingRoom(_host(), 1)
+    room = OffloadPool(_host(), 1)
     saved = [room.leave(torch.ones(1024) * count) for count in range(3)]
     assert room.back(saved.pop()).eq(2).all()
     del saved
@@ -216,7 +216,7 @@ def activations_sent_for_in_vain(device: LateDevice) -> None:
 
 def activations_that_come_back(device: LateDevice) -> None:
     """One ahead of their use, twice in the same buffers."""
-    room = _WaitingRoom(_host(), 2)
+    room = OffloadPool(_host(), 2)
     for _ in range(2):
         saved = [room.leave(torch.ones(1024) * count) for count in range(5)]
         while saved:

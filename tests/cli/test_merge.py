@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 pytest.importorskip("peft")
 
 from lowmem_ft.cli import main
+from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.techniques.config import AdapterConfig
-from lowmem_ft.techniques.lora import enable_lora
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 IDS = torch.arange(40).view(2, 20)

@@ -15,11 +15,11 @@ from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import tracing
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.techniques import streamed_embedding
+from lowmem_ft.techniques.streaming import embedding as streamed_embedding
 from lowmem_ft.virtual_gpu import machine
-from lowmem_ft.virtual_gpu.estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.trace import Trace
 
 GPU = find_gpu("a100-80gb")

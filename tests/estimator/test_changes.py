@@ -15,7 +15,7 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.changes import cheapest_changes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.training.ways_out import ways_out_of
+from lowmem_ft.training.remediations import remediations_for
 from lowmem_ft.units import MIB
 
 GREEDY = ["training.per_device_train_batch_size=4", "loss.chunk_tokens=null"]
@@ -88,7 +88,9 @@ def needs(recipe: Recipe) -> int:
 
 def dearest(recipe: Recipe, changed: Recipe) -> int:
     """The place of the dearest change that has been made, in the order of costs."""
-    return max(index for index, way in enumerate(ways_out_of(recipe)) if way.applied_to(changed) == changed)
+    return max(
+        index for index, way in enumerate(remediations_for(recipe)) if way.applied_to(changed) == changed
+    )
 
 
 def test_single_changes_that_fit_come_first_and_really_fit(folder):
@@ -134,7 +136,7 @@ def test_where_nothing_helps_nothing_is_offered_and_what_is_missing_is_known(rec
     together = changes.all_together
     assert together is not None
     assert together.estimate.process_peak_bytes == 90
-    keys = {key for way in ways_out_of(recipe) for key in way.settings}
+    keys = {key for way in remediations_for(recipe) for key in way.settings}
     assert keys - {override.partition("=")[0] for override in together.overrides} == {
         "optimizer.master"  # of LoRA, as it was
     }

@@ -17,11 +17,11 @@ from lowmem_ft.estimator import tracing
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.memory.host_memory import PAGE_BYTES
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.techniques.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.training.session import Session
-from lowmem_ft.virtual_gpu.estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.trace import Trace
 
 GPU = find_gpu("a100-80gb")

@@ -72,17 +72,17 @@ def test_an_ordering_that_is_left_out_makes_a_race(name, a_run):
 def test_no_module_that_copies_is_left_out():
     package = Path(lowmem_ft.__file__).parent
     uses = re.compile(
-        r"\bCopyEngine\(|\.(to_device|to_host)\(|Moment\b.*host_copies|host_copies import.*Moment"
+        r"\bCopyEngine\(|\.(to_device|to_host)\(|CopyEvent\b.*host_copies|host_copies import.*CopyEvent"
     )
     found = {
         ".".join(("lowmem_ft", *path.relative_to(package).with_suffix("").parts))
         for path in package.rglob("*.py")
         if uses.search(path.read_text())
     }
-    assert "lowmem_ft.techniques.streamed_layers" in found
+    assert "lowmem_ft.techniques.streaming.layers" in found
     assert found - set(MODULES) == {
         "lowmem_ft.optimizers.chunked_optimizer",  # passes on what a home says
-        "lowmem_ft.optimizers.state_home",
+        "lowmem_ft.optimizers.state_storage",
     }
 
 
@@ -92,9 +92,9 @@ def test_orderings_of_every_kind_are_found():
         "LayerStream.visit: self._engine.wait(slot.filled)",
         "LayerStream._write_back: all computing before",
         "KeptGradients.add: source of",
-        "HostHome._receive: visitor.slot.free = ...",
+        "HostStorage._receive: visitor.slot.free = ...",
         "StreamedEmbedding._forward: self._written().synchronize()",
-        "_Away.__init__: self.on_device",
+        "OffloadedTensor.__init__: self.on_device",
     )
     assert all(any(kind in name for name in ORDERINGS) for kind in kinds)
     assert len(ORDERINGS) == len(all_orderings())

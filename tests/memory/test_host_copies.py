@@ -12,8 +12,8 @@ import lowmem_ft
 from lowmem_ft.memory import host_copies
 from lowmem_ft.memory.host_copies import SOURCES_KEPT, CopyEngine
 from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.virtual_gpu.clock import time_of
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.replay.clock import time_of
 
 MIB = 2**20
 

@@ -71,10 +71,10 @@ def test_the_page_loads_nothing(estimate, page_of):
 
 def test_the_page_holds_the_moments_that_the_allocator_replay_has(estimate, page_of):
     data = data_of(page_of(estimate))
-    totals = [sum(row[3:]) for row in data["moments"]]
+    totals = [sum(row[3:]) for row in data["samples"]]
     counted = replay(estimate.timeline, CachingAllocator())
     assert max(totals) == counted.peak_allocated_bytes == estimate.allocated_peak_bytes
-    highest = data["moments"][totals.index(max(totals))]
+    highest = data["samples"][totals.index(max(totals))]
     assert data["phases"][highest[1]] == "backward"
     assert data["modules"][highest[2]] == "mlp of layer 1"
 
@@ -83,7 +83,7 @@ def test_a_cpu_takes_what_was_asked_for(estimate, page_of):
     on_cpu = dataclasses.replace(estimate, gpu=DeviceLimit(name="cpu (x86_64)", memory_bytes=0))
     page = page_of(on_cpu)
     assert "memory of cpu" not in page.text
-    totals = [sum(row[3:]) for row in data_of(page)["moments"]]
+    totals = [sum(row[3:]) for row in data_of(page)["samples"]]
     assert max(totals) == max(estimate.timeline.live_bytes()) < estimate.allocated_peak_bytes
 
 

@@ -29,18 +29,18 @@ def random_timeline(num_allocations: int) -> Timeline:
 def test_every_moment_is_what_the_timeline_holds_there():
     timeline = random_timeline(2000)
     live_bytes = list(timeline.live_bytes())
-    moments = sample_memory(timeline, max_moments=50)
-    assert 50 <= len(moments) <= 54
-    for moment in moments:
-        assert moment.total_bytes == sum(moment.stacked_bytes) == live_bytes[moment.position]
-    positions = [moment.position for moment in moments]
+    samples = sample_memory(timeline, max_moments=50)
+    assert 50 <= len(samples) <= 54
+    for sample in samples:
+        assert sample.total_bytes == sum(sample.stacked_bytes) == live_bytes[sample.position]
+    positions = [sample.position for sample in samples]
     assert positions == sorted(set(positions))
 
 
 def test_the_highest_moment_of_every_stretch_is_kept():
     timeline = random_timeline(2000)
     live_bytes = list(timeline.live_bytes())
-    kept = [moment.total_bytes for moment in sample_memory(timeline, max_moments=20)]
+    kept = [sample.total_bytes for sample in sample_memory(timeline, max_moments=20)]
     for stretch in range(20):
         at = [position for position in range(len(live_bytes)) if position * 20 // len(live_bytes) == stretch]
         assert max(live_bytes[position] for position in at) in kept
@@ -53,13 +53,13 @@ def test_the_highest_moment_of_every_phase_is_kept_however_short():
     timeline.malloc(Allocation(size_bytes=10**6, phase="forward"))
     live_bytes = list(timeline.live_bytes())
     kept = {}
-    for moment in sample_memory(timeline, max_moments=2):
-        kept[moment.phase] = max(moment.total_bytes, kept.get(moment.phase, 0))
+    for sample in sample_memory(timeline, max_moments=2):
+        kept[sample.phase] = max(sample.total_bytes, kept.get(sample.phase, 0))
     assert kept == peak_by_phase(timeline, live_bytes)
 
 
 def test_bytes_count_in_the_category_they_are_for(timeline):
-    peak = max(sample_memory(timeline), key=lambda moment: moment.total_bytes)
+    peak = max(sample_memory(timeline), key=lambda sample: sample.total_bytes)
     assert dict(zip(STACKED, peak.stacked_bytes, strict=True)) == {
         "parameter": 200 * MIB,
         "optimizer_state": 400 * MIB,
@@ -76,12 +76,12 @@ def test_bytes_count_in_the_category_they_are_for(timeline):
 def test_an_allocators_sizes_count_if_they_are_given(timeline):
     sizes = [2 * allocation.size_bytes for allocation in timeline.allocations]
     plain, doubled = (sample_memory(timeline, sizes_bytes=given) for given in (None, sizes))
-    assert [2 * moment.total_bytes for moment in plain] == [moment.total_bytes for moment in doubled]
+    assert [2 * sample.total_bytes for sample in plain] == [sample.total_bytes for sample in doubled]
 
 
 def test_bands_cover_everything_without_a_gap(timeline):
-    moments = sample_memory(timeline)
-    bands = phase_bands(moments, end=100)
+    samples = sample_memory(timeline)
+    bands = phase_bands(samples, end=100)
     assert [phase for phase, _, _ in bands] == [
         "load", "forward", "backward", "optimizer_step", "forward", "backward"
     ]  # fmt: skip

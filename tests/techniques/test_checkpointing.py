@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
-from lowmem_ft.techniques.attention_outputs import KeepAttentionOutputs
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
+from lowmem_ft.techniques.selective_checkpointing import KeepAttentionOutputs
 
 LAYERS, ROWS, TOKENS, HIDDEN = 5, 2, 16, 32
 HEADS = 4

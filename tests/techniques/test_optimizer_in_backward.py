@@ -19,9 +19,9 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
 from lowmem_ft.techniques import optimizer_in_backward as module
-from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
-from lowmem_ft.techniques.gradient_norm import clip_grad_norm
+from lowmem_ft.techniques.gradients.norm import clip_grad_norm
+from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
 from lowmem_ft.training.loss_scaling import unscale
 
@@ -294,7 +294,7 @@ def test_updates_that_are_put_off_are_made_with_the_numbers_of_their_own_step():
     first = enable_optimizer_in_backward(now, device=CPU, max_grad_norm=0.1)
     second = enable_optimizer_in_backward(later, device=CPU, max_grad_norm=0.1, memory=HostMemory(CPU))
     layer = list(other.model.layers[0].parameters())
-    second.put_off(layer)
+    second.defer(layer)
     before = weights(other.model.layers[0])
     for each, in_backward in ((model, first), (other, second)):
         backward(each)
@@ -304,11 +304,11 @@ def test_updates_that_are_put_off_are_made_with_the_numbers_of_their_own_step():
     assert is_equal(weights(other.model.layers[1]), weights(model.model.layers[1]))
     for group in later.param_groups:
         group["lr"] = 123.0
-    assert second.waits(layer[:3])
+    assert second.has_deferred(layer[:3])
     second.apply(layer[:3])
-    assert not second.waits(layer[:3])
+    assert not second.has_deferred(layer[:3])
     second.flush()
-    assert not second.waits(layer)
+    assert not second.has_deferred(layer)
     assert is_equal(weights(other), weights(model))
 
 
@@ -317,7 +317,7 @@ def test_removing_makes_pending_updates_and_leaves_a_plain_optimizer():
     before = weights(model)
     optimizer = optimizer_of(model)
     handle = enable_optimizer_in_backward(optimizer, device=CPU, max_grad_norm=1.0)
-    handle.put_off(model.parameters())
+    handle.defer(model.parameters())
     backward(model)
     handle.clip(lambda values: None)
     handle.finish(finite=True)

@@ -16,9 +16,9 @@ from lowmem_ft.memory.host_memory import PAGE_BYTES, HostMemory
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
 from lowmem_ft.techniques import optimizer_offload
-from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostHome, enable_optimizer_offload
-from lowmem_ft.virtual_gpu.clock import time_of
+from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.replay.clock import time_of
 
 CPU = torch.device("cpu")
 CHUNK = 512
@@ -175,7 +175,7 @@ def gpu():
 
 def visits(gpu, num_chunks, elements=MILLION):
     """State of so many chunks that was updated twice; for each visit the indices of its copies in the log."""
-    home = HostHome(HostMemory(gpu.device, is_limited=False))
+    home = HostStorage(HostMemory(gpu.device, is_limited=False))
     state = home.allocate(num_chunks * elements, torch.float32, gpu.device)
     rounds = []
     for _ in range(2):

@@ -13,7 +13,7 @@ from lowmem_ft.data import Batch, DataPosition
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision
-from lowmem_ft.techniques.chunked_loss import LossConfig, enable_chunked_loss
+from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.training import checkpoint, loop, train
 from lowmem_ft.training.checkpoint_folders import Progress
 from lowmem_ft.training.runtime import AccelerateRuntime

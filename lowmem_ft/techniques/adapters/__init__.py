@@ -1,0 +1,1 @@
+"""Adapters beside frozen weights, by PEFT."""

@@ -1,0 +1,359 @@
+"""LoRA by PEFT: the model's own weights are frozen, and small matrices beside its linear layers are trained.
+
+This is the one module that imports peft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lowmem_ft.errors import CheckpointError, MissingPackageError, UserError, did_you_mean
+from lowmem_ft.finiteness import names_of_not_finite, some_of
+from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
+from lowmem_ft.techniques.config import AdapterConfig
+from lowmem_ft.techniques.modules.patching import set_attribute
+
+logger = logging.getLogger(__name__)
+
+ALL_LINEAR = "all-linear"
+_NAME = "default"
+"""What PEFT calls the only adapter of a model; files do not carry it."""
+
+
+class Lora(Handle):
+    """The adapters of a model, and their files in PEFT's format.
+
+    The model itself stays what is called, so that everything that works on its layers finds them where they were;
+    PEFT's wrapper serves the files alone.
+    """
+
+    def __init__(self, model: Any, peft_model: Any, *undo: Callable[[], object]) -> None:
+        super().__init__(*undo)
+        self.model = model
+        self._peft_model = peft_model
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The adapters' parameters, which are all that is trained, by their names in the model."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if "lora_" in name}
+
+    def save(self, folder: Path) -> None:
+        """Write ``adapter_model.safetensors`` and ``adapter_config.json``, and check them by reading them back.
+
+        Raises:
+            CheckpointError: if what is in the folder then is not this adapter, bit for bit.
+        """
+        # The state as it is handed over: without it PEFT would collect that of the whole base first.
+        self._peft_model.save_pretrained(
+            folder, state_dict=self._named_for_peft(), save_embedding_layers=False
+        )
+        (folder / "README.md").unlink()  # PEFT's card; the run writes its own
+        _compare(self._state(), _read(folder), f"The adapter saved in {folder} is not the one in memory")
+
+    def load(self, folder: Path) -> None:
+        """Take the values of a saved adapter, bit for bit.
+
+        Raises:
+            CheckpointError: if it is not one of these layers and this rank.
+        """
+        from peft import set_peft_model_state_dict
+
+        saved = _read(folder)
+        problem = f"The adapter in {folder} does not fit this run's"
+        _compare(self._state(), saved, problem, by_value=False)
+        set_peft_model_state_dict(self._peft_model, dict(saved))
+        _compare(self._state(), saved, problem)
+
+    def _state(self) -> dict[str, Tensor]:
+        """The adapter's tensors by their names in files."""
+        from peft import get_peft_model_state_dict
+
+        return get_peft_model_state_dict(
+            self._peft_model, state_dict=self._named_for_peft(), save_embedding_layers=False
+        )
+
+    def _named_for_peft(self) -> dict[str, Tensor]:
+        return {
+            f"base_model.model.{name}": parameter.detach() for name, parameter in self.parameters().items()
+        }
+
+
+def check_adapter(config: AdapterConfig) -> None:
+    """Refuse early what :func:`enable_lora` could not do.
+
+    Raises:
+        UserError: if a value is out of range.
+        MissingPackageError: if peft is needed and not installed.
+    """
+    if problems := config.problems():
+        raise UserError(*problems)
+    if config.name == "lora" and importlib.util.find_spec("peft") is None:
+        raise MissingPackageError("adapter.name=lora", "peft", extra="lora")
+
+
+def enable_lora(
+    model: PreTrainedModel,
+    config: AdapterConfig,
+    *,
+    base_name: str | None = None,
+    base_revision: str | None = None,
+) -> Lora:
+    """Puts low-rank adapters beside linear layers, in place, and freezes all else.
+
+    Frees: gradients and optimizer state of the model's own weights; and the weights may then be quantised.
+    Costs: other mathematics (each matrix moves by a matrix of rank r); two small products more a layer.
+    Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
+    zero (DoRA's up to the rounding of a length).
+    Limits: experts that are one tensor have adapters where PEFT knows the family (with ``all-linear``), else they are
+    frozen; beside a layer's experts their sum is made whole in each forward. The adapters are float32, the frozen
+    weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for its adapter; under
+    autocast that copy is left out, since autocast would take it back.
+    Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
+    (arXiv:2402.09353).
+
+    Args:
+        model: a causal LM from transformers, its linear layers plain or bitsandbytes'.
+        config: rank, scale, dropout, layers and kind.
+        base_name: what the saved adapter says it belongs to, a hub id or folder; None: the model's own name.
+        base_revision: the hub revision of that.
+
+    Returns:
+        A handle that saves and loads the adapters; ``remove()`` gives the plain model back, and ``requires_grad``.
+
+    Raises:
+        UserError: if a value is out of range, a name in ``adapter.target_modules`` is no linear layer's, or the kind of
+            adapter does not go with a layer; the model is then as it was.
+        MissingPackageError: if peft is not installed.
+    """
+    check_adapter(config)
+    from peft import LoraConfig, get_peft_model
+
+    _refuse_dora_of_8bit_on_cpu(model, config)
+    targets = _target_modules(model, config)
+    undo = [*_restore_requires_grad(model), *_restore_config(model)]
+    lora_config = LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT divides it; a whole number is only its habit
+        lora_dropout=config.lora_dropout,
+        target_modules=targets,
+        use_dora=config.use_dora,
+        use_rslora=config.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+    with _without_pefts_warnings(), _made_in_float32():
+        try:
+            peft_model: Any = get_peft_model(model, lora_config)
+        except ValueError as error:
+            Handle(*undo, partial(_take_layers_off, model)).remove()
+            raise UserError(
+                f"PEFT has no such adapter for a layer of {type(model).__name__}: {error} Set "
+                "adapter.use_dora=false and adapter.lora_dropout=0, or name in adapter.target_modules linear layers "
+                "that are no experts, as [q_proj, k_proj, v_proj, o_proj]."
+            ) from error
+    lora_config.base_model_name_or_path = base_name or lora_config.base_model_name_or_path
+    lora_config.revision = base_revision
+    layers = _adapted_layers(model)
+    for layer in layers.values():
+        layer._cast_input_dtype = _cast_unless_autocast
+    _log(model, config, layers)
+    return Lora(model, peft_model, *undo, peft_model.unload)
+
+
+def merge_adapter(
+    model: PreTrainedModel,
+    folder: Path,
+    dtype: torch.dtype,
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> int:
+    """Add a saved adapter to the weights it belongs to, one matrix after the other in float32, then rounded once.
+
+    Args:
+        model: the adapter's base, in any floating type; a plain model of type ``dtype`` afterwards.
+        folder: of an adapter in PEFT's format.
+        dtype: what the merged weights are rounded to.
+        track: wraps the list of layers that is gone through, to show how far it is.
+
+    Returns:
+        How many matrices have changed.
+
+    Raises:
+        UserError: if the adapter is not one for this model.
+        CheckpointError: if its weights are damaged.
+    """
+    from peft import PeftModel
+
+    not_finite = names_of_not_finite(
+        _read(folder).items()
+    )  # which also says what is wrong with a damaged file
+    if not_finite:
+        raise UserError(
+            f"An adapter's weights must be finite; in {folder / WEIGHTS_FILE} these hold NaN or infinity: "
+            f"{some_of(not_finite)}. Merge an earlier checkpoint of that run."
+        )
+    try:
+        with _without_pefts_warnings():
+            peft_model: Any = PeftModel.from_pretrained(model, str(folder), torch_device=str(model.device))
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise UserError(
+            f"The adapter in {folder} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]} "
+            "Name the base model that it was trained on."
+        ) from error
+    layers = list(_adapted_layers(model).values())
+    for layer in track(layers):
+        weight = _adapted_weight(layer)
+        weight.data = weight.data.float()
+        layer.merge(safe_merge=True)
+        weight = _adapted_weight(layer)
+        weight.data = weight.data.to(dtype)
+    peft_model.unload()
+    model.to(dtype)  # type: ignore[call-arg]
+    return len(layers)
+
+
+@contextlib.contextmanager
+def _without_pefts_warnings() -> Iterator[None]:
+    """While PEFT puts its layers in, without what no user can act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="fan_in_fan_out is set to False"
+        )  # it then does what is right
+        # It asks a model of transformers 5 by a name of former times.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
+
+
+def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list[str]:
+    """What PEFT is asked for; it would pass over a name that matches nothing as long as another matches."""
+    if config.target_modules == (ALL_LINEAR,):
+        return ALL_LINEAR
+    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    short_names = sorted({name.rpartition(".")[2] for name in linear})
+    problems = [
+        f"adapter.target_modules names linear layers, and {type(model).__name__} has none called {target!r}."
+        f"{did_you_mean(target, [*short_names, ALL_LINEAR])} It has {', '.join(short_names)}; or write [all-linear] "
+        "alone."
+        for target in config.target_modules
+        if not any(name == target or name.endswith(f".{target}") for name in linear)
+    ]
+    if problems:
+        raise UserError(*problems)
+    return list(config.target_modules)
+
+
+def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -> None:
+    """PEFT puts a copy in the place of such a weight whenever it reads one, without its scales (0.21.2)."""
+    if config.use_dora and getattr(model, "is_loaded_in_8bit", False) and model.device.type == "cpu":
+        raise UserError(
+            "adapter.use_dora=true with model.quantization=int8 runs on a GPU alone, got device cpu. Set "
+            "model.quantization=nf4 or adapter.use_dora=false."
+        )
+
+
+def _take_layers_off(model: nn.Module) -> None:
+    """What PEFT leaves behind when it gives up half-way."""
+    for name, layer in _adapted_layers(model).items():
+        model.set_submodule(name, layer.get_base_layer())
+
+
+def _made_in_float32() -> Handle:
+    """PEFT makes adapters in the type of their layer, and casts them to float32 later: a start rounded to 16 bits."""
+    from peft.tuners.lora import LoraLayer
+
+    ask_layer: Any = LoraLayer._get_base_layer_device_and_dtype
+
+    def device_and_float32(layer: Any, base_layer: Any) -> tuple[torch.device | None, torch.dtype]:
+        return ask_layer(layer, base_layer)[0], torch.float32
+
+    return Handle(set_attribute(LoraLayer, "_get_base_layer_device_and_dtype", device_and_float32))
+
+
+def _restore_requires_grad(model: nn.Module) -> list[Callable[[], object]]:
+    return [
+        partial(parameter.requires_grad_, parameter.requires_grad)
+        for parameter in model.parameters()
+        if parameter.is_floating_point()
+    ]
+
+
+def _restore_config(model: PreTrainedModel) -> list[Callable[[], object]]:
+    """PEFT sets ``pretraining_tp``, where a config has it, to 1."""
+    if not hasattr(model.config, "pretraining_tp"):
+        return []
+    return [partial(setattr, model.config, "pretraining_tp", model.config.pretraining_tp)]
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _adapted_weight(layer: Any) -> nn.Parameter:
+    """PEFT's layer says the parameter's name where it is not a linear layer's ``weight``: that of fused experts."""
+    return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
+
+
+def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """In place of PEFT's cast of a layer's input to its adapter's type.
+
+    Autocast rounds the input back to 16 bits: the same numbers, after a copy of 4 bytes an element and one of 2 that
+    backward would keep, for each of the layers that share the input.
+    """
+    if x is None or torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(dtype)
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(folder / WEIGHTS_FILE)
+    except OSError as error:
+        raise CheckpointError(f"{folder} holds no adapter: {error}.") from error
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{folder / WEIGHTS_FILE} is damaged: {error}. Save the adapter again."
+        ) from error
+
+
+def _compare(
+    live: Mapping[str, Tensor], saved: Mapping[str, Tensor], problem: str, *, by_value: bool = True
+) -> None:
+    def is_same(name: str) -> bool:
+        one, other = live.get(name), saved.get(name)
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return not by_value or torch.equal(
+            one.cpu().view(torch.uint8), other.view(torch.uint8)
+        )  # NaN equals NaN
+
+    different = [name for name in sorted({*live, *saved}) if not is_same(name)]
+    if different:
+        raise CheckpointError(f"{problem}: {len(different)} tensors differ, such as {different[0]}.")
+
+
+def _log(model: nn.Module, config: AdapterConfig, layers: Mapping[str, Any]) -> None:
+    kinds = [kind for kind, chosen in (("DoRA", config.use_dora), ("rsLoRA", config.use_rslora)) if chosen]
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    logger.info(
+        "adapter: %s of rank %d beside %d linear layers (%s), %s parameters in float32",
+        " and ".join(kinds) or "LoRA",
+        config.r,
+        len(layers),
+        ", ".join(names),
+        f"{trained:,}",
+    )

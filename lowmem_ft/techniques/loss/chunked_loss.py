@@ -1,0 +1,334 @@
+"""A causal LM whose loss never holds the logits of a whole batch.
+
+Axes: B rows, T tokens of a row, H hidden size, N tokens of the batch (B * T), L tokens that have a label.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.config import LossConfig, TilingConfig
+from lowmem_ft.techniques.loss.head_tiles import HeadTiles
+from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
+
+log = logging.getLogger(__name__)
+
+_IGNORED = -100
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What configs call the softcap of the logits: Gemma 2 and later, RecurrentGemma, xLSTM."""
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+"""What configs call a factor on the logits: Cohere, Falcon-H1."""
+_LOGITS_SCALING_POWER = {"hyperclovax": 1, "minicpm3": 0}
+"""Granite and its kin divide the logits by ``logits_scaling``; these multiply, or divide the head's input."""
+_AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""What models call the weight of the routers' load-balancing loss: Mixtral and most others, JetMoE."""
+
+
+class ChunkedLoss(Handle):
+    """A loss that was switched on, whose head may come from elsewhere."""
+
+    def __init__(self, loss: _Loss, undo: Callable[[], object]) -> None:
+        super().__init__(undo)
+        self._loss = loss
+
+    def take_head_from(self, tiles: HeadTiles | None) -> None:
+        """Ask for the head's weight in tiles from now on; None: the head has it again."""
+        self._loss.head_tiles = tiles
+
+
+def enable_chunked_loss(
+    model: nn.Module,
+    config: LossConfig,
+    tiling: TilingConfig | None = None,
+    *,
+    device: torch.device | None = None,
+) -> ChunkedLoss | Handle:
+    """Makes ``model(input_ids=..., labels=...)`` return its loss without ever holding all logits.
+
+    The output is the model's own, with ``logits=None``. ``num_items_in_batch`` and ``shift_labels`` mean what they
+    mean to transformers; with ``num_label_tokens``, the number of labels (after the shift) that are not -100, the
+    rows are picked without asking the device. Without ``labels`` forward is untouched, so generation works.
+
+    Frees: logits, their fp32 copy, the probabilities and the gradient, each tokens x vocabulary; what remains is
+    chunk_tokens x vocabulary, or with ``tiling.head`` a part of the vocabulary. Tokens without a label skip the head.
+    Costs: see :func:`linear_cross_entropy_sum`; once, two forwards of 8 tokens, which check on real weights that this
+    model's loss is reproduced (some architectures do more around the head than a config tells).
+    Equals: transformers' ``ForCausalLMLoss`` and, with routers' logits on, its load-balancing loss; in train mode with
+    labels smoothed as by ``torch.nn.functional.cross_entropy``. One difference: a batch in which all labels are ignored
+    has the mean 0, not NaN.
+    Limits: the head must be a plain ``nn.Linear``. Meta and fake weights cannot be checked and are taken on trust. Of
+    a model that waits on the host for its device, the check runs what lies around the layers alone: their kernels may
+    be the device's, and the host would take minutes for them.
+
+    Args:
+        model: a causal LM from transformers, or a PEFT model around one.
+        config: the chunk's size and the share of the smoothed labels.
+        tiling: into how many tiles to cut the vocabulary; None: one.
+        device: where the model will compute; None: where its weights are.
+
+    Returns:
+        A handle whose ``remove()`` brings the stock forward back; a plain one if ``chunk_tokens`` is None.
+
+    Raises:
+        UserError: if a value is out of its range.
+    """
+    tiling = tiling or TilingConfig()
+    if problems := [*config.problems(), *tiling.problems()]:
+        raise UserError(*problems)
+    if config.chunk_tokens is None:
+        return Handle()
+    causal_lm = _without_peft(model)
+    head = _Head.of(causal_lm)
+    _refuse_more_tiles_than_rows(tiling, head)
+    loss = _Loss(head, config, tiling)
+    is_here = device is None or device.type == head.linear.weight.device.type
+    with contextlib.nullcontext() if is_here else _without_layers(causal_lm):
+        _check_equals_stock(causal_lm, head, _chunked_forward(causal_lm, loss, causal_lm.forward))
+    log.info(
+        "loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients made in forward",
+        config.chunk_tokens,
+        tiling.head,
+    )
+    chunked_forward = functools.partial(_chunked_forward, causal_lm, loss)
+    return ChunkedLoss(loss, wrap_method(causal_lm, "forward", chunked_forward))
+
+
+def _without_peft(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The last linear layer and what the architecture does to its logits."""
+
+    linear: nn.Linear
+    logit_softcap: float | None
+    logit_scale: float
+
+    @classmethod
+    def of(cls, causal_lm: Any) -> _Head:
+        linear = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
+        if not isinstance(linear, nn.Linear):
+            raise ModelError(
+                f"loss.chunk_tokens needs a model whose head is an nn.Linear; that of {type(causal_lm).__name__} is "
+                f"{type(linear).__name__}. Set loss.chunk_tokens=null."
+            )
+        config = causal_lm.config.get_text_config()
+        softcaps = [cap for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None]
+        return cls(
+            linear=linear, logit_softcap=softcaps[0] if softcaps else None, logit_scale=_logit_scale(config)
+        )
+
+    def logits(self, hidden_BTH: Tensor) -> Tensor:
+        logits_BTV = self.linear(hidden_BTH).float() * self.logit_scale
+        if self.logit_softcap is None:
+            return logits_BTV
+        return torch.tanh(logits_BTV / self.logit_softcap) * self.logit_softcap
+
+
+@dataclass
+class _Loss:
+    head: _Head
+    config: LossConfig
+    tiling: TilingConfig
+    head_tiles: HeadTiles | None = None
+
+    def mean(self, hidden_LH: Tensor, labels_L: Tensor, num_items: int | Tensor, *, smooth: bool) -> Tensor:
+        assert self.config.chunk_tokens is not None
+        return linear_cross_entropy_sum(
+            hidden_LH,
+            self.head.linear.weight,
+            labels_L,
+            bias_V=self.head.linear.bias,
+            chunk_tokens=self.config.chunk_tokens,
+            vocabulary_tiles=self.tiling.head,
+            logit_softcap=self.head.logit_softcap,
+            logit_scale=self.head.logit_scale,
+            label_smoothing=self.config.label_smoothing_factor if smooth else 0.0,
+            loss_factor=1 / num_items,
+            head_tiles=self.head_tiles,
+        )
+
+
+def _refuse_more_tiles_than_rows(tiling: TilingConfig, head: _Head) -> None:
+    vocabulary = len(head.linear.weight)
+    if tiling.head > vocabulary:
+        raise UserError(
+            f"tiling.head must be at most the vocabulary's {vocabulary} rows, got {tiling.head}. Set tiling.head=8."
+        )
+
+
+def _logit_scale(config: Any) -> float:
+    scale = (getattr(config, "logits_scaling", None) or 1.0) ** _LOGITS_SCALING_POWER.get(
+        config.model_type, -1
+    )
+    for name in _FACTORS:
+        factor = getattr(config, name, None)
+        scale *= factor if isinstance(factor, (int, float)) else 1.0
+    return scale
+
+
+def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The stock forward, with the loss computed where the head would compute the logits."""
+    signature = inspect.signature(stock_forward)
+    linear = loss_of.head.linear
+
+    # Trainer reads the signature to learn which columns and loss arguments forward takes.
+    @functools.wraps(stock_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {**signature.bind_partial(*args).arguments, **kwargs}
+        num_label_tokens = kwargs.pop("num_label_tokens", None)
+        labels_BT = kwargs.pop("labels", None)
+        if labels_BT is None:
+            return stock_forward(**kwargs)
+        num_items = kwargs.pop("num_items_in_batch", None)
+        return_dict = kwargs.pop("return_dict", None)
+        targets_N = _shifted(labels_BT, kwargs.pop("shift_labels", None)).flatten()
+        losses: list[Tensor] = []
+
+        def loss_instead_of_logits(hidden_BTH: Tensor) -> Tensor:
+            hidden_NH = hidden_BTH.flatten(0, -2)
+            if len(hidden_NH) != len(targets_N):
+                raise ValueError(
+                    f"{len(targets_N)} labels do not fit {len(hidden_NH)} positions that reach the head."
+                )
+            labels_N = targets_N.to(hidden_BTH.device)
+            rows_L = _label_rows(labels_N, num_label_tokens)
+            count = max(len(rows_L), 1) if num_items is None else num_items
+            hidden_LH = hidden_NH.index_select(0, rows_L)
+            losses.append(loss_of.mean(hidden_LH, labels_N[rows_L], count, smooth=causal_lm.training))
+            return hidden_BTH[..., :1]  # the architecture's work on the logits costs next to nothing on this
+
+        # Inside the head's own call, so that whoever gathers or casts its weight there does so as ever.
+        with Handle(set_attribute(linear, "forward", loss_instead_of_logits)):
+            outputs = stock_forward(**kwargs, return_dict=True)
+        (loss,) = losses
+        outputs = type(outputs)(
+            **{**outputs, "loss": loss + _auxiliary_loss(causal_lm, outputs), "logits": None}
+        )
+        wants_dict = causal_lm.config.return_dict if return_dict is None else return_dict
+        return outputs if wants_dict else outputs.to_tuple()
+
+    return forward
+
+
+def _shifted(labels_BT: Tensor, shift_labels_BT: Tensor | None) -> Tensor:
+    """The label of the token after each token, as transformers shifts them."""
+    if shift_labels_BT is not None:
+        return shift_labels_BT
+    return F.pad(labels_BT, (0, 1), value=_IGNORED)[..., 1:]
+
+
+def _label_rows(targets_N: Tensor, num_label_tokens: int | None) -> Tensor:
+    """Indices of the rows that have a label; their number, if given, spares a wait for the device."""
+    has_label_N = targets_N != _IGNORED
+    if num_label_tokens is None:
+        return has_label_N.nonzero().squeeze(1)
+    torch._assert_async(
+        has_label_N.sum() == num_label_tokens,
+        "num_label_tokens is not the number of shifted labels other than -100",
+    )
+    return torch.nonzero_static(has_label_N, size=num_label_tokens).squeeze(1)
+
+
+def _auxiliary_loss(causal_lm: Any, outputs: Any) -> Tensor | float:
+    """The load-balancing loss of the routers, weighted as the stock forward does, where routers' logits are on."""
+    loss = getattr(outputs, "aux_loss", None)
+    if not isinstance(loss, Tensor):
+        return 0.0
+    coefficients = [getattr(causal_lm, name) for name in _AUX_COEFFICIENTS if hasattr(causal_lm, name)]
+    if not coefficients:
+        raise ModelError(
+            f"loss.chunk_tokens cannot tell how {type(causal_lm).__name__} weighs the load-balancing loss of its "
+            f"routers. Set output_router_logits=false in its config, or loss.chunk_tokens=null."
+        )
+    return coefficients[0] * loss
+
+
+def _check_equals_stock(causal_lm: Any, head: _Head, chunked_forward: Callable[..., Any]) -> None:
+    """Compares logits and loss with the stock forward's on a few tokens, where the weights hold numbers."""
+    weight = head.linear.weight
+    if any(parameter.is_meta for parameter in causal_lm.parameters()):
+        log.info("loss: not compared with the stock loss, because the weights are on the meta device")
+        return
+    tokens_BT = torch.randint(len(weight), (1, 8), generator=torch.Generator().manual_seed(0))
+    tokens_BT = tokens_BT.to(weight.device)
+    inputs = {"input_ids": tokens_BT, "labels": tokens_BT, "return_dict": True}
+    num_labels = tokens_BT.numel() - 1  # the first token is not predicted
+    # flash-attn takes no fp32, so fp32 weights with it will train under autocast; compare them there.
+    flash = "flash" in (causal_lm.config._attn_implementation or "") and weight.dtype == torch.float32
+    dtype = torch.bfloat16 if flash else weight.dtype
+    hidden: list[Tensor] = []
+    with _evaluating(causal_lm), torch.no_grad(), torch.autocast(weight.device.type, dtype, enabled=flash):
+        with head.linear.register_forward_pre_hook(lambda module, args: hidden.append(args[0])):
+            stock = causal_lm.forward(**inputs)
+        equal = (
+            len(hidden) == 1
+            and _close(head.logits(hidden[0]), stock.logits, dtype)
+            and _close(chunked_forward(**inputs, num_label_tokens=num_labels).loss, stock.loss, dtype)
+        )
+    if equal:
+        return
+    raise ModelError(
+        f"loss.chunk_tokens needs a loss that is the cross-entropy of a linear head with a known scale and softcap; "
+        f"{type(causal_lm).__name__} computes something else from its hidden states. Set loss.chunk_tokens=null."
+    )
+
+
+def _close(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
+    """Equal up to a few roundings of ``dtype`` (the stock forward scales and caps in it), relative to the largest."""
+    if ours.shape != stock.shape:
+        return False
+    tolerance = max(1e-4, 4 * torch.finfo(dtype).eps)
+    difference = (ours.float() - stock.float()).abs().max()
+    is_close = difference <= tolerance * stock.float().abs().max()
+    # A trace has no values to compare, only the memory of comparing them.
+    return isinstance(is_close, FakeTensor) or bool(is_close)
+
+
+@contextlib.contextmanager
+def _without_layers(causal_lm: Any) -> Iterator[None]:
+    """Let the model hand its embeddings to its last norm and its head; with routers' losses, through its last layer."""
+    layers, config = decoder_layers(causal_lm, way_out="offload.parameters=device"), causal_lm.config
+    stack = list(layers)
+    parts = {"": config} | {key: part for key in config.sub_configs if (part := getattr(config, key, None))}
+    attention = {key: part._attn_implementation for key, part in parts.items()}
+    # A load-balancing loss needs a router, and where only some layers have one, the last one has.
+    num_kept = 1 if getattr(config.get_text_config(), "output_router_logits", False) else 0
+    del layers[: len(stack) - num_kept]
+    config._attn_implementation = "eager"  # the device's kernel may be the device's alone
+    try:
+        yield
+    finally:
+        del layers[:]
+        layers.extend(stack)
+        config._attn_implementation = attention
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        # bitsandbytes repacks a 4-bit weight on a CPU in its first evaluation, for a kernel without a derivative:
+        # training would go on with wrong gradients (0.50.2, Linear4bit.forward).
+        module.training = hasattr(module, "support_avx512bf16_for_cpu")
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

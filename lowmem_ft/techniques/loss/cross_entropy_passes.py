@@ -1,0 +1,295 @@
+"""The loss of a linear head and its gradients, in one pass over the tokens or in two over tiles of the vocabulary.
+
+Axes: N tokens, C tokens of one chunk, H hidden size, V vocabulary, W vocabulary of one tile; a trailing 1 is an axis of
+length one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowmem_ft.repetition import in_rounds
+from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
+from lowmem_ft.techniques.loss.head_tiles import HeadTiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What is done with the logits of a head, and how much at once.
+
+    Args:
+        chunk_tokens: tokens whose logits exist at once.
+        tile_rows: rows of the vocabulary whose logits exist at once.
+        logit_softcap: c in ``c * tanh(logits / c)``, after the scale; None: no cap.
+        logit_scale: factor on the logits.
+        label_smoothing: share of each label that is spread over the whole vocabulary.
+        loss_factor: factor on the summed loss.
+    """
+
+    chunk_tokens: int
+    tile_rows: int
+    logit_softcap: float | None
+    logit_scale: float
+    label_smoothing: float
+    loss_factor: float | Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedGradients:
+    """Which gradients to make."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        """Whether to make one at all."""
+        return self.hidden or self.weight or self.bias
+
+
+class HeadLoss:
+    """The summed loss of one batch, before ``loss_factor``, and its gradients.
+
+    Args:
+        hidden_NH: the head's input.
+        weight_VH: the head's weight, or what has its shape and type.
+        bias_V: the head's bias, if it has one.
+        labels_N: token ids.
+        head: what happens to the logits.
+        tiles: serves the weight and takes its gradient.
+        wanted: which gradients.
+        compute_dtype: of matrix products.
+
+    Attributes:
+        d_hidden_NH: gradient of the input, times ``loss_factor`` unless ``late_factor`` is that.
+        d_bias_V: likewise of the bias, in fp32.
+        late_factor: by what the gradients are still to be multiplied.
+    """
+
+    def __init__(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        *,
+        head: Head,
+        tiles: HeadTiles,
+        wanted: WantedGradients,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self._hidden_NH, self._bias_V, self._labels_N = hidden_NH, bias_V, labels_N
+        self._weight_VH = weight_VH
+        self._head, self._tiles, self._wanted = head, tiles, wanted
+        self._compute_dtype = compute_dtype
+        self._exact: dict[str, Any] = {
+            "dtype": torch.promote_types(compute_dtype, torch.float32),
+            "device": hidden_NH.device,
+        }
+        # Divided by a count of tokens, gradients would fall below fp16's range before the loss scale lifts them.
+        is_late = compute_dtype == torch.float16
+        self._early_factor = 1.0 if is_late else head.loss_factor
+        self.late_factor = head.loss_factor if is_late else 1.0
+        self.d_hidden_NH: Tensor | None = None
+        self.d_bias_V = torch.zeros(len(weight_VH), **self._exact) if wanted.bias else None
+
+    def in_one_pass(self) -> Tensor:
+        """All of the vocabulary at once."""
+        loss = torch.zeros((), **self._exact)
+        if self._wanted.hidden:
+            self.d_hidden_NH = torch.empty_like(self._hidden_NH)
+        rows = slice(0, len(self._weight_VH))
+        weight_VH, d_weight = self._weight(rows), self._new_weight_gradient(rows)
+        for tokens in self._chunks(d_weight):
+            hidden_CH, logits_CV = self._logits(tokens, weight_VH, rows)
+            exact_CV, slope_CV = self._scaled_and_capped(logits_CV)
+            labels = _LabelsInTile.of(self._labels_N[tokens], rows)
+            seen = _Seen.of_(exact_CV, labels, with_sum=self._head.label_smoothing > 0)
+            loss += (seen.log_sum_C1 - self._target(seen)).sum()
+            if not self._wanted.any:
+                continue
+            probability_CV = exact_CV.div_(seen.sum_C1)
+            self._finish_gradient_(logits_CV, probability_CV, slope_CV, labels)
+            if self.d_hidden_NH is not None:
+                self.d_hidden_NH[tokens] = logits_CV @ weight_VH
+            self._take(rows, d_weight, logits_CV, hidden_CH)
+            # Else they live while the next chunk's are made.
+            del exact_CV, probability_CV, slope_CV, logits_CV
+        del weight_VH
+        self._hand_over(rows, d_weight)
+        return loss
+
+    def in_two_passes(self) -> Tensor:
+        """Tile by tile: first what the whole vocabulary says about each token, then its gradients."""
+        log_sum_N1, loss = self._pass_for_loss()
+        if self._wanted.any:
+            self._pass_for_gradients(log_sum_N1)
+        return loss
+
+    def _pass_for_loss(self) -> tuple[Tensor, Tensor]:
+        log_sum_N1 = torch.full((len(self._labels_N), 1), -torch.inf, **self._exact)
+        target_N1 = torch.zeros((len(self._labels_N), 1), **self._exact)
+        for rows in self._tile_rows():
+            weight_WH = self._weight(rows)
+            for tokens in self._chunks():
+                _, logits_CW = self._logits(tokens, weight_WH, rows)
+                exact_CW, _ = self._scaled_and_capped(logits_CW, with_slope=False)
+                del logits_CW
+                labels = _LabelsInTile.of(self._labels_N[tokens], rows)
+                seen = _Seen.of_(exact_CW, labels, with_sum=self._head.label_smoothing > 0)
+                log_sum_N1[tokens] = torch.logaddexp(log_sum_N1[tokens], seen.log_sum_C1)
+                target_N1[tokens] += self._target(seen)
+                del exact_CW
+            del weight_WH
+        return log_sum_N1, (log_sum_N1 - target_N1).sum()
+
+    def _pass_for_gradients(self, log_sum_N1: Tensor) -> None:
+        d_hidden_NH = (
+            torch.zeros_like(self._hidden_NH, dtype=self._exact["dtype"]) if self._wanted.hidden else None
+        )
+        for rows in reversed(self._tile_rows()):
+            weight_WH, d_weight = self._weight(rows), self._new_weight_gradient(rows)
+            for tokens in self._chunks(d_weight):
+                hidden_CH, logits_CW = self._logits(tokens, weight_WH, rows)
+                exact_CW, slope_CW = self._scaled_and_capped(logits_CW)
+                probability_CW = exact_CW.sub_(log_sum_N1[tokens]).exp_()
+                labels = _LabelsInTile.of(self._labels_N[tokens], rows)
+                self._finish_gradient_(logits_CW, probability_CW, slope_CW, labels)
+                del exact_CW, probability_CW, slope_CW
+                if d_hidden_NH is not None:
+                    d_hidden_NH[tokens] += logits_CW @ weight_WH
+                self._take(rows, d_weight, logits_CW, hidden_CH)
+                del logits_CW
+            del weight_WH
+            self._hand_over(rows, d_weight)
+        if d_hidden_NH is not None:
+            self.d_hidden_NH = d_hidden_NH.to(self._hidden_NH.dtype)
+
+    # --- the steps of both ------------------------------------------------------------------------------------------
+
+    def _chunks(self, d_weight: WeightGradient | None = None) -> Iterator[slice]:
+        """The tokens of each chunk; alike are as many as are added to the weight's gradient together."""
+        size = self._head.chunk_tokens
+        chunks = [slice(start, start + size) for start in range(0, len(self._labels_N), size)]
+        num_alike = 1 if d_weight is None else d_weight.pieces_added_together(size, self._compute_dtype)
+        groups = [chunks[first : first + num_alike] for first in range(0, len(chunks), num_alike)]
+        return itertools.chain.from_iterable(in_rounds(groups))
+
+    def _tile_rows(self) -> list[slice]:
+        size, vocabulary = self._head.tile_rows, len(self._weight_VH)
+        return [slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
+
+    def _weight(self, rows: slice) -> Tensor:
+        return self._tiles.weight(rows).to(self._compute_dtype)
+
+    def _logits(self, tokens: slice, weight_WH: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """The head's input in the type of the products, and its output."""
+        hidden_CH = self._hidden_NH[tokens].to(self._compute_dtype)
+        bias_W = None if self._bias_V is None else self._bias_V[rows].to(self._compute_dtype)
+        return hidden_CH, F.linear(hidden_CH, weight_WH, bias_W)
+
+    def _scaled_and_capped(
+        self, logits_CW: Tensor, *, with_slope: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits in fp32, scaled and capped, and the cap's slope; in the logits' memory if they are fp32."""
+        head = self._head
+        exact_CW = logits_CW.to(self._exact["dtype"])
+        if head.logit_scale != 1.0:
+            exact_CW.mul_(head.logit_scale)
+        if head.logit_softcap is None:
+            return exact_CW, None
+        exact_CW.div_(head.logit_softcap).tanh_()
+        slope_CW = exact_CW.square().neg_().add_(1) if with_slope and self._wanted.any else None
+        return exact_CW.mul_(head.logit_softcap), slope_CW
+
+    def _target(self, seen: _Seen) -> Tensor:
+        """What the smoothed label picks of each token's logits in a tile."""
+        if seen.logit_sum_C1 is None:
+            return seen.label_logit_C1
+        smoothing = self._head.label_smoothing
+        spread = smoothing / len(self._weight_VH)
+        return (1 - smoothing) * seen.label_logit_C1 + spread * seen.logit_sum_C1
+
+    def _finish_gradient_(
+        self, logits_CW: Tensor, probability_CW: Tensor, slope_CW: Tensor | None, labels: _LabelsInTile
+    ) -> None:
+        """Overwrites the logits with the loss's gradient by them."""
+        head = self._head
+        label_probability_C1 = probability_CW.gather(1, labels.column_C1)
+        label_share_C1 = labels.is_inside_C1.to(self._exact["dtype"]) * (1 - head.label_smoothing)
+        d_exact_CW = probability_CW.scatter_(1, labels.column_C1, label_probability_C1 - label_share_C1)
+        if head.label_smoothing:
+            d_exact_CW.sub_(head.label_smoothing / len(self._weight_VH))
+        if slope_CW is not None:
+            d_exact_CW.mul_(slope_CW)
+        if head.logit_scale != 1.0:
+            d_exact_CW.mul_(head.logit_scale)
+        if isinstance(self._early_factor, Tensor) or self._early_factor != 1.0:
+            d_exact_CW.mul_(self._early_factor)
+        logits_CW.copy_(d_exact_CW)
+
+    def _new_weight_gradient(self, rows: slice) -> WeightGradient | None:
+        if not self._wanted.weight:
+            return None
+        shape = torch.Size((rows.stop - rows.start, self._weight_VH.shape[1]))
+        return WeightGradient(shape, self._weight_VH.dtype, self._hidden_NH.device, len(self._labels_N))
+
+    def _take(
+        self, rows: slice, d_weight: WeightGradient | None, d_logits_CW: Tensor, hidden_CH: Tensor
+    ) -> None:
+        if self.d_bias_V is not None:
+            self.d_bias_V[rows] += d_logits_CW.sum(0, dtype=self._exact["dtype"])
+        if d_weight is not None:
+            d_weight.add(d_logits_CW, hidden_CH)
+
+    def _hand_over(self, rows: slice, d_weight: WeightGradient | None) -> None:
+        if d_weight is not None:
+            self._tiles.add_gradient(rows, d_weight.finish())
+
+
+@dataclass(frozen=True)
+class _LabelsInTile:
+    """Which column of a tile each token's label is; a token whose label is elsewhere has some column, outside."""
+
+    column_C1: Tensor
+    is_inside_C1: Tensor
+
+    @classmethod
+    def of(cls, labels_C: Tensor, rows: slice) -> _LabelsInTile:
+        column_C1 = labels_C.unsqueeze(1) - rows.start
+        width = rows.stop - rows.start
+        return cls(column_C1.clamp(0, width - 1), (column_C1 >= 0) & (column_C1 < width))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a tile says about each token of a chunk, in fp32.
+
+    Args:
+        log_sum_C1: logarithm of the sum of the exponentials of the tile's logits.
+        sum_C1: that sum, of the logits less their maximum.
+        label_logit_C1: the label's logit, 0 if it is not in the tile.
+        logit_sum_C1: the sum of the logits, if asked for.
+    """
+
+    log_sum_C1: Tensor
+    sum_C1: Tensor
+    label_logit_C1: Tensor
+    logit_sum_C1: Tensor | None
+
+    @classmethod
+    def of_(cls, exact_CW: Tensor, labels: _LabelsInTile, *, with_sum: bool) -> _Seen:
+        """Overwrites the logits with the exponentials of what they are less their maximum."""
+        label_logit_C1 = exact_CW.gather(1, labels.column_C1).mul_(labels.is_inside_C1)
+        logit_sum_C1 = exact_CW.sum(1, keepdim=True) if with_sum else None
+        maximum_C1 = exact_CW.amax(1, keepdim=True)
+        sum_C1 = exact_CW.sub_(maximum_C1).exp_().sum(1, keepdim=True)
+        return cls(sum_C1.log().add_(maximum_C1), sum_C1, label_logit_C1, logit_sum_C1)

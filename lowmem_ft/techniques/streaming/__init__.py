@@ -1,0 +1,1 @@
+"""Weights that wait in host memory and visit the device."""

@@ -1,0 +1,132 @@
+"""An embedding that waits in host memory: the rows of a batch's tokens visit the device, not the table.
+
+Axes: B rows of the batch, T tokens of a row, N tokens of the batch (B * T), V vocabulary, H hidden size, C rows of a
+chunk of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_ft.errors import ModelError
+from lowmem_ft.handle import Handle
+from lowmem_ft.memory.host_copies import CopyEvent
+from lowmem_ft.repetition import rounds, stand_for
+from lowmem_ft.techniques.gradients.parts import rows_per_block
+from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.streaming.tensors import stand_in
+
+TakeGradient = Callable[[nn.Parameter, Tensor, int, int], None]
+"""Called with a parameter, the finished gradient of a part of it, the number of that part's first element, and how many
+parts like this one it stands for in a trace."""
+
+Written = Callable[[], CopyEvent]
+"""The end of the last copy that brought an updated weight back to the host."""
+
+_CHUNK_ELEMENTS = 2**23
+"""Of the gradient that exists at once; 16 MiB in bfloat16."""
+
+
+class StreamedEmbedding(Handle):
+    """Makes an embedding take its rows from host memory.
+
+    The ids are read on the host. :meth:`expect` tells them beforehand; otherwise the host has to wait for the device.
+
+    Args:
+        embedding: its weight is in host memory already.
+        device: where the model computes.
+        held_gradient: the gradient, on the host, that a tied head has left; None: it is not tied.
+
+    Raises:
+        ModelError: if the embedding changes its weight, or weighs gradients by how often a token occurs.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        device: torch.device,
+        held_gradient: Callable[[], Tensor | None],
+    ) -> None:
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            raise ModelError(
+                "offload.parameters=stream needs an embedding without max_norm, scale_grad_by_freq and sparse. "
+                "Set offload.parameters=device."
+            )
+        self.parameter = cast(nn.Parameter, embedding.weight)
+        self._take: TakeGradient | None = None
+        self._written: Written = CopyEvent
+        self._embedding = embedding
+        self._device = device
+        self._held_gradient = held_gradient
+        self._expected: Tensor | None = None
+        self._stock_forward = embedding.forward
+        super().__init__(set_attribute(embedding, "forward", self._forward))
+
+    def train_with(self, take: TakeGradient, written: Written) -> None:
+        """From now on hand gradients to ``take``, and read no row before the updates made of them are back."""
+        self._take, self._written = take, written
+
+    def expect(self, ids_BT: Tensor) -> None:
+        """Say, on the host, which ids the next forward will be asked for."""
+        self._expected = ids_BT
+
+    def _forward(self, ids_BT: Tensor) -> Tensor:
+        ids_N = self._on_host(ids_BT).flatten()
+        self._written().synchronize()  # the host reads the rows itself
+        weight_VH = self._embedding.weight.data
+        rows_NH = nn.Parameter(weight_VH[ids_N].to(self._device), requires_grad=self._is_trained())
+        if rows_NH.requires_grad:
+            hook = functools.partial(self._take_gradient, ids_N=ids_BT.flatten())
+            rows_NH.register_post_accumulate_grad_hook(hook)
+        positions_BT = torch.arange(len(ids_N), device=self._device).view(ids_BT.shape)
+        # The stock forward, which may scale, on a table that has only these rows.
+        with Handle(stand_in(self._embedding, rows_NH), set_attribute(self._embedding, "padding_idx", None)):
+            hidden_BTH = self._stock_forward(positions_BT)
+        # The graph keeps the table for its gradient, which asks for its shape alone.
+        rows_NH.data = torch.zeros((), dtype=rows_NH.dtype, device=self._device).expand(rows_NH.shape)
+        return hidden_BTH
+
+    def _on_host(self, ids_BT: Tensor) -> Tensor:
+        expected, self._expected = self._expected, None
+        if expected is not None and expected.shape == ids_BT.shape:
+            return expected
+        return ids_BT.cpu()
+
+    def _is_trained(self) -> bool:
+        return self._take is not None and self._embedding.weight.requires_grad and torch.is_grad_enabled()
+
+    @torch.no_grad()
+    def _take_gradient(self, rows_NH: Tensor, *, ids_N: Tensor) -> None:
+        """Hand the table's gradient over chunk by chunk: the rows' sums, and zeros for tokens that did not occur."""
+        d_rows_NH, rows_NH.grad = rows_NH.grad, None
+        assert d_rows_NH is not None
+        assert self._take is not None
+        weight: Any = self._embedding.weight
+        held_VH = self._held_gradient()
+        padding = -1 if self._embedding.padding_idx is None else self._embedding.padding_idx
+        rows_at_once = _rows_at_once(weight.shape[1])
+        for start, times in rounds(range(0, len(weight), rows_at_once)):
+            stand_for(times)
+            num_rows = min(rows_at_once, len(weight) - start)
+            is_elsewhere_N = (ids_N < start) | (ids_N >= start + num_rows) | (ids_N == padding)
+            local_N = torch.where(is_elsewhere_N, num_rows, ids_N - start)
+            # One row more for tokens elsewhere, which this kernel passes over.
+            d_weight_CH = torch.ops.aten.embedding_dense_backward(
+                d_rows_NH, local_N, num_rows + 1, num_rows, False
+            )[:num_rows]
+            if weight.grad_dtype is not None:
+                d_weight_CH = d_weight_CH.to(weight.grad_dtype)  # autograd sums in it
+            if held_VH is not None:
+                d_weight_CH += held_VH[start : start + num_rows].to(d_weight_CH.device)
+            self._take(weight, d_weight_CH, start * weight.shape[1], times)
+
+
+def _rows_at_once(num_columns: int) -> int:
+    """As many rows as a chunk holds, so that each chunk begins at a block of the optimizer's state."""
+    rows_of_blocks = rows_per_block(num_columns)
+    return max(1, _CHUNK_ELEMENTS // (num_columns * rows_of_blocks)) * rows_of_blocks

@@ -1,0 +1,122 @@
+"""A head that waits in host memory: tiles of its weight visit the device for the loss, all of it for logits.
+
+Axes: B rows of the batch, T tokens of a row, V vocabulary, H hidden size, W vocabulary of one tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_ft.handle import Handle
+from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.streaming.embedding import TakeGradient, Written
+from lowmem_ft.techniques.streaming.tensors import stand_in
+
+
+class StreamedHead(Handle):
+    """Makes a head's weight visit the device.
+
+    It is a ``head_tiles.HeadTiles``, for a loss that works tile by tile; whoever calls the head gets logits.
+
+    Args:
+        head: its weight is in host memory.
+        device: where the model computes.
+        host: holds the gradient of a tied weight until the embedding's is there.
+        is_tied: whether the embedding has the same weight.
+    """
+
+    def __init__(self, head: nn.Linear, device: torch.device, host: HostMemory, *, is_tied: bool) -> None:
+        self.parameter = cast(nn.Parameter, head.weight)
+        self._head = head
+        self._device = device
+        self._host = host
+        self._is_tied = is_tied
+        self._engine = CopyEngine(device)
+        self._on_its_way: dict[int, tuple[Tensor, CopyEvent]] = {}
+        self._last_start = -1
+        self._take: TakeGradient | None = None
+        self._written: Written = CopyEvent
+        self._held_VH: Tensor | None = None
+        self._stock_forward = head.forward
+        super().__init__(
+            set_attribute(head, "forward", self._forward),
+            head.register_forward_hook(self._end_visit, always_call=True).remove,
+        )
+
+    def train_with(self, take: TakeGradient, written: Written) -> None:
+        """From now on hand gradients to ``take``, or to the embedding if the weight is tied to its.
+
+        Args:
+            take: whoever updates the weight.
+            written: when the last of these updates is back; no tile sets out before.
+        """
+        self._take, self._written = take, written
+        if self._is_tied:
+            weight = self.parameter
+            self._held_VH = self._host.allocate(weight.shape, weight.dtype, "gradient")
+
+    def held_gradient(self) -> Tensor | None:
+        """What the embedding's gradient has yet to be added to, on the host; None if the weight is not tied."""
+        self._engine.synchronize()
+        return self._held_VH
+
+    def weight(self, rows: slice) -> Tensor:
+        """These rows on the device; the tile that comes next sets out."""
+        here, arrived = self._on_its_way.pop(rows.start, None) or self._send(rows)
+        self._forget_others()
+        following = self._following(rows)
+        if following is not None:
+            self._on_its_way[following.start] = self._send(following)
+        self._last_start = rows.start
+        self._engine.wait(arrived)
+        return here
+
+    def add_gradient(self, rows: slice, d_weight_WH: Tensor) -> None:
+        """Pass the finished gradient of these rows on."""
+        if self._held_VH is not None:
+            self._engine.to_host(d_weight_WH, self._held_VH[rows])
+        else:
+            assert self._take is not None, "train_with() goes before"
+            self._take(self.parameter, d_weight_WH, rows.start * d_weight_WH.shape[1], 1)
+
+    def _following(self, rows: slice) -> slice | None:
+        """Tiles go up for the loss, then down for the gradients; the turn, at the last one, cannot be foreseen."""
+        num_all, num_rows = len(self.parameter), rows.stop - rows.start
+        if rows.start > self._last_start and rows.stop < num_all:
+            return slice(rows.stop, min(rows.stop + num_rows, num_all))
+        return None
+
+    def _send(self, rows: slice) -> tuple[Tensor, CopyEvent]:
+        values = self.parameter.data[rows]
+        place = torch.empty_like(values, device=self._device)
+        return place, self._engine.to_device(values, place, after=(self._engine.now(), self._written()))
+
+    def _forget_others(self) -> None:
+        """Let go of a tile that nobody came for, whose memory may be used again once it has arrived."""
+        for _, arrived in self._on_its_way.values():
+            self._engine.wait(arrived)
+        self._on_its_way.clear()
+
+    def _forward(self, hidden_BTH: Tensor) -> Tensor:
+        """The stock forward, with all of the weight on the device."""
+        is_trained = self._take is not None and self.parameter.requires_grad and torch.is_grad_enabled()
+        whole = slice(0, len(self.parameter))
+        visitor = nn.Parameter(self.weight(whole), requires_grad=is_trained)
+        if is_trained:
+            visitor.register_post_accumulate_grad_hook(self._take_from_autograd)
+        with Handle(stand_in(self._head, visitor)):
+            return self._stock_forward(hidden_BTH)
+
+    def _take_from_autograd(self, visitor: Tensor) -> None:
+        gradient, visitor.grad = visitor.grad, None
+        assert gradient is not None, "the hook comes after a gradient"
+        self.add_gradient(slice(0, len(gradient)), gradient)
+
+    def _end_visit(self, *_: Any) -> None:
+        self._forget_others()
+        self._last_start = -1

@@ -1,0 +1,298 @@
+"""Parameter streaming: weights wait in host memory and visit the device layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.handle import Handle
+from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.techniques.config import OffloadConfig
+from lowmem_ft.techniques.loss.head_tiles import HeadTiles
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
+from lowmem_ft.techniques.streaming.head import StreamedHead
+from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream, UpdatesLayers
+from lowmem_ft.techniques.streaming.tensors import move_the_rest
+from lowmem_ft.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+class UpdatesStreamed(UpdatesLayers, Protocol):
+    """Who updates streamed weights, such as ``optimizer_in_backward.InBackward``."""
+
+    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0, times: int = 1) -> None:
+        """Accept the finished gradient of a part of a parameter whose gradients autograd does not collect."""
+        ...
+
+    def written(self, parameter: nn.Parameter) -> CopyEvent:
+        """The end of the last copy that brought an updated weight back to where it waits."""
+        ...
+
+
+class TakesHead(Protocol):
+    """A loss that can take the head in tiles, such as ``chunked_loss.ChunkedLoss``."""
+
+    def take_head_from(self, tiles: HeadTiles | None) -> None:
+        """Ask these for the head's weight from now on."""
+        ...
+
+
+def enable_parameter_streaming(
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    device: torch.device,
+    host: HostMemory,
+    trained: bool,
+    loss: TakesHead | None = None,
+) -> ParameterStreaming:
+    """Moves a model on the host to a device, but for its decoder layers, embedding and head, which visit it in turn.
+
+    Frees: all weights of decoder layers but two layers and ``offload.resident_layers``; of the embedding all but the
+    rows of a batch; of the head all, but while the loss is computed.
+    Costs: each layer's weights cross the host link twice a step, and once more if they are trained; copies run beside
+    the computation. The visits of the first layers, and of the last ones at the turn, cost nothing: they are
+    still there.
+    Equals: the same losses and gradients bit for bit.
+    Limits: trained weights are updated while they visit, by an optimizer that steps in backward
+    (:meth:`ParameterStreaming.update_with`). Enable it after every technique that changes the model's forward and
+    before the optimizer is made. Weights in files (``offload.folder``) may be larger than RAM, unless they are unpacked
+    from GGUF; the disk then bounds the speed.
+    Source: L2L: Training Large Neural Networks with Constant Memory, 2020 (arXiv:2002.05645).
+
+    Args:
+        model: a causal LM from transformers, in host memory; a PEFT model around one, too.
+        config: how many layers stay.
+        device: where it computes.
+        host: where the weights will wait.
+        trained: whether weights that require grad are streamed too; false if they are adapters, which stay.
+        loss: gets the head in tiles; None: all of it visits for the logits.
+
+    Returns:
+        A handle whose ``remove()`` leaves a plain model on the host, with the weights as trained.
+
+    Raises:
+        ModelError: if the model's layers cannot be found.
+        UserError: if more layers are to stay than there are.
+        DoesNotFitError: if the host has too little memory left.
+    """
+    layers = decoder_layers(model, way_out="offload.parameters=device")
+    problems = config.problems()
+    if config.resident_layers > len(layers):
+        problems.append(
+            f"offload.resident_layers must be at most {len(layers)}, the number of the model's layers, got "
+            f"{config.resident_layers}. Set offload.parameters=device to keep all weights on the device."
+        )
+    if problems:
+        raise UserError(*problems)
+    # Beside the model as it was loaded, of which each layer is let go once it is copied.
+    largest = max(sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers)
+    host.check(
+        largest,
+        "offload.parameters=stream",
+        "Raise budget.host, set offload.folder or offload.parameters=device.",
+        "parameter",
+    )
+    streaming = ParameterStreaming(
+        model,
+        list(layers)[: len(layers) - config.resident_layers],
+        device=device,
+        host=host,
+        trained=trained,
+        loss=loss,
+    )
+    log.info(
+        "Parameter streaming: %s wait in %s; %d of %d layers visit the device in turn, in slots of %s",
+        format_bytes(streaming.host_bytes),
+        host.place_of("parameter"),
+        len(layers) - config.resident_layers,
+        len(layers),
+        format_bytes(streaming.layers.slot_bytes),
+    )
+    return streaming
+
+
+class ParameterStreaming(Handle):
+    """A model whose weights are streamed; see :func:`enable_parameter_streaming`.
+
+    Attributes:
+        layers: the streamed layers' weights on their way.
+        updates: who updates them; None while nobody does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        *,
+        device: torch.device,
+        host: HostMemory,
+        trained: bool,
+        loss: TakesHead | None,
+    ) -> None:
+        self._model = model
+        self.updates: UpdatesStreamed | None = None
+        staying = _shared_parameters(layers) | _biases_of_quantised(layers)
+
+        def is_streamed(parameter: nn.Parameter) -> bool:
+            return (trained or not parameter.requires_grad) and parameter not in staying
+
+        stub_of = _stubs_on(device)
+        with torch.no_grad():
+            slabs = [LayerSlab(layer, is_streamed, host, stub_of) for layer in layers]
+            self._embedding, self._head = _outer_parts(model, device, host, is_streamed)
+            self._on_host = _weights_of(self._embedding, self._head)
+            for weight in self._on_host:
+                weight.data = host.allocate(weight.shape, weight.dtype, "parameter").copy_(weight.data)
+            away = {parameter for slab in slabs for parameter in slab.parameters}
+            move_the_rest(model, device, away | self._on_host)
+        self.layers = LayerStream(slabs, CopyEngine(device), device)
+        outer_parts = [part for part in (self._embedding, self._head) if part is not None]
+        super().__init__(
+            self._leave_on_host,
+            *(part.remove for part in outer_parts),
+            *_visiting_hooks(layers, self.layers),
+        )
+        if loss is not None and self._head is not None:
+            loss.take_head_from(self._head)
+            self._undo.append(partial(loss.take_head_from, None))
+
+    @property
+    def waiting(self) -> set[nn.Parameter]:
+        """The parameters whose weights wait on the host."""
+        return self._on_host.union(*(slab.parameters for slab in self.layers.slabs))
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the weights that wait."""
+        return sum(slab.memory.nbytes for slab in self.layers.slabs) + sum(
+            weight.nbytes for weight in self._on_host
+        )
+
+    def update_with(self, updates: UpdatesStreamed) -> None:
+        """Let the streamed weights be trained: their gradients go to ``updates`` while they are on the device."""
+        self.updates = self.layers.updates = updates
+        updates.defer(parameter for slab in self.layers.slabs for parameter in slab.parameters)
+        for part in (self._embedding, self._head):
+            if part is not None and part.parameter.requires_grad:
+                part.train_with(updates.take, partial(updates.written, part.parameter))
+
+    def expect(self, ids_BT: Tensor) -> None:
+        """Say, on the host, which token ids the next forward will get, so that the host need not ask the device."""
+        if self._embedding is not None:
+            self._embedding.expect(ids_BT)
+
+    def flush(self) -> None:
+        """Make all updates that wait for a layer's next visit, so that the weights on the host are those of now."""
+        self.layers.flush()
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Every parameter on the host, where it can be read without a copy: for saving."""
+        self.flush()
+        for slab in self.layers.slabs:
+            slab.rest()
+        try:
+            yield
+        finally:
+            for slab in self.layers.slabs:
+                slab.leave()
+            self.layers.forget()
+
+    def _leave_on_host(self) -> None:
+        """Called last by ``remove()``: hooks and stand-ins are gone."""
+        self.flush()
+        for slab in self.layers.slabs:
+            slab.rest()
+        move_the_rest(self._model, torch.device("cpu"), set())
+
+
+def _outer_parts(
+    model: Any, device: torch.device, host: HostMemory, is_streamed: Callable[[Any], bool]
+) -> tuple[StreamedEmbedding | None, StreamedHead | None]:
+    """The embedding and the head, where they are what they mostly are; others stay on the device."""
+    table, linear = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = linear is not None and table is not None and linear.weight is table.weight
+    head = embedding = None
+    if isinstance(linear, nn.Linear) and is_streamed(linear.weight):
+        head = StreamedHead(linear, device, host, is_tied=is_tied)
+    if isinstance(table, nn.Embedding) and is_streamed(table.weight):
+        embedding = StreamedEmbedding(table, device, head.held_gradient if head is not None else lambda: None)
+    return embedding, head
+
+
+def _weights_of(embedding: StreamedEmbedding | None, head: StreamedHead | None) -> set[nn.Parameter]:
+    return {part.parameter for part in (embedding, head) if part is not None}
+
+
+def _shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that several layers have in common: they stay on the device."""
+    count = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
+    return {parameter for parameter, num_layers in count.items() if num_layers > 1}
+
+
+def _biases_of_quantised(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Biases to which bitsandbytes gives another type in their first forward: once for all, as long as they stay.
+
+    A cast in each visit would be one in a layer's forward and none in its recomputation, if that is the same visit;
+    selective checkpointing counts operations.
+    """
+    parts = [part._parameters for layer in layers for part in layer.modules()]
+    return {
+        bias
+        for part in parts
+        if (weight := part.get("weight")) is not None
+        and not weight.is_floating_point()
+        and (bias := part.get("bias")) is not None
+    }
+
+
+def _stubs_on(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """What a parameter shows while it is away: its shape and type, and one element's memory for all of them."""
+    elements: dict[torch.dtype, Tensor] = {}
+
+    def stub_of(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in elements:
+            elements[tensor.dtype] = torch.zeros(1, dtype=tensor.dtype, device=device)
+        return elements[tensor.dtype].expand(tensor.shape)
+
+    return stub_of
+
+
+def _visiting_hooks(layers: Sequence[nn.Module], stream: LayerStream) -> Iterator[Callable[[], None]]:
+    """Let each layer's weights come before its forward, and again before its backward; how to undo that."""
+
+    def before_forward(index: int, layer: nn.Module, args: Any) -> None:
+        if not _is_in_backward():  # a recomputation: the weights are there
+            stream.visit(index, then=index + 1, in_backward=False)
+
+    def before_backward(index: int, gradient: Tensor) -> None:
+        stream.visit(index, then=index - 1, in_backward=True)
+
+    def after_forward(index: int, layer: nn.Module, args: Any, output: Any) -> None:
+        if _is_in_backward():
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                # The gradient of a layer's output is complete right before the layer's backward.
+                tensor.register_hook(partial(before_backward, index))
+
+    for index, layer in enumerate(layers):
+        yield layer.register_forward_pre_hook(partial(before_forward, index), prepend=True).remove
+        yield layer.register_forward_hook(partial(after_forward, index)).remove
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

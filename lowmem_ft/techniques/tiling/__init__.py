@@ -1,0 +1,1 @@
+"""Parts of a layer that work through the tokens piece by piece."""

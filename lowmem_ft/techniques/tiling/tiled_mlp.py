@@ -1,0 +1,140 @@
+"""MLPs that work through the tokens in pieces, so that their wide inner activations exist for one piece at a time.
+
+Axes: B rows, T tokens of a row, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.config import TilingConfig
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.tiling.token_pieces import ForwardInPieces
+
+log = logging.getLogger(__name__)
+
+_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
+"""What decoder layers call the part that treats each token by itself."""
+
+_CHECKED_ROWS, _CHECKED_TOKENS, _CHECKED_PIECES = 2, 8, 3
+"""A comparison with the stock MLP in pieces of 6, 6 and 4 tokens, none of which is a row."""
+
+
+def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Handle:
+    """Makes the MLP of each decoder layer work on one of ``config.mlp`` pieces of the tokens after the other.
+
+    In backward each piece is computed again and differentiated, and every parameter gets its whole gradient at once, so
+    that hooks on it fire once.
+
+    Frees: the MLP's inner activations and their gradients but for one piece, of which a gated MLP holds 7 * tokens *
+    intermediate numbers while its layer is differentiated. The gain is full for frozen weights; of trained linear
+    layers the factors of their gradients stay, 3 * tokens * intermediate numbers, or a sum in fp32 if that is less
+    (see ``weight_gradient.WeightGradient``). Other trained weights are summed in fp32.
+    Costs: the MLP's forward once more in backward. Nothing in a checkpointed layer that ends with the MLP (all but
+    Gemma's kind): its recomputation stops before the MLP. Smaller matrix products.
+    Equals: the same gradients up to the order of sums: those of linear layers are one product over all tokens wherever
+    that takes less memory than a sum.
+    Limits: dropout in the MLP draws other numbers than without tiles. No second derivative. An MLP that does not treat
+    each token by itself is refused: its output is compared on random tokens, but with meta or fake weights taken on
+    trust. LLM.int8 passes that comparison, though it looks for outliers over all tokens. Routers' logits cannot be
+    collected.
+    Source: Arctic Long Sequence Training, 2025 (arXiv:2506.13996), whose backward fires hooks once a piece.
+
+    Args:
+        model: a causal LM from transformers, wrapped or not, with its adapters.
+        config: the number of pieces.
+
+    Returns:
+        A handle whose ``remove()`` brings the stock MLPs back.
+
+    Raises:
+        UserError: if the number of pieces is less than 1.
+        ModelError: if a layer's MLP cannot be found, or does not treat each token by itself.
+    """
+    if problems := config.problems():
+        raise UserError(*problems)
+    if config.mlp == 1:
+        return Handle()
+    mlps = [mlp for layer in decoder_layers(model) for mlp in _mlps_of(layer)]
+    _refuse_routers_whose_logits_are_collected(model)
+    for mlp in {type(mlp): mlp for mlp in mlps}.values():
+        _check_token_wise(mlp, _random_hidden(model, mlp))
+    log.info("tiled MLP: %d modules work on 1/%d of the tokens at a time", len(mlps), config.mlp)
+    return Handle(*(set_attribute(mlp, "forward", ForwardInPieces(mlp, config.mlp)) for mlp in mlps))
+
+
+def _mlps_of(layer: nn.Module) -> list[nn.Module]:
+    children = dict(layer.named_children())
+    mlps = [children[name] for name in _NAMES if name in children]
+    if mlps:
+        return mlps
+    raise ModelError(
+        f"tiling.mlp needs decoder layers with an MLP called {', '.join(_NAMES[:-1])} or {_NAMES[-1]}; "
+        f"{type(layer).__name__} has {', '.join(children)}. Set tiling.mlp=1."
+    )
+
+
+def _refuse_routers_whose_logits_are_collected(model: Any) -> None:
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ModelError(
+            f"tiling.mlp cannot pass on the routers' logits that {type(model).__name__} makes its load-balancing loss "
+            "of, got output_router_logits=true in its config. Set tiling.mlp=1, or output_router_logits to false."
+        )
+
+
+def _random_hidden(model: Any, mlp: nn.Module) -> Tensor:
+    """A few tokens as the MLP would get them."""
+    shape = (_CHECKED_ROWS, _CHECKED_TOKENS, model.config.get_text_config().hidden_size)
+    hidden_BTH = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return hidden_BTH.to(next(mlp.parameters()).device, model.dtype)
+
+
+def _check_token_wise(mlp: nn.Module, hidden_BTH: Tensor) -> None:
+    """Compares output with and without tiles, where the weights hold numbers."""
+    if hidden_BTH.is_meta:
+        log.info("tiled MLP: not compared with the stock MLP, because the weights are on the meta device")
+        return
+    required = [
+        parameter
+        for parameter in inspect.signature(mlp.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if len(required) == 1 and _equals_in_pieces(mlp, hidden_BTH):
+        return
+    raise ModelError(
+        f"tiling.mlp needs MLPs that take one tensor and treat each token by itself; {type(mlp).__name__} takes more, "
+        "or gives something else for a part of the tokens. Set tiling.mlp=1."
+    )
+
+
+def _equals_in_pieces(mlp: nn.Module, hidden_BTH: Tensor) -> bool:
+    modes = [(module, module.training) for module in mlp.modules()]
+    mlp.eval()
+    try:
+        with torch.no_grad():
+            stock: Any = mlp(hidden_BTH)
+            if not isinstance(stock, Tensor) or stock.shape != hidden_BTH.shape:
+                return False
+            ours = ForwardInPieces(mlp, _CHECKED_PIECES).in_pieces(hidden_BTH)
+            return _close(ours.view_as(stock), stock)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _close(ours: Tensor, stock: Tensor) -> bool:
+    """Equal up to a few roundings of their type, relative to the largest."""
+    tolerance = max(1e-5, 4 * torch.finfo(stock.dtype).eps)
+    is_close = (ours - stock).abs().max() <= tolerance * stock.abs().max()
+    # A trace has no values to compare, only the memory of comparing them.
+    return isinstance(is_close, FakeTensor) or bool(is_close)

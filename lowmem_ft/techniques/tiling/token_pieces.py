@@ -1,0 +1,285 @@
+"""A module's forward, token by token in pieces, differentiated so that each parameter gets one gradient.
+
+Autograd's nodes of one call, in the order of backward: :class:`_InPieces` computes piece after piece again and sums the
+gradients; :class:`_Keep` passes the input's on; :class:`_StandIn`, one a parameter, finishes that parameter's.
+
+Axes: B rows, T tokens of a row, N tokens of the batch (B * T), H hidden size, C tokens of one piece, O outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
+from lowmem_ft.techniques.modules.patching import set_attribute
+
+
+class ForwardInPieces:
+    """In place of the forward of a module that treats each token by itself.
+
+    Args:
+        module: takes one tensor of B x T x H and returns another.
+        num_pieces: of the B * T tokens.
+    """
+
+    def __init__(self, module: nn.Module, num_pieces: int) -> None:
+        self.module = module
+        self._num_pieces = num_pieces
+        self._stock_forward: Callable[[Tensor], Tensor] = module.forward
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """The module's output, connected to the graph."""
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if not torch.is_grad_enabled() or not (hidden_states.requires_grad or parameters):
+            return self.in_pieces(hidden_states).view_as(hidden_states)
+        kept, sums = _Kept(), _Sums()
+        stand_ins = [_StandIn.apply(parameter, sums) for parameter in parameters]
+        same = _Keep.apply(hidden_states, kept, *stand_ins[:1])
+        # The view is made out here: autograd forbids to change a view that a Function returns, as Falcon's layers do.
+        return _InPieces.apply(same, self, kept, sums, *stand_ins).view_as(hidden_states)
+
+    def in_pieces(self, hidden_BTH: Tensor) -> Tensor:
+        """The module's output, one piece after the other, as 1 x N x H; for calls without a graph."""
+        hidden_1NH = _one_row(hidden_BTH)
+        pieces = [self._stock_forward(hidden_1NH[:, tokens]) for tokens in self._tokens_of(hidden_1NH)]
+        return torch.cat(pieces, dim=1)
+
+    def differentiated(
+        self, hidden_BTH: Tensor, d_output_BTH: Tensor, gradients: _ParameterGradients
+    ) -> Tensor:
+        """The gradient of the input; adds those of the parameters."""
+        hidden_1NH, d_output_1NH = _one_row(hidden_BTH), _one_row(d_output_BTH)
+        d_hidden_1NH = torch.empty_like(hidden_1NH)
+        with gradients.collected_from_linear_layers():
+            for tokens in self._tokens_of(hidden_1NH):
+                hidden_1CH = hidden_1NH[:, tokens].detach().requires_grad_()
+                with torch.enable_grad():
+                    output_1CH = self._stock_forward(hidden_1CH)
+                d_hidden_1NH[:, tokens], *by_autograd = torch.autograd.grad(
+                    output_1CH,
+                    [hidden_1CH, *gradients.trained],
+                    d_output_1NH[:, tokens],
+                    allow_unused=True,
+                )
+                gradients.add(by_autograd)
+                del hidden_1CH, output_1CH, by_autograd  # else they live while the next piece is computed
+        return d_hidden_1NH.view_as(hidden_BTH)
+
+    def _tokens_of(self, hidden_1NH: Tensor) -> list[slice]:
+        num_tokens = hidden_1NH.shape[1]
+        size = max(1, -(-num_tokens // self._num_pieces))
+        return [slice(start, start + size) for start in range(0, max(num_tokens, 1), size)]
+
+
+class _Kept:
+    """Where :class:`_InPieces` finds the node whose saved tensor is its input."""
+
+    saver: Any = None
+
+
+class _Sums:
+    """Where :class:`_StandIn` finds what :class:`_InPieces` has summed.
+
+    Not one object with :class:`_Kept`: the saver's inputs include a stand-in, and a circle of references would keep the
+    activations of each recomputed layer until Python's garbage collector comes by.
+    """
+
+    gradients: _ParameterGradients | None = None
+
+
+class _Keep(torch.autograd.Function):
+    """Passes a tensor on, and saves it for :class:`_InPieces`.
+
+    Saved before the module is computed, the input is the last that a checkpointed layer saves if the module ends it:
+    the recomputation stops there, and does not compute the module. (What a Function saves, it saves after its forward.)
+
+    A stand-in among the inputs has it save even where the input needs no gradient, as behind frozen embeddings.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, kept: _Kept, *stand_in: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.num_stand_ins = len(stand_in)
+        kept.saver = ctx
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, d_hidden: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_hidden, None, *[None] * ctx.num_stand_ins
+
+
+class _StandIn(torch.autograd.Function):
+    """A number that stands for a parameter among the inputs of :class:`_InPieces`.
+
+    Its backward comes afterwards and makes the parameter's gradient, right before the hooks on it take it: gradients
+    leave one by one, where a single Function would have to return all of them at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, sums: _Sums) -> Tensor:
+        ctx.parameter, ctx.sums = parameter, sums
+        return parameter.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_stand_in: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert ctx.sums.gradients is not None  # made by _InPieces, whose input the stand-in was
+        return ctx.sums.gradients.take(ctx.parameter), None
+
+
+class _InPieces(torch.autograd.Function):
+    """The module, differentiated piece by piece."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, work: ForwardInPieces, kept: _Kept, sums: _Sums, *stand_ins: Tensor
+    ) -> Tensor:
+        ctx.work, ctx.kept, ctx.sums, ctx.num_stand_ins = work, kept, sums, len(stand_ins)
+        ctx.surroundings = _Surroundings(hidden.device)
+        return work.in_pieces(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (hidden,) = ctx.kept.saver.saved_tensors
+        gradients = _ParameterGradients(ctx.work.module, hidden.shape[:-1].numel())
+        with ctx.surroundings.again():
+            d_hidden = ctx.work.differentiated(hidden, d_output, gradients)
+        ctx.sums.gradients = gradients
+        d_stand_in = d_output.new_zeros((), dtype=torch.float32)
+        return (d_hidden, None, None, None, *[d_stand_in] * ctx.num_stand_ins)
+
+
+class _Surroundings:
+    """Autocast and random numbers of a moment, to compute the same again later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._autocast: dict[str, Any] = {
+            "dtype": torch.get_autocast_dtype(device.type),
+            "enabled": torch.is_autocast_enabled(device.type),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._host_state = torch.get_rng_state()
+        self._device_state = None if self._module is None else self._module.get_rng_state(device)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        devices = [] if self._module is None else [self._device]
+        with (
+            torch.random.fork_rng(devices, device_type=self._device.type),
+            torch.autocast(self._device.type, **self._autocast),
+        ):
+            torch.set_rng_state(self._host_state)
+            if self._module is not None:
+                self._module.set_rng_state(self._device_state, self._device)
+            yield
+
+
+class _ParameterGradients:
+    """Sums of a module's gradients over pieces of tokens.
+
+    The weight of a plain ``nn.Linear`` gets its gradient from what its layer's calls hand over. Autograd has the other
+    parameters', and that of such a weight where the module uses it by other means than calling its layer, as PEFT does
+    beside fused experts.
+
+    Attributes:
+        trained: the parameters to ask autograd about.
+    """
+
+    def __init__(self, module: nn.Module, num_tokens: int) -> None:
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._linears = [
+            part for part in module.modules() if type(part) is nn.Linear and part.weight.requires_grad
+        ]
+        self._handed_over = {
+            weight: WeightGradient(weight.shape, weight.dtype, weight.device, num_tokens)
+            for weight in (linear.weight for linear in self._linears)
+        }
+        self._by_autograd = {
+            parameter: _zeros_for_sum(parameter)
+            for parameter in self.trained
+            if parameter not in self._handed_over
+        }
+
+    @contextlib.contextmanager
+    def collected_from_linear_layers(self) -> Iterator[None]:
+        """Let linear layers hand the factors of their weights' gradients over, while a block runs."""
+        undo = [
+            set_attribute(linear, "forward", _HandingOver(linear, self._handed_over[linear.weight]))
+            for linear in self._linears
+        ]
+        with Handle(*undo):
+            yield
+
+    def add(self, by_autograd: Sequence[Tensor | None]) -> None:
+        """One piece's gradients of ``trained``; None for a parameter that autograd has seen nothing of."""
+        for parameter, gradient in zip(self.trained, by_autograd, strict=True):
+            if gradient is None:
+                continue
+            if parameter not in self._by_autograd:
+                self._by_autograd[parameter] = _zeros_for_sum(parameter)
+            self._by_autograd[parameter] += gradient
+
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        """The finished gradient of a parameter, in its type; nothing of it is kept."""
+        by_autograd = self._by_autograd.pop(parameter, None)
+        if parameter not in self._handed_over:
+            assert by_autograd is not None, "its sum is there from the beginning"
+            return by_autograd.to(parameter.dtype)
+        handed_over = self._handed_over.pop(parameter).finish()
+        return handed_over if by_autograd is None else by_autograd.add_(handed_over).to(parameter.dtype)
+
+
+class _HandingOver:
+    """In place of a linear layer's forward."""
+
+    def __init__(self, linear: nn.Linear, gradient: WeightGradient) -> None:
+        self._linear = linear
+        self._gradient = gradient
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight, bias = self._linear.weight.detach(), self._linear.bias
+        return _LinearWithoutWeightGradient.apply(input, weight, bias, self._gradient)
+
+
+class _LinearWithoutWeightGradient(torch.autograd.Function):
+    """``F.linear``, whose backward leaves the two factors of the weight's gradient with somebody else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, gradient: WeightGradient
+    ) -> Tensor:
+        output = F.linear(input, weight, bias)  # under autocast this casts
+        ctx.save_for_backward(input.to(output.dtype), weight)
+        ctx.gradient, ctx.input_dtype = gradient, input.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        input, weight = ctx.saved_tensors
+        d_output_CO = d_output.flatten(0, -2)
+        ctx.gradient.add(d_output_CO, input.flatten(0, -2))
+        d_input = (d_output @ weight.to(d_output.dtype)).to(ctx.input_dtype)
+        d_bias = d_output_CO.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return d_input, None, d_bias, None
+
+
+def _one_row(tensor_BTH: Tensor) -> Tensor:
+    """All tokens in one row, whose pieces are views."""
+    return tensor_BTH.reshape(1, -1, tensor_BTH.shape[-1])
+
+
+def _zeros_for_sum(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))

@@ -1,0 +1,104 @@
+"""One operator as work for the clock: a kernel with its operations and bytes, or a copy over the host link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.virtual_gpu.kernels.flops import flops_of, is_free
+from lowmem_ft.virtual_gpu.kernels.format_operators import bytes_moved_by_format
+from lowmem_ft.virtual_gpu.work import Work
+
+aten = torch.ops.aten
+
+_COPIES = frozenset({aten._to_copy.default, aten.copy_.default})
+_READ_ROWS = frozenset(
+    {aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.gather.default}
+)
+"""They read as much as they write, however large the table is."""
+
+
+def work_of(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    *,
+    device_type: str,
+    stream: int,
+    position: int,
+) -> Work | None:
+    """What an operator asks of the device, or None if it asks nothing.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned.
+        device_type: the device.
+        stream: where it runs.
+        position: number of events that the timeline has.
+
+    Returns:
+        An entry for the log.
+    """
+    if is_free(func):
+        return None
+    inputs = list(_tensors((args, tuple(kwargs.values()))))
+    results = list(_tensors((result,)))
+    devices = {tensor.device.type for tensor in (*inputs, *results)}
+    if device_type not in devices:
+        return None
+    name = str(func._opname)
+    if func in _COPIES and len(devices) > 1:
+        non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
+        on_device = next(tensor for tensor in (*results, *inputs) if tensor.device.type == device_type)
+        return Work(
+            "copy",
+            position,
+            stream,
+            name,
+            num_bytes=on_device.nbytes,
+            blocking=not non_blocking,
+            to_host=results[0].device.type != device_type,
+        )
+    flops = flops_of(func, args, kwargs, result)
+    return Work(
+        "kernel",
+        position,
+        stream,
+        name,
+        flops,
+        _product_dtype([*inputs, *results]) if flops else "",
+        _bytes_moved(func, inputs, results),
+    )
+
+
+def _bytes_moved(func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
+    of_format = bytes_moved_by_format(func, inputs)
+    if of_format is not None:
+        return of_format
+    written = sum(tensor.nbytes for tensor in results)
+    if func in _READ_ROWS:
+        return 2 * written
+    if (
+        not results and func._schema.is_mutable
+    ):  # such as a fused optimizer: all but the gradients are written back
+        written = sum(tensor.nbytes for tensor in inputs) * 3 // 4
+    return written + sum(tensor.nbytes for tensor in inputs)
+
+
+def _product_dtype(tensors: list[Tensor]) -> str:
+    floating = (tensor for tensor in tensors if tensor.is_floating_point())
+    return str(next(floating, tensors[0]).dtype).removeprefix("torch.")
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    for item in tree:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            yield from _tensors(item)

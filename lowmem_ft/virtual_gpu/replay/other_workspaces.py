@@ -1,0 +1,31 @@
+"""A trace as a GPU with other workspaces would have made it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.virtual_gpu.kernels.workspaces import CUBLAS_WORKSPACES_BYTES
+from lowmem_ft.virtual_gpu.trace import Trace
+
+
+def with_workspaces(trace: Trace, cublas_bytes: int) -> Trace:
+    """The trace with cuBLAS's workspaces of another size, which shifts what the caching allocator puts beside them.
+
+    Args:
+        trace: of a GPU.
+        cublas_bytes: of each of cuBLAS's workspaces there.
+
+    Returns:
+        The trace itself where its workspaces are so large.
+    """
+    allocations = trace.timeline.allocations
+    others = {size for size in CUBLAS_WORKSPACES_BYTES if size != cublas_bytes}
+    is_other = [each.category == "workspace" and each.size_bytes in others for each in allocations]
+    if not any(is_other):
+        return trace
+    resized = [
+        dataclasses.replace(each, size_bytes=cublas_bytes) if other else each
+        for each, other in zip(allocations, is_other, strict=True)
+    ]
+    return dataclasses.replace(trace, timeline=Timeline(resized, trace.timeline.events))

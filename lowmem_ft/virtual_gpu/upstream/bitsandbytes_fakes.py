@@ -1,0 +1,132 @@
+"""bitsandbytes while tracing: its own Python runs on fake tensors, but for what needs an address or CUDA's runtime.
+
+Nothing here imports bitsandbytes: it acts once the program has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, active_gpu, register_virtual_device
+from lowmem_ft.virtual_gpu.kernels.bitsandbytes_operators import register_operator_steps
+from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import accepting_fakes
+
+
+@contextlib.contextmanager
+def bitsandbytes_on_virtual_gpu() -> Iterator[None]:
+    """Let bitsandbytes work on fake tensors in a block, whether it is imported before or in it."""
+    with contextlib.ExitStack() as undo:
+        if "bitsandbytes" in sys.modules:
+            _adapt(undo)
+        else:
+            hook = _ImportHook("bitsandbytes", functools.partial(_adapt, undo))
+            sys.meta_path.insert(0, hook)
+            undo.callback(sys.meta_path.remove, hook)
+        yield
+
+
+def _adapt(undo: contextlib.ExitStack) -> None:
+    from bitsandbytes import functional
+    from bitsandbytes.nn import Int8Params, Params4bit
+    from bitsandbytes.optim import optimizer
+
+    register_operator_steps()
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    # What bitsandbytes keeps for the whole process must not keep fake tensors.
+    replace(functional, "name2qmap", {})
+    replace(functional.GlobalPageManager, "_instance", None)
+    for parameter_class in (Params4bit, Int8Params):
+        replace(parameter_class, "__new__", accepting_fakes(parameter_class.__new__))
+    replace(functional, "create_dynamic_map", _computed(functional.create_dynamic_map))
+    replace(functional, "get_paged", _get_paged)
+    replace(functional, "fill", _fill_paged)
+    replace(functional, "prefetch_tensor", _prefetch_paged)
+    replace(optimizer, "sync_gpu", _synchronize)
+
+
+def _computed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Run a function that reads the tensors it makes, such as a table's, on real ones; its result is fake again."""
+
+    @functools.wraps(function)
+    def on_real_tensors(*args: Any, **kwargs: Any) -> Tensor:
+        with _disable_current_modes():
+            values = function(*args, **kwargs).tolist()
+        return torch.tensor(values)
+
+    return on_real_tensors
+
+
+def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Tensor:
+    """Managed memory, outside torch's pool; to torch it is a tensor of the CPU."""
+    buffer: Any = torch.empty(shape, dtype=dtype)
+    buffer.is_paged = True
+    buffer.page_deviceid = device.index
+    active_gpu().recorder.mark_place(buffer, "managed")
+    return buffer
+
+
+def _fill_paged(tensor: Tensor, value: float, device: Any = None, prefetch: bool = True) -> None:
+    active_gpu().work.synchronize()
+
+
+def _prefetch_paged(tensor: Tensor, to_cpu: bool = False) -> None:
+    """Pages that fit stay on the device: what is not there has nothing to move."""
+
+
+def _synchronize(tensor: Tensor) -> None:
+    """After each parameter's update the host waits for the device."""
+    if tensor.device.type == DEVICE_TYPE:
+        active_gpu().work.synchronize()
+
+
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Hide the GPU: where there is one, bitsandbytes looks for CUDA's runtime when it is imported."""
+    backend = register_virtual_device()
+    active, backend.active = backend.active, None
+    try:
+        yield
+    finally:
+        backend.active = active
+
+
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Runs a function right after a package is first imported, and its import outside of all dispatch modes."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._extend(spec.loader)
+        return spec
+
+    def _extend(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            with _disable_current_modes(), _without_gpu():
+                execute(module)
+            self._then()
+
+        loader.exec_module = exec_module

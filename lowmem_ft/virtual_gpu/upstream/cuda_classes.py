@@ -1,0 +1,107 @@
+"""Classes of torch that make something of a device: on the virtual GPU they make something virtual.
+
+``torch.Generator("cuda")``, ``torch.Stream(device="cuda")`` and ``torch.cuda.FloatTensor(3)`` are calls of classes, and
+stay so for whoever asks ``isinstance``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.virtual_gpu.device import device_index
+from lowmem_ft.virtual_gpu.streams import DEVICE_TYPE, VirtualEvent, VirtualStream
+from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
+
+_Generator = torch.Generator
+_TENSORS = {
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "ShortTensor": torch.int16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
+}
+
+
+class VirtualGenerator(_Generator):
+    """A generator of the host by another name: it can be seeded and its state saved, but nothing is drawn."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The virtual GPU."""
+        return torch.device(DEVICE_TYPE, 0)
+
+
+@contextlib.contextmanager
+def classes_of_cuda() -> Iterator[None]:
+    """Let a program make generators, streams, events and typed tensors of the virtual GPU in a block."""
+    with contextlib.ExitStack() as undo:
+        generator = _chosen_by_device(torch.Generator, VirtualGenerator, "cpu")
+        replace(undo, torch, "Generator", generator)
+        replace(undo, torch.cuda, "default_generators", (VirtualGenerator(),))
+        replace(undo, torch, "Stream", _chosen_by_device(torch.Stream, VirtualStream, None))
+        replace(undo, torch, "Event", _chosen_by_device(torch.Event, VirtualEvent, None))
+        typed = {name: _typed_tensor(dtype) for name, dtype in _TENSORS.items()}
+        for name, value in typed.items():
+            replace(undo, torch.cuda, name, value)
+        replace(undo, Tensor, "type", _typed(Tensor.type, typed))
+        yield
+
+
+def _is_virtual(device: Any) -> bool:
+    if device is None or (not isinstance(device, int) and torch.device(device).type in ("cuda", DEVICE_TYPE)):
+        device_index(device)
+        return True
+    return False
+
+
+def _chosen_by_device(real: Any, virtual: type, default: Any) -> type:
+    """A class that makes something real or virtual, by the device it is given, and is the type of both."""
+
+    class Chooses(type):
+        def __call__(cls, device: Any = default, **options: Any) -> Any:
+            return virtual(**options) if _is_virtual(device) else real(device, **options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, (real, virtual))
+
+    return Chooses(real.__name__, (), {"__doc__": real.__doc__})
+
+
+def _typed_tensor(dtype: torch.dtype) -> type:
+    """``torch.cuda.FloatTensor`` and the like: of sizes, or of values."""
+
+    class OfType(type):
+        def __call__(cls, *content: Any) -> Tensor:
+            device = torch.device(DEVICE_TYPE, 0)
+            if len(content) == 1 and not isinstance(content[0], (int, torch.Size)):
+                return torch.as_tensor(content[0], dtype=dtype, device=device)
+            return torch.empty(*content or (0,), dtype=dtype, device=device)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            is_virtual = isinstance(instance, Tensor) and instance.device.type == DEVICE_TYPE
+            return is_virtual and instance.dtype == dtype
+
+    return OfType("Tensor", (), {"dtype": dtype})
+
+
+def _typed(to_type: Callable[..., Any], typed: dict[str, Any]) -> Callable[..., Any]:
+    """``Tensor.type``, which takes such a class or its name."""
+
+    def with_type(self: Tensor, dtype: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+        if isinstance(dtype, str):
+            dtype = typed.get(dtype.removeprefix("torch.cuda."), dtype)
+        if dtype in typed.values():
+            return self.to(torch.device(DEVICE_TYPE, 0), dtype.dtype, non_blocking=non_blocking)
+        return to_type(self) if dtype is None else to_type(self, dtype, non_blocking, **options)
+
+    return with_type

@@ -1,0 +1,184 @@
+"""``cuda`` means the virtual GPU while a block runs: programs that name it, or ask whether it is there, run unchanged.
+
+Three kinds of names lead there: functions and classes of ``torch.cuda``, the autocast state, and devices that tensors
+are moved to. (Devices that tensors are *made* on pass through
+:class:`~lowmem_ft.virtual_gpu.upstream.fake_tensor_patches.FakeMode`.) The
+tensors themselves say ``vgpu``: only code that looks at ``tensor.is_cuda`` or ``tensor.device.type`` sees a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, VirtualBackend, device_index
+from lowmem_ft.virtual_gpu.upstream.cuda_classes import classes_of_cuda
+from lowmem_ft.virtual_gpu.upstream.cuda_refusals import cuda_without_hardware
+from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
+from lowmem_ft.virtual_gpu.upstream.inference_mode import inference_mode_as_no_grad
+
+CUDA = "cuda"
+
+_ASK_FOR_AUTOCAST = (
+    "is_autocast_enabled",
+    "get_autocast_dtype",
+    "set_autocast_enabled",
+    "set_autocast_dtype",
+)
+_OF_ACCELERATOR = (
+    *(
+        "empty_cache",
+        "empty_host_cache",
+        "memory_stats",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+    ),
+    *("max_memory_reserved", "reset_accumulated_memory_stats", "reset_peak_memory_stats"),
+    *("current_stream", "set_stream", "synchronize"),
+)
+_REMEMBER_ANSWERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
+"""Modules that ask once whether there is a GPU, and remember."""
+
+
+@contextlib.contextmanager
+def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
+    """Let ``cuda`` mean the virtual GPU in a block; afterwards it means what it meant.
+
+    Args:
+        backend: the module of the virtual device.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.callback(_forget_answers)
+        for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.graphs):
+            _lend_functions(undo, module, backend)
+        _lend_to_accelerator(undo, backend)
+        undo.enter_context(cuda_without_hardware())
+        undo.enter_context(classes_of_cuda())
+        undo.enter_context(inference_mode_as_no_grad())
+        undo.enter_context(_no_flex_attention())
+        for name in _ASK_FOR_AUTOCAST:
+            replace(undo, torch, name, _of_virtual_device(getattr(torch, name)))
+        replace(undo, Tensor, "to", _moved(Tensor.to))
+        replace(undo, Tensor, "cuda", _to_virtual_device)
+        replace(undo, Tensor, "record_stream", _nothing)
+        undo.enter_context(_another_process_to_accelerate())
+        _forget_answers()
+        yield
+
+
+def on_virtual_device(device: Any) -> Any:
+    """The virtual device if a CUDA device is named; everything else as it is.
+
+    Raises:
+        UserError: for a second CUDA device.
+    """
+    if not (isinstance(device, torch.device) or (isinstance(device, str) and device.startswith(CUDA))):
+        return device
+    named = torch.device(device)
+    if named.type != CUDA:
+        return device
+    return torch.device(DEVICE_TYPE, device_index(named))
+
+
+def _lend_functions(undo: contextlib.ExitStack, module: ModuleType, backend: VirtualBackend) -> None:
+    for name in dir(backend):
+        if name == "is_initialized" or name.startswith("_") or not hasattr(module, name):
+            continue  # torch.cuda stays uninitialised: nothing may look for a driver
+        replace(undo, module, name, getattr(backend, name))
+
+
+def _lend_to_accelerator(undo: contextlib.ExitStack, backend: VirtualBackend) -> None:
+    """``torch.accelerator`` asks an allocator of the device, which a device in Python has not."""
+    for module in (torch.accelerator, torch.accelerator.memory):
+        for name in (*_OF_ACCELERATOR, "get_memory_info"):
+            if hasattr(module, name):
+                replace(undo, module, name, getattr(backend, name.replace("get_memory_info", "mem_get_info")))
+
+
+@contextlib.contextmanager
+def _no_flex_attention() -> Iterator[None]:
+    """FlexAttention is a kernel written in Triton for each program, by torch.compile."""
+    import torch.nn.attention.flex_attention as module
+
+    validate = module._validate_device  # type: ignore[attr-defined]
+
+    def refuse(query: Tensor, *others: Tensor) -> None:
+        if query.device.type == DEVICE_TYPE:
+            raise UserError(
+                "FlexAttention is a kernel that torch.compile writes, which is not modelled, got a call of it on a "
+                "virtual GPU. Use scaled_dot_product_attention while tracing (`attn_implementation='sdpa'` in "
+                "transformers): where its flash kernel serves the call, it keeps as many bytes."
+            )
+        validate(query, *others)
+
+    with contextlib.ExitStack() as undo:
+        replace(undo, module, "_validate_device", refuse)
+        yield
+
+
+def _of_virtual_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``torch`` about the autocast state of a device type, which is CUDA if none is given."""
+
+    @functools.wraps(function)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        named = kwargs.pop("device_type", None)
+        if named is None and args and isinstance(args[0], str):
+            named, args = args[0], args[1:]
+        return function(DEVICE_TYPE if named in (None, CUDA) else named, *args, **kwargs)
+
+    return ask
+
+
+def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(to)
+    def to_device(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args:
+            args = (on_virtual_device(args[0]), *args[1:])
+        elif "device" in kwargs:
+            kwargs["device"] = on_virtual_device(kwargs["device"])
+        return to(self, *args, **kwargs)
+
+    return to_device
+
+
+def _to_virtual_device(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+    """``Tensor.cuda``."""
+    return self.to("cuda" if device is None else torch.device(device), non_blocking=non_blocking, **kwargs)
+
+
+def _nothing(self: Tensor, stream: Any) -> None:
+    """``Tensor.record_stream``, which takes torch's own streams only: reuse of memory across streams is not delayed."""
+
+
+@contextlib.contextmanager
+def _another_process_to_accelerate() -> Iterator[None]:
+    """Let accelerate choose its device anew in a block: it does so once in a process, and keeps it."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared = [state._shared_state for state in (PartialState, AcceleratorState, GradientState)]
+    before = [dict(state) for state in shared]
+    for state in shared:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, values in zip(shared, before, strict=True):
+            state.clear()
+            state.update(values)
+
+
+def _forget_answers() -> None:
+    """Let libraries ask again whether there is a GPU."""
+    for module in filter(None, map(sys.modules.get, _REMEMBER_ANSWERS)):
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()

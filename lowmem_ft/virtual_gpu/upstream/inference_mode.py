@@ -1,0 +1,34 @@
+"""``torch.inference_mode`` on a virtual machine: as ``no_grad``, which takes the same memory.
+
+In inference mode composite operators reach a trace whole, and torch has no kernels of the virtual device for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import inference_mode
+
+from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
+
+
+@contextlib.contextmanager
+def inference_mode_as_no_grad() -> Iterator[None]:
+    """Let ``inference_mode`` switch off gradients in a block, and no more; tensors made in it are ordinary ones."""
+    running: list[tuple[bool, contextlib.AbstractContextManager[Any]]] = []
+
+    def enter(self: inference_mode) -> None:
+        no_grad = torch.autograd.set_grad_enabled(not self.mode)
+        running.append((self.mode, no_grad))
+
+    def leave(self: inference_mode, *exception: Any) -> None:
+        running.pop()[1].__exit__(*exception)
+
+    with contextlib.ExitStack() as undo:
+        replace(undo, inference_mode, "__enter__", enter)
+        replace(undo, inference_mode, "__exit__", leave)
+        replace(undo, torch, "is_inference_mode_enabled", lambda: bool(running) and running[-1][0])
+        yield

@@ -1,0 +1,65 @@
+"""Weights on disk while tracing: ``from_pretrained`` reads their shapes, and what a program saves is not written."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
+
+_IN_THIS_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
+"""The environment variable by which transformers reads weights in the thread that asks, where the trace sees it."""
+
+_SAVERS = (("transformers.modeling_utils", "PreTrainedModel"), ("peft.peft_model", "PeftModel"))
+
+
+@contextlib.contextmanager
+def checkpoints_without_values(say: Callable[[str], None]) -> Iterator[None]:
+    """Let models be loaded from local checkpoints in a block, and saved to nowhere.
+
+    Args:
+        say: is told when something is not saved.
+    """
+    with contextlib.ExitStack() as undo:
+        loading = sys.modules.get("transformers.core_model_loading")
+        if loading is not None:
+            replace(undo, loading, "_materialize_copy", _materialize_shape)
+            undo.callback(_set_environment, os.environ.get(_IN_THIS_THREAD))
+            _set_environment("1")
+        for module_name, class_name in _SAVERS:
+            if module_name in sys.modules:
+                owner = getattr(sys.modules[module_name], class_name)
+                replace(undo, owner, "save_pretrained", _not_saved(owner.save_pretrained, say))
+        replace(undo, torch, "save", _not_saved(torch.save, say))
+        yield
+
+
+def _materialize_shape(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+    """In place of transformers' function that reads a tensor, or a slice of a file, and moves it."""
+    from transformers.modeling_utils import str_to_torch_dtype
+
+    if not isinstance(tensor, Tensor):
+        tensor = torch.empty(tensor.get_shape(), dtype=str_to_torch_dtype[tensor.get_dtype()])
+    return tensor.to(device=device, dtype=dtype)
+
+
+def _not_saved(save: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., None]:
+    @functools.wraps(save)
+    def save_nothing(*args: Any, **kwargs: Any) -> None:
+        say("checkpoints: not written, as a trace has no values")
+
+    return save_nothing
+
+
+def _set_environment(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(_IN_THIS_THREAD, None)
+    else:
+        os.environ[_IN_THIS_THREAD] = value

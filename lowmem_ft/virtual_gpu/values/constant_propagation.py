@@ -1,0 +1,239 @@
+"""Integers, booleans and single numbers that a trace really computes, beside its fake tensors.
+
+Programs look at their token ids, positions and masks: whether a batch is padded, where packed documents begin, how many
+labels there are. Such tensors are small and come from the host, so their values are computed on the side, and so are
+single floating-point numbers, such as an optimizer's step counter. An operator's result is known if all its tensors
+are. Everything else is unknown but for what ``finite_values.py`` says of all numbers; what the program gets that reads
+it none the less stands in ``questions.py``.
+
+A result whose *size* depends on unknown values has the largest size it could have: memory is not underestimated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+from lowmem_ft.errors import ModelError
+from lowmem_ft.virtual_gpu.values.finite_values import uniform_value
+from lowmem_ft.virtual_gpu.values.questions import asking_line
+
+aten = torch.ops.aten
+
+MOST_ELEMENTS = 2**21
+"""Above it values are not computed: masks of tokens x tokens would cost more than the rest of the trace."""
+
+_YES_OR_NO = (aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
+_NAME = "_known_values"
+_MASKS = (torch.bool, torch.uint8)
+_NOT_COPIED = ("device", "pin_memory", "layout")
+
+
+class _UnknownError(Exception):
+    """A tensor's values are not known."""
+
+
+def known_values(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor on the CPU, or None if the trace does not have them."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor if tensor.device.type == "cpu" else None
+    return getattr(tensor, _NAME, None)
+
+
+def set_values(tensor: Tensor, values: Tensor | None) -> None:
+    """Say what a fake tensor holds."""
+    setattr(tensor, _NAME, values)
+
+
+def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Give an operator's integer result its values, if those of all its tensors are known.
+
+    Args:
+        func: the operator; it has run on the fake tensors already.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned; each integer or boolean tensor in it gets its values.
+    """
+    made = _written(func, args) if result is None else _flat(result)
+    results = [item for item in made if isinstance(item, FakeTensor)]
+    if not results:
+        return
+    if not all(map(_is_kept, results)):
+        if results[0].dtype == torch.bool:
+            _set_if_uniform(func, args, results)
+        return
+    try:
+        values = run_on_values(func, args, kwargs)
+    except _UnknownError:
+        _set_if_uniform(func, args, results)
+        return
+    if result is None:
+        return  # it has written to the values themselves
+    for tensor, value in zip(results, _flat(values), strict=True):
+        set_values(tensor, value)
+
+
+def _set_if_uniform(func: Any, args: tuple[Any, ...], results: list[FakeTensor]) -> None:
+    """All elements alike, or unknown, as after an in-place operator."""
+    is_one = len(results) == 1 and not results[0].is_floating_point()
+    value = uniform_value(func, args, results[0], known_values) if is_one else None
+    for tensor in results:
+        set_values(tensor, None if value is None else _filled(tensor, value))
+
+
+def _filled(tensor: FakeTensor, value: bool | int | float) -> Tensor:
+    """In the memory of one element if a tensor is large."""
+    with unset_fake_temporarily():
+        if tensor.numel() <= MOST_ELEMENTS:
+            return torch.full(tensor.shape, value, dtype=tensor.dtype)
+        return torch.full((), value, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The tensors that an operator without a result writes to, such as those of ``_foreach_add_``."""
+    arguments = zip(func._schema.arguments, args, strict=False)
+    return [
+        item
+        for argument, value in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for item in _flat(value)
+    ]
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.dim() == 0
+    return tensor.numel() <= MOST_ELEMENTS
+
+
+def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator returns for the known values of its arguments; raises if one is unknown."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in _NOT_COPIED}
+    generator = kwargs.get("generator")
+    if isinstance(generator, torch.Generator) and generator.device.type != "cpu":
+        kwargs["generator"] = torch.Generator()  # of no use here, but the operator asks for one
+    real_args, real_kwargs = tree_map(_known_or_raise, (args, kwargs))
+    with unset_fake_temporarily():
+        return func(*real_args, **real_kwargs)
+
+
+def read_value(func: Any, tensor: Tensor) -> float | int | bool | None:
+    """What ``tensor.item()`` answers, or None if that is unknown."""
+    values = known_values(tensor)
+    if values is None:
+        return None
+    with unset_fake_temporarily():
+        return func(values)
+
+
+def read_values(tensor: Tensor, instead: float | int | bool) -> Tensor:
+    """What ``tensor.numpy()`` answers, as a real tensor: its values if they are known, else ``instead``."""
+    values = known_values(tensor)
+    with unset_fake_temporarily():
+        return torch.full(tensor.shape, instead, dtype=tensor.dtype) if values is None else values
+
+
+def result_of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """The result of an operator whose output's size depends on values, and whether that size is known.
+
+    Raises:
+        ModelError: if it is unknown and the operator has no rule here.
+    """
+    try:
+        values = run_on_values(func, args, kwargs)
+    except _UnknownError:
+        return _largest_result(func, args, kwargs), func is aten.index.Tensor and _are_masks_known(args[1])
+    template = args[0]
+    return tree_map(lambda value: template.new_empty(value.shape, dtype=value.dtype), values), True
+
+
+def answer_from_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> float | int | bool | None:
+    """What an operator answers to the program itself, such as ``torch.equal``; None if nobody knows if it is so.
+
+    Raises:
+        ModelError: if it answers other than yes or no, from unknown values.
+    """
+    try:
+        return run_on_values(func, args, kwargs)
+    except _UnknownError:
+        if func in _YES_OR_NO:
+            return None
+        raise depends_on_values(str(func)) from error
+
+
+def depends_on_values(call: str) -> ModelError:
+    """The error for a call that a program makes, and whose result nobody can know."""
+    return ModelError(
+        f"The program calls {call}, whose result depends on values that a trace does not have, at {asking_line()}. "
+        "Rewrite that part with operators of fixed shape (masks in place of boolean indexing, scatter in place of "
+        "loops over what was found), or leave it out while tracing."
+    )
+
+
+def _known_or_raise(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    known = known_values(value)
+    if known is None or (known.numel() > MOST_ELEMENTS and isinstance(value, FakeTensor)):
+        raise _UnknownError
+    return known
+
+
+def _flat(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rule = _LARGEST.get(func)
+    if rule is None:
+        raise depends_on_values(str(func))
+    return rule(*args, **kwargs)
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape)).flatten()
+
+
+def _index(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """By a boolean mask: every element that the mask covers, or as many as it is known to pick."""
+    numbers: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in _MASKS:
+            numbers.append(index)
+            continue
+        known = known_values(index)
+        with unset_fake_temporarily():
+            count = index.numel() if known is None else int(known.count_nonzero())
+        numbers += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
+    return aten.index.Tensor(tensor, numbers)
+
+
+def _are_masks_known(indices: list[Tensor | None]) -> bool:
+    masks = [index for index in indices if index is not None and index.dtype in _MASKS]
+    return all(known_values(mask) is not None for mask in masks)
+
+
+def _unique(
+    tensor: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    inverse = tensor.new_empty(tensor.shape if return_inverse else (0,), dtype=torch.int64)
+    counts = tensor.new_empty((tensor.numel() if return_counts else 0,), dtype=torch.int64)
+    return torch.empty_like(tensor).flatten(), inverse, counts
+
+
+_LARGEST: dict[Any, Any] = {
+    aten._unique2.default: _unique,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten.index.Tensor: _index,
+}

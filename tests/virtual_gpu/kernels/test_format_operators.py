@@ -1,0 +1,81 @@
+"""The optimizers' operators: what a trace says they take and move, beside what their implementations do."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.optimizers.operators import BLOCK, IMPLEMENTATIONS
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.kernels.format_operators import MOVED_BYTES, SCRATCH_BYTES
+from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
+
+N = 64 * BLOCK
+
+
+def tensors(device="cpu"):
+    def zeros(dtype, length=N):
+        return torch.zeros(length, dtype=dtype, device=device)
+
+    value, weight, scale = zeros(torch.float32), zeros(torch.bfloat16), zeros(torch.float32, N // BLOCK)
+    low16, low8, codes, unsigned = map(zeros, (torch.int16, torch.int8, torch.int8, torch.uint8))
+    return {
+        "read_split": (weight, low16),
+        "write_split16": (value, weight, low16),
+        "write_split24": (value, weight, low8, 5, 0),
+        "write_nearest": (value, weight),
+        "write_stochastic": (value, weight, 5, 0),
+        "read_blocks": (codes, scale, True),
+        "write_blocks": (value, codes, scale, True, 5, 0),
+        "read_blocks unsigned": (unsigned, scale, False),
+        "write_blocks unsigned": (value, unsigned, scale, False, 5, 0),
+    }
+
+
+def operator(case):
+    return getattr(torch.ops.lowmem_ft, case.split()[0]).default
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that the kernels inside read and write."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        work = work_of(func, args, kwargs or {}, result, device_type="cpu", stream=0, position=0)
+        self.num_bytes += 0 if work is None else work.num_bytes
+        return result
+
+
+def test_every_operator_has_its_numbers():
+    assert {func._opname for func in MOVED_BYTES} == set(IMPLEMENTATIONS)
+    assert {func._opname for func in SCRATCH_BYTES} == {n for n in IMPLEMENTATIONS if n.startswith("write")}
+
+
+@pytest.mark.parametrize("case", tensors())
+def test_temporaries_on_the_virtual_gpu_are_those_of_the_implementation(case):
+    arguments = tensors()[case]
+    with StorageTracker() as tracker:
+        IMPLEMENTATIONS[case.split()[0]](*arguments)
+        taken = tracker.peak_bytes
+    gpu = VirtualGPU("a100-80gb")
+    with gpu:
+        arguments = tensors(gpu.device)[case]
+        timeline = gpu.recorder.timeline
+        num_events = len(timeline.events)
+        result = operator(case)(*arguments)
+        new = [index for kind, index in timeline.events[num_events:] if kind == "malloc"]
+        traced = sum(timeline.allocations[index].size_bytes for index in new)
+    assert result is None or (result.dtype, result.shape) == (torch.float32, (N,))
+    assert traced == taken
+
+
+@pytest.mark.parametrize("case", tensors())
+def test_traffic_is_that_of_the_implementation(case):
+    arguments = tensors()[case]
+    with Traffic() as traffic:
+        IMPLEMENTATIONS[case.split()[0]](*arguments)
+    assert traffic.num_bytes / N == pytest.approx(
+        MOVED_BYTES[operator(case)], rel=0.35 if "unsigned" in case else 0.01
+    )
