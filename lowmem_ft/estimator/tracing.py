@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from lowmem_ft.data import Batch
 from lowmem_ft.errors import ModelError
 from lowmem_ft.estimator.layers import ShallowModel, shallow_model, with_num_layers
+from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.worst_batch import row_length, worst_batch
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
@@ -31,7 +32,6 @@ from lowmem_ft.training.step import evaluation_loss, train_step
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.replay.layer_extrapolation import NotRegularError
 from lowmem_ft.virtual_gpu.replay.layer_extrapolation import extend as extend_trace
-from lowmem_ft.virtual_gpu.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.virtual_gpu.trace import Trace
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from lowmem_ft.estimator.layers import shallow_model, with_num_layers
+from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.models import ModelConfig
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.virtual_gpu.runtime import model_on_meta
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
 
