@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 
 import lowmem_ft
+from lowmem_ft.cli.help_formatter import HelpFormatter
 
 COMMANDS = {
-    "train": "fine-tune a model: lowmem-ft train recipe=NAME|PATH [key=value ...]",
-    "estimate": "say what a run will need, and where it fits: lowmem-ft estimate model=NAME --gpu all",
-    "merge": "add a LoRA adapter to its base model: lowmem-ft merge ADAPTER_DIR OUT_DIR",
+    "train": "fine-tune a model: train recipe=NAME|PATH [key=value ...]",
+    "estimate": "what a run needs, and where it fits: estimate model=NAME",
+    "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
-    "models": "list the models whose architecture ships with lowmem_ft, or show one",
+    "models": "list the models whose architecture ships here, or show one",
     "recipes": "list the shipped recipes, or show one with every key explained",
 }
 
@@ -44,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="commands:\n"
         + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
         + "\n\n`lowmem-ft COMMAND --help` explains one.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")

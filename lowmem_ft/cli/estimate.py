@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from lowmem_ft.memory.estimate import MemoryEstimate
     from lowmem_ft.recipe import Recipe
 
+FOR_THE_PROCESSOR = "This is for the machine's processor. See GPUs with --gpu NAME or --gpu all."
+
 
 @explains_user_errors
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,13 +66,18 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     target, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
     if target is None and options.snapshot is not None:
         raise UserError(NO_SNAPSHOT_OF_CPU)
-    with progress_line(_tracing(recipe)):
-        estimate = estimate_memory(recipe, options.gpu)
+    try:
+        with progress_line(_tracing(recipe)):
+            estimate = estimate_memory(recipe, options.gpu)
+    except UserError as error:
+        if target is None and options.gpu is None:
+            raise UserError(*error.problems, FOR_THE_PROCESSOR) from error
+        raise
     gpu = load_gpus().get(estimate.gpu.name)
     console = report_console(options)
     console.print(estimate_table(estimate, gpu.cheapest_price if gpu else None))
     if options.gpu is None and is_cpu(estimate):
-        console.print("\nThis is for the machine's processor. See GPUs with --gpu NAME or --gpu all.")
+        console.print(f"\n{FOR_THE_PROCESSOR}")
     write_pictures(estimate, options)
     return _conclude([estimate], estimate.to_json(), options.gpu, recipe, options, console)
 

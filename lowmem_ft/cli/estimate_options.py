@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lowmem_ft.cli.help_formatter import HelpFormatter
 from lowmem_ft.errors import RecipeError, UserError
 
 ALL_GPUS = "all"
 CPU = "cpu"
 
 _USAGE = (
-    "lowmem-ft estimate recipe=NAME|PATH [key=value ...] [--gpu NAME|all] [--changes] [--json FILE|-] "
-    "[--plot FILE] [--snapshot FILE]"
+    "lowmem-ft estimate recipe=NAME|PATH [key=value ...] [--gpu NAME|all]\n"
+    "       [--changes] [--json FILE|-] [--plot FILE] [--snapshot FILE]"
 )
 _EXAMPLES = """\
 examples:
@@ -28,6 +29,7 @@ A model alone is estimated in three ways: full fine-tuning at the leanest rung, 
 beside it (budget= aside) it is one recipe, its other keys at their defaults. Data is not read: rows are taken to be
 data.max_length long. The recipe's own step runs on a virtual GPU, without weights. `lowmem-ft gpus` and
 `lowmem-ft models` list the names.
+
 Exit codes: 0 it fits, if only tightly, which is said; 3 it does not; 2 the input is at fault."""
 
 
@@ -180,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         usage=_USAGE,
         description="Say what a run will need on a GPU: memory by use and phase, time, cost, and whether it fits.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(

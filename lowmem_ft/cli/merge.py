@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.help_formatter import HelpFormatter
 
 _EXAMPLES = """\
 examples:
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Add a LoRA adapter to the weights of its base model, each matrix in float32 and rounded once, and "
         "write a model folder that from_pretrained loads.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "adapter", metavar="ADAPTER_DIR", type=Path, help="folder with adapter_config.json: a run's model/"

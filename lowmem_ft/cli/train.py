@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.help_formatter import HelpFormatter
 from lowmem_ft.errors import RecipeError
 
 _EXAMPLES = """\
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="lowmem-ft train",
         description="Fine-tune a model by a recipe, into a folder that HuggingFace transformers loads.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("recipe", metavar="recipe=NAME|PATH", help="a shipped recipe or a .yaml file")
     parser.add_argument(

@@ -31,10 +31,16 @@ def trained(monkeypatch: pytest.MonkeyPatch):
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "80"},
+    )
 
 
-def test_help_and_version_do_not_import_torch():
+def test_help_and_version_fill_80_columns_and_do_not_import_torch():
     calls = [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
     code = f"""
 import contextlib, sys
@@ -49,6 +55,7 @@ print("HEAVY", {{"torch", "transformers", "omegaconf"}} & set(sys.modules))
     assert done.returncode == 0, done.stderr
     assert "HEAVY set()" in done.stdout
     assert done.stdout.count("usage: lowmem-ft") == len(calls) - 1
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
     assert f"lowmem-ft {lowmem_ft.__version__}" in done.stdout
 
 
