@@ -1,8 +1,7 @@
 """The formats' arithmetic as operators of torch: ``lowmem_ft::read_split``, ``write_blocks`` and so on.
 
-Each is a dozen elementwise kernels over a chunk. As one operator it is one entry in a profile and in a trace, whose
-temporaries ``virtual_gpu/kernels/workspaces.py`` knows by the element, and the place where a kernel of its own can
-stand in.
+Each is a dozen elementwise kernels over a chunk. As one operator it is one entry in a profile and in a trace, which is
+told what all of them take and move, and the place where a kernel of its own can stand in.
 
 All of it works on the bits of float32 as int32. The upper half of a float32 is a bfloat16; "nearest" rounds it with
 ties away from zero.
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowmem_ft.optimizers.counter_random import random_bits
+from lowmem_ft.virtual_gpu.operator_costs import register_operator_cost
 
 BLOCK = 256
 """Elements that share a scale in 8-bit state."""
@@ -42,8 +42,20 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """The functions behind the operators."""
 
 
-def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as an operator, with a stand-in that only has the result's shape."""
+def _operator(
+    schema: str,
+    fake: Callable[..., Any],
+    moved_bytes: Callable[..., int],
+    temporary_bytes: Callable[..., int] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as an operator, with what stands in for it in a trace.
+
+    Args:
+        schema: its arguments and results.
+        fake: returns only the result's shape.
+        moved_bytes: read and written by all of its kernels; of averages with a sign, which take more.
+        temporary_bytes: beside the result at the most. A test counts both on the function itself.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__
@@ -51,14 +63,22 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
         _LIBRARY.define(f"{name}{schema}")
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"lowmem_ft::{name}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.lowmem_ft, name)
+        operator = getattr(torch.ops.lowmem_ft, name)
+        register_operator_cost(operator.default, moved_bytes=moved_bytes, temporary_bytes=temporary_bytes)
+        return operator
 
     return register
+
+
+def _by_element(num_bytes: int) -> Callable[..., int]:
+    """So many bytes for each element of the operator's first argument."""
+    return lambda chunk, *others: num_bytes * chunk.numel()
 
 
 @_operator(
     "(Tensor weight, Tensor low) -> Tensor",
     lambda weight, low: weight.new_empty(weight.shape, dtype=torch.float32),
+    moved_bytes=_by_element(32),
 )
 def read_split(weight: Tensor, low: Tensor) -> Tensor:
     """The float32 of a bfloat16 upper half and the bits below it: 16 (int16), or 8 with 8 zeros after them (int8).
@@ -70,7 +90,12 @@ def read_split(weight: Tensor, low: Tensor) -> Tensor:
     return bits.bitwise_left_shift_(16 - num_bits).view(torch.float32)
 
 
-@_operator("(Tensor value, Tensor(a!) weight, Tensor(b!) low) -> ()", lambda value, weight, low: None)
+@_operator(
+    "(Tensor value, Tensor(a!) weight, Tensor(b!) low) -> ()",
+    lambda value, weight, low: None,
+    moved_bytes=_by_element(64),
+    temporary_bytes=_by_element(4),
+)
 def write_split16(value: Tensor, weight: Tensor, low: Tensor) -> None:
     """Float32 to its upper half, rounded to nearest, and its lower 16 bits as they are."""
     bits = value.view(torch.int32)
@@ -81,6 +106,8 @@ def write_split16(value: Tensor, weight: Tensor, low: Tensor) -> None:
 @_operator(
     "(Tensor value, Tensor(a!) weight, Tensor(b!) low, int key, int element) -> ()",
     lambda value, weight, low, key, element: None,
+    moved_bytes=_by_element(129),
+    temporary_bytes=_by_element(8),
 )
 def write_split24(value: Tensor, weight: Tensor, low: Tensor, key: int, element: int) -> None:
     """Float32 to 24 bits, up as often as its last 8 bits say: the upper half, to nearest, and the byte below it."""
@@ -90,14 +117,22 @@ def write_split24(value: Tensor, weight: Tensor, low: Tensor, key: int, element:
     _keep_upper_half(bits, noise.add_(_HALF), weight)
 
 
-@_operator("(Tensor value, Tensor(a!) target) -> ()", lambda value, target: None)
+@_operator(
+    "(Tensor value, Tensor(a!) target) -> ()",
+    lambda value, target: None,
+    moved_bytes=_by_element(56),
+    temporary_bytes=_by_element(4),
+)
 def write_nearest(value: Tensor, target: Tensor) -> None:
     """Float32 to the nearest bfloat16."""
     _keep_upper_half(value.view(torch.int32), _HALF, target)
 
 
 @_operator(
-    "(Tensor value, Tensor(a!) target, int key, int element) -> ()", lambda value, target, key, element: None
+    "(Tensor value, Tensor(a!) target, int key, int element) -> ()",
+    lambda value, target, key, element: None,
+    moved_bytes=_by_element(134),
+    temporary_bytes=_by_element(8),
 )
 def write_stochastic(value: Tensor, target: Tensor, key: int, element: int) -> None:
     """Float32 to one of the two nearest bfloat16, up as often as its lower 16 bits say."""
@@ -108,6 +143,8 @@ def write_stochastic(value: Tensor, target: Tensor, key: int, element: int) -> N
 @_operator(
     "(Tensor codes, Tensor scale, bool signed) -> Tensor",
     lambda codes, scale, signed: codes.new_empty(codes.shape, dtype=torch.float32),
+    moved_bytes=_by_element(56),
+    temporary_bytes=lambda codes, scale, signed: codes.numel() if signed else 0,
 )
 def read_blocks(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     """Float32 from codes of 8 bits; see :class:`lowmem_ft.optimizers.state_formats.BlockwiseState`."""
@@ -129,6 +166,8 @@ def read_blocks(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 @_operator(
     "(Tensor value, Tensor(a!) codes, Tensor(b!) scale, bool signed, int key, int element) -> ()",
     lambda value, codes, scale, signed, key, element: None,
+    moved_bytes=_by_element(180),
+    temporary_bytes=_by_element(10),
 )
 def write_blocks(value: Tensor, codes: Tensor, scale: Tensor, signed: bool, key: int, element: int) -> None:
     """Float32 to codes of 8 bits, each block by its own largest value, rounded at random without bias."""

@@ -1,5 +1,19 @@
-"""A GPU that any PyTorch training function can run on, on a machine that has none."""
+"""A GPU that any PyTorch training function can run on, on a machine that has none.
 
-from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+A library of its own: it knows nothing of recipes, techniques, optimizers or our training step.
+"""
 
-__all__ = ["VirtualGPU"]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowmem_ft.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+    from lowmem_ft.virtual_gpu.operator_costs import register_operator_cost
+
+__all__ = ["VirtualGPU", "register_operator_cost"]
+
+# An optimizer that states what its operators cost is no reason to load the tracer.
+__getattr__ = lazy_exports(__name__, {"VirtualGPU": "gpu", "register_operator_cost": "operator_costs"})

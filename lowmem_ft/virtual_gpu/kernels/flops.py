@@ -58,18 +58,26 @@ _FREE = frozenset(
 )
 
 
-@functools.cache
 def _formula_of(func: Any) -> Formula | None:
     """Ours, made for one call per operator of a trace; torch's counter knows the rarer ones (convolutions)."""
+    ours = _our_formula(func)
+    if ours is not None:
+        return ours
+    # Asked each time: a program may register one at any time.
+    counted = flop_registry.get(func.overloadpacket)
+    if counted is None:
+        return None
+    return lambda args, kwargs, result: counted(*args, **kwargs, out_val=result)
+
+
+@functools.cache
+def _our_formula(func: Any) -> Formula | None:
     name = func._schema.name
     if name in _PRODUCTS:
         return _PRODUCTS[name]
     if name in _ATTENTION:
         return functools.partial(_attention, name, [argument.name for argument in func._schema.arguments])
-    counted = flop_registry.get(func.overloadpacket)
-    if counted is None:
-        return None
-    return lambda args, kwargs, result: counted(*args, **kwargs, out_val=result)
+    return None
 
 
 def _product(position: int) -> Formula:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.virtual_gpu.kernels.flops import flops_of, is_free
-from lowmem_ft.virtual_gpu.kernels.format_operators import bytes_moved_by_format
+from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 from lowmem_ft.virtual_gpu.work import Work
 
 aten = torch.ops.aten
@@ -65,6 +65,8 @@ def work_of(
             blocking=not non_blocking,
             to_host=results[0].device.type != device_type,
         )
+    cost = registered_cost(func)
+    num_bytes = _bytes_moved(func, inputs, results) if cost is None else cost.moved_bytes(*args, **kwargs)
     flops = flops_of(func, args, kwargs, result)
     return Work(
         "kernel",
@@ -73,14 +75,11 @@ def work_of(
         name,
         flops,
         _product_dtype([*inputs, *results]) if flops else "",
-        _bytes_moved(func, inputs, results),
+        num_bytes,
     )
 
 
 def _bytes_moved(func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
-    of_format = bytes_moved_by_format(func, inputs)
-    if of_format is not None:
-        return of_format
     written = sum(tensor.nbytes for tensor in results)
     if func in _READ_ROWS:
         return 2 * written

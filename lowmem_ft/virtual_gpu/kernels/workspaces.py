@@ -9,7 +9,6 @@ Shapes: B batch, H heads, T query tokens, S key tokens, D head size; of a matrix
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import re
@@ -20,12 +19,8 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.virtual_gpu.kernels.format_operators import (
-    SCRATCH_BYTES,
-    scratch_of_format,
-    scratch_of_signed_blocks,
-)
 from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
+from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 
 aten = torch.ops.aten
 
@@ -49,6 +44,10 @@ def scratch_bytes(
     Returns:
         One size in bytes for each buffer; they live together, and beside the result.
     """
+    cost = registered_cost(func)
+    if cost is not None:
+        size = cost.temporary_bytes(*args, **kwargs)
+        return (size,) if size else ()
     rule = _SCRATCH.get(func)
     if rule is None:
         return ()
@@ -356,6 +355,4 @@ _SCRATCH: dict[Any, _Rule] = {
     aten._index_put_impl_.default: _index_put,
     aten.copy_.default: _copy,
     aten._to_copy.default: _to_copy,
-    torch.ops.lowmem_ft.read_blocks.default: scratch_of_signed_blocks,
-    **{func: functools.partial(scratch_of_format, func=func) for func in SCRATCH_BYTES},
 }

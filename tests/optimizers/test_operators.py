@@ -1,4 +1,4 @@
-"""The optimizers' operators: what a trace says they take and move, beside what their implementations do."""
+"""What the operators say that they take and move, beside what their implementations do."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers.operators import BLOCK, IMPLEMENTATIONS
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.kernels.format_operators import MOVED_BYTES, SCRATCH_BYTES
 from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
+from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 
 N = 64 * BLOCK
 
@@ -48,9 +48,8 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def test_every_operator_has_its_numbers():
-    assert {func._opname for func in MOVED_BYTES} == set(IMPLEMENTATIONS)
-    assert {func._opname for func in SCRATCH_BYTES} == {n for n in IMPLEMENTATIONS if n.startswith("write")}
+def test_every_operator_is_tried():
+    assert {case.split()[0] for case in tensors()} == set(IMPLEMENTATIONS)
 
 
 @pytest.mark.parametrize("case", tensors())
@@ -76,6 +75,5 @@ def test_traffic_is_that_of_the_implementation(case):
     arguments = tensors()[case]
     with Traffic() as traffic:
         IMPLEMENTATIONS[case.split()[0]](*arguments)
-    assert traffic.num_bytes / N == pytest.approx(
-        MOVED_BYTES[operator(case)], rel=0.35 if "unsigned" in case else 0.01
-    )
+    stated = registered_cost(operator(case)).moved_bytes(*arguments)
+    assert traffic.num_bytes == pytest.approx(stated, rel=0.35 if "unsigned" in case else 0.01)

@@ -1,0 +1,71 @@
+"""What operators of your own cost on a virtual GPU, where one operator runs several kernels.
+
+A trace sees an operator once and counts its inputs and results. What lies between them only its author knows. The rest
+goes by torch's own registries: ``torch.library.register_fake`` gives the shape of the result, and
+``torch.utils.flop_counter.register_flop_formula`` the floating-point operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch._ops import OpOverload
+
+from lowmem_ft.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCost:
+    """Functions of an operator's own arguments.
+
+    Args:
+        moved_bytes: read and written in device memory by all of its kernels together.
+        temporary_bytes: taken beside its results at the most, and given back when it returns.
+    """
+
+    moved_bytes: Callable[..., int]
+    temporary_bytes: Callable[..., int]
+
+
+_COSTS: dict[OpOverload, OperatorCost] = {}
+
+
+def register_operator_cost(
+    operator: OpOverload,
+    *,
+    moved_bytes: Callable[..., int],
+    temporary_bytes: Callable[..., int] | None = None,
+) -> None:
+    """Tell every virtual GPU of this process what an operator costs; a later call replaces an earlier one.
+
+        register_operator_cost(
+            torch.ops.mine.rotate.default,
+            moved_bytes=lambda x, angles: 6 * x.nbytes,
+            temporary_bytes=lambda x, angles: x.nbytes,
+        )
+
+    Args:
+        operator: one overload of it.
+        moved_bytes: called with the operator's arguments; bytes that its kernels read and write in device memory.
+        temporary_bytes: called likewise; bytes that it takes beside its results and gives back. None: it takes none.
+
+    Raises:
+        UserError: if ``operator`` is no overload.
+    """
+    if not isinstance(operator, OpOverload):
+        raise UserError(
+            "The cost of an operator belongs to one overload, such as torch.ops.mine.rotate.default, got "
+            f"{operator}. Name the overload."
+        )
+    _COSTS[operator] = OperatorCost(moved_bytes=moved_bytes, temporary_bytes=temporary_bytes or _nothing)
+
+
+def registered_cost(operator: Any) -> OperatorCost | None:
+    """What :func:`register_operator_cost` was told of an operator."""
+    return _COSTS.get(operator)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> int:
+    return 0
