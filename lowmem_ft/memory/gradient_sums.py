@@ -1,7 +1,11 @@
 """Sums of gradients as autograd's engine makes them: into the first of two, where nobody else holds it.
 
-Where a dispatch mode watches, the engine does not trust itself to write in place and takes a new buffer for each sum:
-whoever watches puts it right.
+Where a dispatch mode watches, the engine does not trust itself to write in place and takes a new buffer for each sum.
+Whoever watches counts that buffer as the first one's memory, and leaves the sum itself as the engine asks for it.
+
+How many references the engine alone holds, and that no Python lies between it and the mode, is read from what torch
+does not document. It decides what is counted and nothing else: guessed wrong, a count of bytes is off by one gradient,
+and every number that the program computes is the same.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ _USES_OF_TENSOR, _USES_OF_STORAGE = 4, 2
 """References in C++ to a tensor that only the engine holds, while a dispatch mode looks at it."""
 
 
-def in_place_as_unwatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator that the engine would have called if nobody watched. Ask in ``__torch_dispatch__`` itself.
+def is_in_place_unwatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the engine would have summed into ``args[0]`` if nobody watched. Ask in ``__torch_dispatch__`` itself.
 
     Source: pytorch, torch/csrc/autograd/input_buffer.cpp, accumulate.
 
@@ -33,14 +37,16 @@ def in_place_as_unwatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         func: the operator that it calls.
         args: its arguments.
         kwargs: its keyword arguments.
-
-    Returns:
-        ``add_`` in place of ``add`` where the engine sums gradients and the first is its own.
     """
     is_sum = func is aten.add.Tensor and len(args) == 2 and not kwargs
-    if is_sum and not torch.is_grad_enabled() and _is_held_once(args[0]) and _engine_calls():
-        return aten.add_.Tensor
-    return func
+    return is_sum and not torch.is_grad_enabled() and _is_held_once(args[0]) and _engine_calls()
+
+
+def take_as_much(total: Tensor, first: Tensor) -> None:
+    """Make a sum's storage as large as the one it is counted for, of which a gradient may be a part."""
+    size_bytes = first.untyped_storage().nbytes()
+    if total.untyped_storage().nbytes() < size_bytes:  # never smaller: the sum lies in it
+        total.untyped_storage().resize_(size_bytes)
 
 
 def _is_held_once(tensor: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem_ft.memory.gradient_sums import in_place_as_unwatched
+from lowmem_ft.memory.gradient_sums import is_in_place_unwatched, take_as_much
 from lowmem_ft.memory.storage_resizing import storage_resized_by, storage_resizes_seen
 
 if TYPE_CHECKING:
@@ -73,7 +73,11 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = in_place_as_unwatched(func, args, kwargs)(*args, **kwargs)
+        is_in_place = is_in_place_unwatched(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if is_in_place:
+            self._count_as(args[0], result)
+            return result
         # A view of, or a write into, a storage from before the block does not create it.
         inputs = () if func is _LIFT_FRESH else (args, kwargs)
         known = {storage._cdata for storage in self._storages(inputs)} - self._bytes_by_storage.keys()
@@ -84,6 +88,13 @@ class StorageTracker(TorchDispatchMode):
         if resized is not None:
             self._measure_again(resized.untyped_storage())
         return result
+
+    def _count_as(self, first: torch.Tensor, total: torch.Tensor) -> None:
+        """Let a sum's storage stand for that of its first operand, counted or not."""
+        take_as_much(total, first)
+        size = self._bytes_by_storage.pop(first.untyped_storage()._cdata, None)
+        if size is not None:
+            self._follow(total.untyped_storage(), size)
 
     def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
         for leaf in tree_leaves(tree):
@@ -100,11 +111,16 @@ class StorageTracker(TorchDispatchMode):
         if before == size:
             return
         if before is None:
-            weakref.finalize(storage, self._release, key).atexit = False
+            self._follow(storage, size)
         self._bytes_by_storage[key] = size
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.live_bytes -= before or 0
 
+    def _follow(self, storage: torch.UntypedStorage, size: int) -> None:
+        self._bytes_by_storage[storage._cdata] = size
+        weakref.finalize(storage, self._release, storage._cdata).atexit = False
+
     def _release(self, key: int) -> None:
-        self.live_bytes -= self._bytes_by_storage.pop(key)
+        # Nothing if a sum of gradients is counted for it.
+        self.live_bytes -= self._bytes_by_storage.pop(key, 0)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.category import Category, Place
-from lowmem_ft.memory.gradient_sums import in_place_as_unwatched
+from lowmem_ft.memory.gradient_sums import is_in_place_unwatched, take_as_much
 from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
@@ -171,16 +171,20 @@ class Recorder(TorchDispatchMode):
         if func is aten.is_pinned.default:
             return self._place_of(args[0]) == "pinned"
         func, args, kwargs, is_pinned = _without_pinning(func, args, kwargs)
-        func = in_place_as_unwatched(func, args, kwargs)
+        called = func
+        if is_in_place_unwatched(func, args, kwargs):
+            func = aten.add_.Tensor  # what would be called: the timeline and the work are those of a run
         self.attribution.operator_begins(func, args)
-        result = self._run(func, args, kwargs)
+        result = self._run(called, args, kwargs)
+        if called is not func:
+            self._count_as(args[0], result)
         self._record_births(func, args, result)
         if func is aten.copy_.default:
             self._note_tenant(args[0], args[1])
         scratch = self._take_scratch(func, args, kwargs, result)
         if is_pinned and self.device_type != "cpu":
             self.mark_place(result, "pinned")
-        compute_values(func, args, kwargs, result)
+        compute_values(called, args, kwargs, result)
         work = work_of(
             func,
             args,
@@ -280,14 +284,24 @@ class Recorder(TorchDispatchMode):
 
     def _count(self, tensor: Tensor, storage: torch.UntypedStorage, category: Category, module: str) -> int:
         place: Place = "device" if tensor.device.type == self.device_type else "host"
-        size, key = storage.nbytes(), storage._cdata
+        size = storage.nbytes()
         index = self.timeline.malloc(self._allocation(size, category, module, place))
-        if key not in self._index_of:
-            weakref.finalize(storage, _release, self._reference, key).atexit = False
-        self._index_of[key] = index
+        self._follow(storage, index)
         if place == "device":
             self._add(size)
         return index
+
+    def _count_as(self, first: Tensor, total: Tensor) -> None:
+        """Let a sum's storage stand for that of its first operand, counted or not."""
+        take_as_much(total, first)
+        index = self._index_of.pop(first.untyped_storage()._cdata, None)
+        if index is not None:
+            self._follow(total.untyped_storage(), index)
+
+    def _follow(self, storage: torch.UntypedStorage, index: int) -> None:
+        if storage._cdata not in self._index_of:
+            weakref.finalize(storage, _release, self._reference, storage._cdata).atexit = False
+        self._index_of[storage._cdata] = index
 
     def _note_tenant(self, memory: Tensor, source: Tensor) -> None:
         to, origin = (self._index_of.get(tensor.untyped_storage()._cdata) for tensor in (memory, source))

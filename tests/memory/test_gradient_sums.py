@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowmem_ft.memory import gradient_sums
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
@@ -121,3 +122,50 @@ def test_gradients_that_are_differentiated_again_are_not_written_to():
         loss = two_branches(torch.rand(SIDE, SIDE, requires_grad=True))
         loss.backward(create_graph=True)
     assert "add_" not in [entry.name for entry in machine.work.entries]
+
+
+def guess(monkeypatch, answer: bool) -> None:
+    """What torch does not document is as if it had changed: each sum without gradients seems the engine's, or none."""
+    monkeypatch.setattr(gradient_sums, "_is_held_once", lambda tensor: answer)
+    monkeypatch.setattr(gradient_sums, "_engine_calls", lambda: answer)
+
+
+def loss_and_gradient(program: Program, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    with torch.autograd.set_multithreading_enabled(False):
+        loss = program(x)
+        loss.backward()
+    assert x.grad is not None
+    return loss.detach(), x.grad
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_wrong_guess_changes_no_number(program: Program, answer: bool, monkeypatch: pytest.MonkeyPatch):
+    x = torch.rand(SIDE, SIDE)
+    expected = loss_and_gradient(program, x)
+    guess(monkeypatch, answer)
+    with StorageTracker():
+        watched = loss_and_gradient(program, x)
+    assert all(map(torch.equal, watched, expected))
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_wrong_guess_changes_no_known_value(answer: bool, monkeypatch: pytest.MonkeyPatch):
+    """Whole numbers are computed beside fake tensors, and programs decide by them."""
+    guess(monkeypatch, answer)
+    with VirtualMachine(), torch.no_grad():
+        first = torch.tensor([5, 6])
+        total = first + torch.tensor([1, 2])
+        assert (first.tolist(), total.tolist()) == ([5, 6], [6, 8])
+
+
+def test_a_wrong_guess_costs_memory(monkeypatch: pytest.MonkeyPatch):
+    allocated = []
+    for answer in (True, False):
+        guess(monkeypatch, answer)
+        with VirtualMachine() as machine:
+            run(residual_stream)
+        sizes = [allocation.size_bytes for allocation in machine.recorder.timeline.allocations]
+        allocated.append(sum(sizes))
+    assert allocated[0] < allocated[1]
