@@ -36,6 +36,7 @@ from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
 from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.training.session import Session
 from lowmem_ft.units import format_bytes
@@ -205,10 +206,11 @@ def _cuda_recipe(rung: Rung, scratch: Path, arguments: argparse.Namespace, budge
 def _weight_bytes(session: Session) -> int:
     """Of those that stay, and of the slots for those that visit."""
     parameters = session.unwrapped_model.parameters()
-    if session.streaming is None:
+    streaming = session.techniques.find(ParameterStreaming)
+    if streaming is None:
         return _bytes(parameters)
-    waiting = session.streaming.waiting
-    return session.streaming.layers.slot_bytes + _bytes(
+    waiting = streaming.waiting
+    return streaming.layers.slot_bytes + _bytes(
         parameter for parameter in parameters if parameter not in waiting
     )
 

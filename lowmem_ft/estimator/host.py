@@ -39,9 +39,9 @@ def host_outside(traced: TracedRecipe, recipe: Recipe, *, on_gpu: bool) -> HostO
         allocation for allocation in traced.trace.timeline.allocations if allocation.category == "parameter"
     ]
     largest = max((weight.size_bytes for weight in weights), default=0)
-    # Streamed weights are written from where they rest; the slots of their visits are no weights of their own.
+    # Weights are written from where they rest, and not from a place that they visit.
     on_device = [weight.size_bytes for weight in weights if weight.place == "device"]
-    saved = sum(on_device) - traced.slot_bytes
+    saved = sum(on_device) - traced.copied_weight_bytes
     if recipe.adapter.name != "none":
         saved = min(saved, traced.trace.model.trainable_parameters * ADAPTER_BYTES)
     # A file's tensors are copied to the host together.

@@ -24,7 +24,7 @@ from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.worst_batch import row_length, worst_batch
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
+from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.build import Plan, build_session, plan_session
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.session import Session
@@ -55,13 +55,13 @@ class TracedRecipe:
         trace: of load, steps and evaluation.
         tokens_per_micro_batch: without padding.
         batch: its shape, for people.
-        slot_bytes: device memory in which streamed layers visit, which is a weight's of none of them alone.
+        copied_weight_bytes: memory that counts as weights and holds copies of some that are elsewhere.
     """
 
     trace: Trace
     tokens_per_micro_batch: int
     batch: str
-    slot_bytes: int = 0
+    copied_weight_bytes: int = 0
 
 
 def trace_recipe(
@@ -139,8 +139,8 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
         try:
             with machine.during("load"):
                 session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
-            if session.streaming is not None:
-                _mark_streamed_weights(session.streaming, machine)
+            for weights in session.techniques.weight_memory():
+                machine.mark(weights.memory, "parameter", of=weights.of)
             _take_steps(recipe, plan, session, machine)
             _evaluate(recipe, plan, session, machine)
         except (
@@ -157,7 +157,7 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
         trace=machine.trace(recipe.model.name_or_path or ""),
         tokens_per_micro_batch=rows * length,
         batch=f"{rows} x {length} tokens",
-        slot_bytes=0 if session.streaming is None else _slot_bytes(session.streaming),
+        copied_weight_bytes=_copied_weight_bytes(session.techniques),
     )
 
 
@@ -169,16 +169,9 @@ def _cannot_trace(recipe: Recipe, hf_config: PretrainedConfig, operator: str) ->
     )
 
 
-def _mark_streamed_weights(streaming: ParameterStreaming, machine: VirtualMachine) -> None:
-    """Memory that layers share has no owner that could be seen; what waits on the host belongs to its layer."""
-    for memory in streaming.layers.slot_memory:
-        machine.mark(memory, "parameter")
-    for slab in streaming.layers.slabs:
-        machine.mark(slab.memory, "parameter", of=slab.parameters[0])
-
-
-def _slot_bytes(streaming: ParameterStreaming) -> int:
-    return sum(memory.untyped_storage().nbytes() for memory in streaming.layers.slot_memory)
+def _copied_weight_bytes(techniques: Techniques) -> int:
+    shared = (weights.memory for weights in techniques.weight_memory() if weights.of is None)
+    return sum(memory.untyped_storage().nbytes() for memory in shared)
 
 
 def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
@@ -190,7 +183,8 @@ def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMa
             for _ in range(recipe.training.gradient_accumulation_steps)
         ]
         # In horizontal order the others only wait, in the host's memory.
-        train_step(session, window if session.vertical else window[:NUM_MICRO_BATCHES])
+        whole = session.techniques.takes_whole_window
+        train_step(session, window if whole else window[:NUM_MICRO_BATCHES])
         del window
         machine.step_is_over()
 
@@ -200,7 +194,7 @@ def _evaluate(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMach
     if data.eval_path is None and data.eval_split is None and data.eval_size is None:
         return
     num_rows = training.per_device_eval_batch_size or training.per_device_train_batch_size
-    session.flush()
+    session.techniques.flush()
     session.model.eval()
     with machine.during("evaluation"):
         evaluation_loss(session, [_batch(recipe, plan, num_rows, machine)])

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_ft.errors import ModelError
-from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.repetition import left_behind
 from lowmem_ft.techniques.config import OffloadConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import wrap_method
+from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _ON_THEIR_WAY = {"inputs": 1, "all": 4}
 """Tensors that are still on the device when the next one is saved: one layer's time is enough to copy its input."""
 
 
-def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: HostMemory) -> Handle:
+def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: HostMemory) -> Technique:
     """Makes activations wait in host memory: the inputs of checkpointed layers, or all that backward needs.
 
     Each leaves the device on a stream of its own while the layer computes, and comes back one ahead of its use.
@@ -58,14 +58,14 @@ def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: Hos
         ModelError: if ``inputs`` is asked for and no layer is checkpointed.
     """
     if config.activations == "none":
-        return Handle()
+        return Technique()
     waiting_room = OffloadPool(host, _ON_THEIR_WAY[config.activations])
     if config.activations == "inputs":
         return _offload_inputs(model, waiting_room)
     return _offload_all(model, waiting_room)
 
 
-def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Handle:
+def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Technique:
     layers = [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
     if not layers:
         raise ModelError(
@@ -74,7 +74,9 @@ def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Handle:
         )
     log.info("activation offload: the inputs of %d checkpointed layers wait in host memory", len(layers))
     with_input_away = functools.partial(_WithInputAway, waiting_room)
-    return Handle(*(wrap_method(layer, "_gradient_checkpointing_func", with_input_away) for layer in layers))
+    return Technique(
+        *(wrap_method(layer, "_gradient_checkpointing_func", with_input_away) for layer in layers)
+    )
 
 
 class _WithInputAway:
@@ -101,7 +103,7 @@ class _WithInputAway:
             return self._checkpoint(function, *args)
 
 
-def _offload_all(model: Any, waiting_room: OffloadPool) -> Handle:
+def _offload_all(model: Any, waiting_room: OffloadPool) -> Technique:
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def with_activations_away(stock_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +132,7 @@ def _offload_all(model: Any, waiting_room: OffloadPool) -> Handle:
         "offload.activations=all copies every activation to the host and back, which takes longer than to compute it "
         "again: checkpointing.mode=full with offload.activations=inputs frees more in less time."
     )
-    return Handle(wrap_method(causal_lm, "forward", with_activations_away))
+    return Technique(wrap_method(causal_lm, "forward", with_activations_away))
 
 
 class OffloadedTensor:

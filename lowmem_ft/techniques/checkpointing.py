@@ -11,16 +11,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.handle import Handle
 from lowmem_ft.techniques.config import CheckpointingConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.selective_checkpointing import KeepAttentionOutputs, refuse_unfused_attention
+from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
 
 
-def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handle:
+def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Technique:
     """Makes the chosen decoder layers recompute their activations in backward, without reentrant autograd.
 
     Frees: all that a layer would keep for backward, except its input (batch x tokens x hidden); with
@@ -44,7 +44,7 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handl
         A handle whose ``remove()`` restores each layer's own setting.
     """
     if config.mode == "none":
-        return Handle()
+        return Technique()
     layers = decoder_layers(model)
     chosen = _chosen_layers(config, len(layers))
     recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
@@ -56,7 +56,7 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Handl
         undo.append(set_attribute(layer, "gradient_checkpointing", index in chosen))
         undo.append(set_attribute(layer, "_gradient_checkpointing_func", recompute))
     log.info("checkpointing: %s", _describe(config, chosen, len(layers)))
-    return Handle(*undo)
+    return Technique(*undo)
 
 
 def _chosen_layers(config: CheckpointingConfig, num_layers: int) -> range:

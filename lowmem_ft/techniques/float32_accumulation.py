@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
 
 
-def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float32: bool) -> Handle:
+def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float32: bool) -> Technique:
     """Makes autograd sum the gradients of 16-bit weights in float32, each micro-batch's rounded as it comes, no sum.
 
     Frees: nothing; 4 bytes a weight instead of 2 while its gradient is summed.
@@ -38,7 +38,7 @@ def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float
         if parameter.dtype.itemsize < 4
     ]
     if not parameters:
-        return Handle()
+        return Technique()
 
     def begin(*_: Any) -> None:
         for parameter in parameters:
@@ -57,6 +57,6 @@ def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float
         len(parameters),
     )
     if takes_float32:
-        return Handle(end)
+        return Technique(end)
     before, after = optimizer.register_step_pre_hook(end), optimizer.register_step_post_hook(begin)
-    return Handle(end, before.remove, after.remove)
+    return Technique(end, before.remove, after.remove)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.repetition import rounds, stand_for
 from lowmem_ft.techniques.gradients.norm import clip_factor, norm_in_float32
+from lowmem_ft.techniques.technique import Technique, Unscale
 from lowmem_ft.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _ALIGNMENT = 256
 """Bytes at whose multiples each place begins, as the vector loads of kernels want it."""
 
 
-class UpdatesPieces(Protocol):
+class SupportsPieceUpdates(Protocol):
     """An optimizer that can update a part of a parameter by itself; see ``optimizers.ChunkedOptimizer``."""
 
     param_groups: list[dict[str, Any]]
@@ -98,7 +98,7 @@ class Pending:
     hyperparameters: Mapping[int, Mapping[str, Any]]
 
 
-class InBackward(Handle):
+class InBackward(Technique):
     """An optimizer that is fed by backward; see :func:`enable_optimizer_in_backward`.
 
     Attributes:
@@ -107,7 +107,7 @@ class InBackward(Handle):
 
     def __init__(
         self,
-        optimizer: UpdatesPieces,
+        optimizer: SupportsPieceUpdates,
         *,
         device: torch.device,
         max_grad_norm: float | None,
@@ -159,7 +159,7 @@ class InBackward(Handle):
             assert parameter not in self._pending, "apply() goes before the next gradient"
             self._kept.add(FinishedGradient(parameter, gradient, start, times))
 
-    def clip(self, unscale: Callable[[Tensor], None]) -> Tensor:
+    def clip_grad_norm(self, unscale: Unscale) -> Tensor:
         """End the first phase: the norm of all gradients, and with it the factor they will be applied with.
 
         Args:
@@ -179,7 +179,7 @@ class InBackward(Handle):
         self._kept.end_backward()
         return norm
 
-    def finish(self, *, finite: bool) -> None:
+    def update_weights(self, *, finite: bool) -> bool:
         """End the step: apply what was kept, or forget it.
 
         Args:
@@ -189,6 +189,7 @@ class InBackward(Handle):
             self._optimizer.step()  # through the hook on it: schedules and meters watch steps
         else:
             self._kept.clear()
+        return True
 
     def defer(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on apply kept gradients of these parameters only when :meth:`apply` is called for them."""
@@ -225,7 +226,7 @@ class InBackward(Handle):
         kept = self._kept.parameters()
         if not kept:
             return
-        assert self._scale is not None, "clip() goes before the step"
+        assert self._scale is not None, "clip_grad_norm() goes before the step"
         now = [parameter for parameter in kept if parameter not in self._deferred]
         self._update(now, self._scale)
         if len(now) < len(kept):
@@ -244,7 +245,7 @@ class InBackward(Handle):
 
 
 def enable_optimizer_in_backward(
-    optimizer: UpdatesPieces,
+    optimizer: SupportsPieceUpdates,
     *,
     device: torch.device,
     max_grad_norm: float | None,
@@ -315,7 +316,7 @@ class KeptGradients:
     """
 
     device: torch.device
-    optimizer: UpdatesPieces
+    optimizer: SupportsPieceUpdates
     memory: HostMemory | None
     _pieces: dict[nn.Parameter, list[FinishedGradient]] = field(default_factory=dict)
     _places: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -385,11 +386,11 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _parameters(optimizer: UpdatesPieces) -> list[nn.Parameter]:
+def _parameters(optimizer: SupportsPieceUpdates) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _hyperparameters(optimizer: UpdatesPieces) -> dict[int, dict[str, Any]]:
+def _hyperparameters(optimizer: SupportsPieceUpdates) -> dict[int, dict[str, Any]]:
     """Those of each group as they are now; a schedule will change them."""
     return {
         index: {name: value for name, value in group.items() if name != "params"}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.devices import is_apart
-from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def enable_optimizer_offload(optimizer: KeepsState, memory: HostMemory) -> Optim
     return handle
 
 
-class OptimizerOffload(Handle):
+class OptimizerOffload(Technique):
     """Optimizer state on the host, until it is brought back.
 
     Args:
@@ -111,7 +111,7 @@ class OptimizerOffload(Handle):
         _move_state(optimizer, home)
         self._home = home
 
-    def synchronize(self) -> None:
+    def flush(self) -> None:
         """Let the host wait until all state is home, so that it may be read."""
         self._home.synchronize()
 

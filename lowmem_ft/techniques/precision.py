@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.devices import has_bfloat16, name_of
 from lowmem_ft.errors import UserError
-from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.technique import Technique
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class AnnouncesUpdates(Protocol):
         ...
 
 
-class LostUpdateMeter(Handle):
+class LostUpdateMeter(Technique):
     """What share of an optimizer's updates is too small to change the stored weights.
 
     A weight of bfloat16 has 8 bits: an update below 1/512 to 1/256 of it rounds away, every step anew. An element
@@ -92,10 +92,12 @@ class LostUpdateMeter(Handle):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self._dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
         if isinstance(optimizer, AnnouncesUpdates):
-            super().__init__(optimizer.register_update_hook(self._before_update).remove)
+            super().__init__(self._log_total, optimizer.register_update_hook(self._before_update).remove)
         else:
             super().__init__(
+                self._log_total,
                 optimizer.register_step_pre_hook(self._before_step).remove,
                 optimizer.register_step_post_hook(self._after_step).remove,
             )
@@ -129,6 +131,18 @@ class LostUpdateMeter(Handle):
     def total_fraction(self) -> float:
         """Share of all updates since the meter was enabled that were lost, 0 to 1; waits for the device."""
         return _ratio(self._total)
+
+    def metrics(self) -> dict[str, float]:
+        """``lost_updates``: see :attr:`fraction`."""
+        return {"lost_updates": self.fraction}
+
+    def _log_total(self) -> None:
+        """The last that is heard of a meter that is taken off."""
+        logger.warning(
+            "%.1f %% of the sampled weight updates rounded away in %s (model.dtype); float32 weights lose none.",
+            100 * self.total_fraction,
+            " and ".join(sorted(str(dtype) for dtype in self._dtypes if dtype.itemsize < 4)),
+        )
 
     def _before_update(
         self,

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.handle import Handle
 from lowmem_ft.repetition import rounds, stand_for
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,15 @@ _POSITION_BIASES = ("alibi", "position_bias")
 """Arguments of layers (Bloom, Falcon, MPT) whose first axis holds heads, alone or with the rows."""
 
 
+class VerticalAccumulation(Technique):
+    """All micro-batches pass through the model as one batch; see :func:`enable_vertical_accumulation`."""
+
+    takes_whole_window = True
+
+
 def enable_vertical_accumulation(
     model: nn.Module, rows_per_micro_batch: int, *, keeps_inputs_alone: bool = False
-) -> Handle:
+) -> Technique:
     """Makes each decoder layer work on a few rows of its batch after the other; call the model with all rows at once.
 
     Frees: with it each weight's gradient is finished when its layer's backward ends, so that an optimizer can step
@@ -79,7 +85,7 @@ def enable_vertical_accumulation(
         len(layers),
         rows_per_micro_batch,
     )
-    return Handle(*undo)
+    return VerticalAccumulation(*undo)
 
 
 def _refuse_what_needs_the_whole_batch(model: Any) -> None:

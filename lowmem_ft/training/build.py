@@ -8,10 +8,10 @@ visit of streamed weights. Accelerate wraps last.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,22 +21,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig, PreTrainedModel, get_scheduler
 
 from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.models import check_quantization, compute_dtype, hub_id_of, load_model_config, weights_dtype
 from lowmem_ft.optimizers import ChunkedOptimizer, check_optimizer, create_optimizer, may_lose_updates
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
-from lowmem_ft.techniques.adapters.lora import Lora, check_adapter, enable_lora
+from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
-from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
+from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
 from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
-from lowmem_ft.techniques.streaming.parameter_streaming import enable_parameter_streaming
+from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming, enable_parameter_streaming
+from lowmem_ft.techniques.technique import Technique, Techniques
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.training.distributed_rules import problems_with_processes
@@ -145,103 +145,101 @@ def build_session(
         host=host_memory if recipe.offload.parameters == "stream" else None,
     )
     model.train()
-    adapter = _enable_adapter(model, recipe)
-    handles, loss = _enable_in_forward(model, recipe, plan, host_memory)
-    streaming = None
-    if recipe.offload.parameters == "stream":
-        streaming = enable_parameter_streaming(
-            model,
-            recipe.offload,
-            device=runtime.device,
-            host=host_memory,
-            trained=adapter is None,
-            loss=loss,
-        )
+    in_forward = Techniques(*_in_forward(model, recipe, plan, host_memory))
     optimizer = create_optimizer(
         model,
         recipe.optimizer,
         learning_rate=recipe.training.learning_rate,
         seed=recipe.training.seed,
     )
-    with contextlib.nullcontext() if streaming is None else streaming.at_rest():
-        handles += _place_optimizer_state(optimizer, recipe, host_memory)
+    with in_forward.at_rest():  # the state begins with the weights' values
+        on_state = list(_on_state(optimizer, recipe, host_memory))
         _initialize_masters(optimizer, model, recipe, runtime, plan)
-    if streaming is not None:
-        handles.append(
-            streaming
-        )  # goes before the state comes back: to the weights' side, which is then the host
-    if recipe.accumulation.dtype == "float32" and recipe.training.gradient_accumulation_steps > 1:
-        takes_float32 = isinstance(optimizer, ChunkedOptimizer)
-        handles.append(enable_float32_accumulation(optimizer, takes_float32=takes_float32))
+    in_step = _in_step(optimizer, recipe, runtime.device, host_memory, in_forward.find(ParameterStreaming))
+    techniques = Techniques(*on_state, *in_step, *in_forward)
     scheduler = _scheduler(optimizer, recipe.training, num_training_steps)
-    lost_updates = enable_lost_update_meter(optimizer) if may_lose_updates(optimizer) else None
-    in_backward = _enable_in_backward(optimizer, recipe, runtime.device, host_memory)
-    if streaming is not None and in_backward is not None:
-        streaming.update_with(in_backward)
-    handles += [handle for handle in (lost_updates, in_backward) if handle is not None]
     prepared_model, prepared_optimizer = runtime.prepare(model, optimizer)
     _log_size(model)
     return Session(
         model=prepared_model,
         unwrapped_model=model,
-        adapter=adapter,
         optimizer=prepared_optimizer,
         unwrapped_optimizer=optimizer,
         scheduler=scheduler,
         runtime=runtime,
         max_grad_norm=recipe.training.max_grad_norm,
-        chunked_loss=loss is not None,
-        lost_updates=lost_updates,
-        handles=tuple(handles),
+        techniques=techniques,
         host_memory=host_memory,
-        vertical=recipe.accumulation.order == "vertical",
-        in_backward=in_backward,
-        streaming=streaming,
     )
 
 
-def _enable_adapter(model: PreTrainedModel, recipe: Recipe) -> Lora | None:
-    if recipe.adapter.name == "none":
-        return None
-    base_name = hub_id_of(recipe.model.name_or_path or "")
-    return enable_lora(model, recipe.adapter, base_name=base_name, base_revision=recipe.model.revision)
-
-
-def _enable_in_forward(
+def _in_forward(
     model: PreTrainedModel, recipe: Recipe, plan: Plan, host_memory: HostMemory
-) -> tuple[list[Handle], ChunkedLoss | None]:
-    """What changes the way through the layers, from the inside out, and then the loss."""
-    handles: list[Handle] = []
+) -> Iterator[Technique]:
+    """What changes the way through the model, from the inside out."""
+    if recipe.adapter.name == "lora":
+        base_name = hub_id_of(recipe.model.name_or_path or "")
+        yield enable_lora(model, recipe.adapter, base_name=base_name, base_revision=recipe.model.revision)
     if recipe.tiling.mlp > 1:
-        handles.append(enable_tiled_mlp(model, recipe.tiling))
+        yield enable_tiled_mlp(model, recipe.tiling)
     if recipe.checkpointing.mode != "none":
-        handles.append(enable_checkpointing(model, recipe.checkpointing))
+        yield enable_checkpointing(model, recipe.checkpointing)
     if recipe.offload.activations != "none":
-        handles.append(enable_activation_offload(model, recipe.offload, host_memory))
+        yield enable_activation_offload(model, recipe.offload, host_memory)
     if recipe.accumulation.order == "vertical":
-        handles.append(
-            enable_vertical_accumulation(
-                model,
-                _rows_per_micro_batch(recipe, plan),
-                keeps_inputs_alone=recipe.checkpointing.mode == "full",
-            )
-        )
+        keeps_inputs_alone = recipe.checkpointing.mode == "full"
+        rows = _rows_per_micro_batch(recipe, plan)
+        yield enable_vertical_accumulation(model, rows, keeps_inputs_alone=keeps_inputs_alone)
+    loss = None
     if recipe.loss.chunk_tokens is None:
         _refuse_mean_of_means(model)
-        return handles, None
-    loss = enable_chunked_loss(model, recipe.loss, recipe.tiling, device=host_memory.device)
-    assert isinstance(loss, ChunkedLoss), "there is a chunk size"
-    return [*handles, loss], loss
+    else:
+        loss = enable_chunked_loss(model, recipe.loss, recipe.tiling, device=host_memory.device)
+        assert isinstance(loss, ChunkedLoss), "there is a chunk size"
+        yield loss
+    if recipe.offload.parameters == "stream":
+        yield enable_parameter_streaming(
+            model,
+            recipe.offload,
+            device=host_memory.device,
+            host=host_memory,
+            trained=recipe.adapter.name == "none",
+            loss=loss,
+        )
 
 
-def _place_optimizer_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory) -> list[Handle]:
-    """Allocate the state where it will wait; bitsandbytes' optimizers do it in their first step."""
+def _on_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory) -> Iterator[Technique]:
+    """Where the optimizer's state will wait, and the state itself; bitsandbytes' optimizers make it in a first step."""
     if not isinstance(optimizer, ChunkedOptimizer):
-        return []
-    on_host = recipe.offload.optimizer == "host"
-    handles: list[Handle] = [enable_optimizer_offload(optimizer, host_memory)] if on_host else []
+        return
+    if recipe.offload.optimizer == "host":
+        yield enable_optimizer_offload(optimizer, host_memory)
     optimizer.allocate_state()
-    return handles
+
+
+def _in_step(
+    optimizer: Optimizer,
+    recipe: Recipe,
+    device: torch.device,
+    host_memory: HostMemory,
+    streaming: ParameterStreaming | None,
+) -> Iterator[Technique]:
+    """How gradients are summed, applied and watched."""
+    if recipe.accumulation.dtype == "float32" and recipe.training.gradient_accumulation_steps > 1:
+        takes_float32 = isinstance(optimizer, ChunkedOptimizer)
+        yield enable_float32_accumulation(optimizer, takes_float32=takes_float32)
+    if may_lose_updates(optimizer):
+        yield enable_lost_update_meter(optimizer)
+    if recipe.optimizer.in_backward:
+        assert isinstance(optimizer, ChunkedOptimizer), "the recipe's rules refuse others"
+        memory = host_memory if recipe.offload.optimizer == "host" else None
+        max_grad_norm = recipe.training.max_grad_norm
+        in_backward = enable_optimizer_in_backward(
+            optimizer, device=device, max_grad_norm=max_grad_norm, memory=memory
+        )
+        if streaming is not None:
+            streaming.update_with(in_backward)
+        yield in_backward
 
 
 def _initialize_masters(
@@ -271,20 +269,6 @@ def _scheduler(optimizer: Optimizer, config: TrainingConfig, num_training_steps:
         num_warmup_steps=num_warmup_steps(config, num_training_steps),
         num_training_steps=num_training_steps,
         scheduler_specific_kwargs=config.lr_scheduler_kwargs,
-    )
-
-
-def _enable_in_backward(
-    optimizer: Optimizer, recipe: Recipe, device: torch.device, host_memory: HostMemory
-) -> InBackward | None:
-    if not recipe.optimizer.in_backward:
-        return None
-    assert isinstance(optimizer, ChunkedOptimizer), "the recipe's rules refuse others"
-    return enable_optimizer_in_backward(
-        optimizer,
-        device=device,
-        max_grad_norm=recipe.training.max_grad_norm,
-        memory=host_memory if recipe.offload.optimizer == "host" else None,
     )
 
 

@@ -62,7 +62,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: if it cannot be written, the disk being full for one; earlier checkpoints are untouched.
     """
-    session.flush()
+    session.techniques.flush()
     folder = output_dir / f"checkpoint-{progress.step}"
     random_states = runtime.gather([export_random_state(runtime.device)])
     with runtime.failing_together():
@@ -102,14 +102,13 @@ def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) 
         CheckpointError: if the adapters or the optimizer's state are not this run's.
     """
     manifest = read_manifest(folder)
-    if session.adapter is not None:
-        session.adapter.load(folder)
+    session.techniques.load(folder)
     state = OptimizerState(
         tensors=_TensorsOfFiles(sorted(folder.glob("optimizer-*.safetensors"))), scalars=manifest["optimizer"]
     )
     weights = _TensorsOfFiles(sorted(folder.glob("model*.safetensors")))
     named_parameters = session.unwrapped_model.named_parameters()
-    with session.at_rest():
+    with session.techniques.at_rest():
         import_optimizer_state(session.unwrapped_optimizer, named_parameters, state, weights.get)
     progress = manifest["progress"]
     _go_on_with_schedule(session.scheduler, progress["step"] - progress["skipped_steps"])

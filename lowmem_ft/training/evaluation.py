@@ -55,7 +55,7 @@ def evaluate(
                 return
             yield batch
 
-    session.flush()
+    session.techniques.flush()
     session.model.eval()
     try:
         loss_sum, num_label_tokens = evaluation_loss(session, until_interrupted())

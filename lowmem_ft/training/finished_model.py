@@ -41,7 +41,7 @@ def save_finished_model(
     with explaining_write_errors(target), whole_folder(target) as partial:
         session.save(tokenizer, partial)
         (partial / "README.md").write_text(card, "utf-8")
-    if session.adapter is None:
+    if recipe.adapter.name == "none":
         logger.info("The model is in %s; from_pretrained loads it.", target)
     else:
         logger.info(

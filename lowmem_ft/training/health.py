@@ -129,5 +129,5 @@ class RunHealth:
 
 def weights_not_finite(session: Session) -> list[str]:
     """Names of the weights that hold NaN or infinity, frozen ones included."""
-    with session.at_rest():
+    with session.techniques.at_rest():
         return names_of_not_finite(session.unwrapped_model.named_parameters())

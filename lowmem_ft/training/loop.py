@@ -229,8 +229,8 @@ class TrainingRun:
             "skipped_steps": self.progress.skipped_steps,
         }
         is_due = _is_due(self.progress.step, self.recipe.training.logging_steps)
-        if self.session.lost_updates is not None and is_due:
-            record["lost_updates"] = self.session.lost_updates.fraction
+        if is_due:
+            record |= self.session.techniques.metrics()
         self._write(record, to_trackers=is_due)
         return record
 
@@ -240,7 +240,7 @@ class TrainingRun:
             self.progress.skipped_in_a_row = 0
             self.health.step_applied(learning_rate)
             return
-        if self.session.in_backward is not None and self.session.in_backward.updates_at_once:
+        if self.session.techniques.updates_at_once:
             raise self.health.half_a_step(result, sample_ids)
         self.progress.skipped_steps += 1
         if result.overflow:
@@ -331,12 +331,6 @@ class TrainingRun:
         return self.runtime.max_over_processes(self.interruption.signal_number or 0)
 
     def _finish(self, evaluation: EvaluationResult | None) -> TrainResult:
-        if self.session.lost_updates is not None:
-            logger.warning(
-                "%.1f %% of the sampled weight updates rounded away in %s (model.dtype); float32 weights lose none.",
-                100 * self.session.lost_updates.total_fraction,
-                self.session.unwrapped_model.dtype,
-            )
         problems = self.health.problems_at_the_end(weights_not_finite(self.session), evaluation)
         if 0 < self.progress.step == self.progress.skipped_steps and not problems:
             logger.warning(

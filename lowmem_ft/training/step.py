@@ -39,7 +39,7 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     """Forward and backward over every micro-batch, clip, update the weights, advance the schedule.
 
     A non-finite loss or gradient norm leaves weights, optimizer state and schedule as they were, except where weights
-    are updated in backward without clipping (``Session.in_backward``).
+    are updated in backward without clipping (``Technique.updates_at_once``).
 
     Args:
         session: model, optimizer, schedule and surroundings; changed in place.
@@ -50,7 +50,7 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
         The result; equal in all processes.
     """
     runtime = session.runtime
-    if session.vertical:
+    if session.techniques.takes_whole_window:
         window = [merged(window)]
     num_label_tokens, num_tokens = _count_tokens(session, window)
     loss = torch.zeros((), dtype=torch.float32, device=runtime.device)
@@ -96,11 +96,8 @@ def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
 
 def _forward(session: Session, batch: Batch, num_items: int) -> torch.Tensor:
     """The micro-batch's summed loss divided by ``num_items``."""
-    if session.streaming is not None:
-        session.streaming.expect(batch.input_ids_BT)
+    further_inputs = session.techniques.before_forward(batch.input_ids_BT, batch.num_label_tokens)
     batch = batch.to(session.runtime.device)
     inputs = dict(batch.model_inputs(), labels=batch.labels_BT, use_cache=False, num_items_in_batch=num_items)
-    if session.chunked_loss:
-        inputs["num_label_tokens"] = batch.num_label_tokens
     with session.runtime.autocast():
-        return session.model(**inputs).loss.float()
+        return session.model(**inputs, **further_inputs).loss.float()

@@ -167,7 +167,7 @@ def step(session: Session, number: int) -> float:
 
 def evaluate(session: Session) -> float:
     """The loss on other rows, as ``training.evaluation`` computes it."""
-    session.flush()
+    session.techniques.flush()
     session.model.eval()
     loss_sum, _ = evaluation_loss(session, [batch(100)])
     session.model.train()
@@ -177,7 +177,7 @@ def evaluate(session: Session) -> float:
 def read_all(session: Session) -> dict[str, Tensor]:
     """Every weight and all of the optimizer's state, as a checkpoint reads them."""
     tensors = {}
-    with session.at_rest():
+    with session.techniques.at_rest():
         for name, parameter in session.unwrapped_model.named_parameters():
             tensors[name] = parameter.detach().clone()
             for key, value in session.unwrapped_optimizer.state.get(parameter, {}).items():
@@ -188,7 +188,7 @@ def read_all(session: Session) -> dict[str, Tensor]:
 
 def write_all(session: Session) -> None:
     """Set every weight and all state, as a checkpoint's loading does: trained weights to half of what they are."""
-    with session.at_rest(), torch.no_grad():
+    with session.techniques.at_rest(), torch.no_grad():
         for parameter in session.unwrapped_model.parameters():
             parameter.copy_(parameter / 2 if parameter.requires_grad else parameter.clone())
             for value in session.unwrapped_optimizer.state.get(parameter, {}).values():

@@ -73,7 +73,7 @@ def outcome_of(recipe: Recipe, folder: Path, rows: Rows | None = None) -> Outcom
         result = train_step(session, _window(recipe, rows, generator, step))
         assert result.applied
         losses.append(float(result.loss))
-    session.flush()
+    session.techniques.flush()
     session.model.eval()
     loss_sum, num_label_tokens = evaluation_loss(session, [_batch(recipe, rows, generator)])
     session.close()

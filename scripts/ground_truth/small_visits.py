@@ -131,8 +131,8 @@ def gradients_that_wait_for_their_norm(device: LateDevice) -> None:
         for weight in weights:
             for start in (1024, 0):
                 in_backward.take(weight, torch.ones(1024), start)
-        in_backward.clip(_unscale_nothing)
-        in_backward.finish(finite=True)
+        in_backward.clip_grad_norm(_unscale_nothing)
+        in_backward.update_weights(finite=True)
     assert all(weight.eq(weight[0]).all() and weight[0] != 0 for weight in weights)
 
 
@@ -190,9 +190,9 @@ def _stream_layers(num_layers: int, updates: _AddsOne) -> None:
         if expected == 1:
             stream.flush()
             for slab in slabs:
-                slab.rest()
+                slab.materialize()
                 slab.parameters[0].data.add_(10)
-                slab.leave()
+                slab.evict()
             stream.forget()
     stream.flush()
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.data import Batch
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.techniques.adapters.lora import Lora
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.step import train_step
@@ -94,12 +95,12 @@ def test_a_closed_session_leaves_the_trained_model_and_nothing_else(start, folde
     session = built(STARTS[start], folder)
     for step in range(2):
         train_step(session, [batch(2 * step), batch(2 * step + 1)])
-    model, adapter, handles = session.unwrapped_model, session.adapter, session.handles
-    references = [weakref.ref(part) for part in (session.unwrapped_optimizer, *handles)]
+    model, adapter = session.unwrapped_model, session.techniques.find(Lora)
+    references = [weakref.ref(part) for part in (session.unwrapped_optimizer, *session.techniques)]
     session.close()
     if adapter is not None:
         adapter.remove()
-    del session, handles, adapter
+    del session, adapter
     gc.collect()
     assert not [reference for reference in references if reference() is not None]
 

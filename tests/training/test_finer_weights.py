@@ -24,7 +24,7 @@ def checkpoint(tmp_path, recipes_folder):
 
 def assert_begun_with(weights, run, lost):
     session = run.session
-    with session.at_rest():
+    with session.techniques.at_rest():
         for name, parameter in session.unwrapped_model.named_parameters():
             optimizer = session.unwrapped_optimizer
             kept = {key: optimizer.state[parameter][key] for key in optimizer.master_of(parameter).tensors}

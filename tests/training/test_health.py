@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft.data import DataPosition
 from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.techniques.adapters.lora import Lora
 from lowmem_ft.training import loop, train
 from lowmem_ft.training.checkpoint_folders import Progress
 from lowmem_ft.training.health import RunHealth
@@ -137,7 +138,8 @@ def test_ruined_weights_end_a_run_at_once_and_name_themselves(tiny, tmp_path, mo
 
 def test_an_adapter_that_is_not_finite_is_saved_told_and_not_merged(tiny, trained, tmp_path, monkeypatch):
     after_each_step(
-        monkeypatch, lambda session: next(iter(session.adapter.parameters().values()))[0].fill_(math.nan)
+        monkeypatch,
+        lambda session: next(iter(session.techniques.find(Lora).parameters().values()))[0].fill_(math.nan),
     )
     run = tmp_path / "run"
     settings = (f"model={trained}", "model.weights=pretrained", "adapter.name=lora", "training.max_steps=1")

@@ -14,6 +14,7 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
+from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training import checkpoint, loop, train
 from lowmem_ft.training.checkpoint_folders import Progress
 from lowmem_ft.training.runtime import AccelerateRuntime
@@ -42,22 +43,19 @@ def make_session(tmp_path, monkeypatch):
             hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB
         )
         model = AutoModelForCausalLM.from_config(config)
-        enable_chunked_loss(model, LossConfig(chunk_tokens=16))
+        loss = enable_chunked_loss(model, LossConfig(chunk_tokens=16))
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         prepared_model, prepared_optimizer = runtime.prepare(model, optimizer)
         session = Session(
             model=prepared_model,
             unwrapped_model=model,
-            adapter=None,
             optimizer=prepared_optimizer,
             unwrapped_optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
             runtime=runtime,
             max_grad_norm=1.0,
-            chunked_loss=True,
-            lost_updates=None,
-            handles=(),
+            techniques=Techniques(loss),
             host_memory=HostMemory(runtime.device),
         )
         return session, scaler

@@ -15,6 +15,7 @@ from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
+from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
@@ -73,23 +74,19 @@ def make_session(runtime):
                 vocab_size=VOCAB,
             )
         )
-        if chunk_tokens:
-            enable_chunked_loss(model, LossConfig(chunk_tokens=chunk_tokens))
+        techniques = [enable_chunked_loss(model, LossConfig(chunk_tokens=chunk_tokens))]
         model.train()
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
         prepared_model, prepared_optimizer = runtime.prepare(model, optimizer)
         return Session(
             model=prepared_model,
             unwrapped_model=model,
-            adapter=None,
             optimizer=prepared_optimizer,
             unwrapped_optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
             runtime=runtime,
             max_grad_norm=max_grad_norm,
-            chunked_loss=chunk_tokens is not None,
-            lost_updates=None,
-            handles=(),
+            techniques=Techniques(*techniques),
             host_memory=HostMemory(runtime.device),
         )
 

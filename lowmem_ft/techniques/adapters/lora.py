@@ -27,6 +27,7 @@ from lowmem_ft.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.technique import Technique
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,14 @@ _NAME = "default"
 """What PEFT calls the only adapter of a model; files do not carry it."""
 
 
-class Lora(Handle):
+class Lora(Technique):
     """The adapters of a model, and their files in PEFT's format.
 
     The model itself stays what is called, so that everything that works on its layers finds them where they were;
     PEFT's wrapper serves the files alone.
     """
+
+    is_trained = True
 
     def __init__(self, model: Any, peft_model: Any, *undo: Callable[[], object]) -> None:
         super().__init__(*undo)
@@ -51,7 +54,7 @@ class Lora(Handle):
         """The adapters' parameters, which are all that is trained, by their names in the model."""
         return {name: parameter for name, parameter in self.model.named_parameters() if "lora_" in name}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> bool:
         """Write ``adapter_model.safetensors`` and ``adapter_config.json``, and check them by reading them back.
 
         Raises:
@@ -63,6 +66,7 @@ class Lora(Handle):
         )
         (folder / "README.md").unlink()  # PEFT's card; the run writes its own
         _compare(self._state(), _read(folder), f"The adapter saved in {folder} is not the one in memory")
+        return True
 
     def load(self, folder: Path) -> None:
         """Take the values of a saved adapter, bit for bit.

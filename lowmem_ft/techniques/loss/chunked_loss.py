@@ -25,6 +25,7 @@ from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
+from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,16 @@ _AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """What models call the weight of the routers' load-balancing loss: Mixtral and most others, JetMoE."""
 
 
-class ChunkedLoss(Handle):
+class ChunkedLoss(Technique):
     """A loss that was switched on, whose head may come from elsewhere."""
 
     def __init__(self, loss: _Loss, undo: Callable[[], object]) -> None:
         super().__init__(undo)
         self._loss = loss
+
+    def before_forward(self, input_ids_BT: Tensor, num_label_tokens: int | None) -> dict[str, Any]:
+        """Where the number of labels is known, the loss need not ask the device."""
+        return {} if num_label_tokens is None else {"num_label_tokens": num_label_tokens}
 
     def take_head_from(self, tiles: HeadTiles | None) -> None:
         """Ask for the head's weight in tiles from now on; None: the head has it again."""
@@ -57,7 +62,7 @@ def enable_chunked_loss(
     tiling: TilingConfig | None = None,
     *,
     device: torch.device | None = None,
-) -> ChunkedLoss | Handle:
+) -> ChunkedLoss | Technique:
     """Makes ``model(input_ids=..., labels=...)`` return its loss without ever holding all logits.
 
     The output is the model's own, with ``logits=None``. ``num_items_in_batch`` and ``shift_labels`` mean what they
@@ -91,7 +96,7 @@ def enable_chunked_loss(
     if problems := [*config.problems(), *tiling.problems()]:
         raise UserError(*problems)
     if config.chunk_tokens is None:
-        return Handle()
+        return Technique()
     causal_lm = _without_peft(model)
     head = _Head.of(causal_lm)
     _refuse_more_tiles_than_rows(tiling, head)

@@ -25,7 +25,7 @@ ALIGNMENT = 256
 NUM_SLOTS = 2
 
 
-class UpdatesLayers(Protocol):
+class SupportsDeferredUpdates(Protocol):
     """What streaming needs of whoever updates weights: see ``optimizer_in_backward.InBackward``."""
 
     updates_at_once: bool
@@ -75,17 +75,17 @@ class LayerSlab:
         self.memory = host.allocate(num_bytes, torch.uint8, "parameter")
         for tensor, place in zip(tensors, self._views(self.memory), strict=True):
             place.copy_(tensor.tensor)
-        self.leave()
+        self.evict()
 
-    def visit(self, memory: Tensor) -> None:
+    def load(self, memory: Tensor) -> None:
         """Let the layer use a copy of the slab."""
         self._point_at(self._views(memory))
 
-    def leave(self) -> None:
-        """Let the layer use nothing."""
+    def evict(self) -> None:
+        """Let the layer use nothing: its parameters show their shapes alone."""
         self._point_at(iter(self._stubs))
 
-    def rest(self) -> None:
+    def materialize(self) -> None:
         """Let the layer use the slab itself, each tensor for itself; fake parameters cannot leave their device."""
         if not is_virtual(self._device):
             self._point_at(with_own_storage(view) for view in self._views(self.memory))
@@ -125,7 +125,7 @@ class LayerStream:
 
     def __init__(self, slabs: Sequence[LayerSlab], engine: CopyEngine, device: torch.device) -> None:
         self.slabs = slabs
-        self.updates: UpdatesLayers | None = None
+        self.updates: SupportsDeferredUpdates | None = None
         self.num_loads = 0
         self._engine = engine
         self._slots = [
@@ -159,7 +159,7 @@ class LayerStream:
             slot = self._load(index)
             self._engine.wait(slot.filled)
             self._engine.wait(slot.emptied)
-            self.slabs[index].visit(slot.memory)
+            self.slabs[index].load(slot.memory)
             self._visiting = index
         if not in_backward and self.updates is not None and self._has_waiting(index):
             # A layer that never left, being the only one, may still be on its way to the host since its last update.
@@ -177,7 +177,7 @@ class LayerStream:
             return
         if self._is_changed:
             self._write_back(self._visiting)
-        self.slabs[self._visiting].leave()
+        self.slabs[self._visiting].evict()
         self._visiting, self._is_changed = None, False
 
     def flush(self) -> None:

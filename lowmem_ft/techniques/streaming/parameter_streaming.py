@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig
@@ -22,14 +21,15 @@ from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.head import StreamedHead
-from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream, UpdatesLayers
+from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream, SupportsDeferredUpdates
 from lowmem_ft.techniques.streaming.tensors import move_the_rest
+from lowmem_ft.techniques.technique import Technique, WeightMemory
 from lowmem_ft.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 
-class UpdatesStreamed(UpdatesLayers, Protocol):
+class SupportsStreamedUpdates(SupportsDeferredUpdates, Protocol):
     """Who updates streamed weights, such as ``optimizer_in_backward.InBackward``."""
 
     def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0, times: int = 1) -> None:
@@ -41,7 +41,7 @@ class UpdatesStreamed(UpdatesLayers, Protocol):
         ...
 
 
-class TakesHead(Protocol):
+class SupportsHeadTiles(Protocol):
     """A loss that can take the head in tiles, such as ``chunked_loss.ChunkedLoss``."""
 
     def take_head_from(self, tiles: HeadTiles | None) -> None:
@@ -56,7 +56,7 @@ def enable_parameter_streaming(
     device: torch.device,
     host: HostMemory,
     trained: bool,
-    loss: TakesHead | None = None,
+    loss: SupportsHeadTiles | None = None,
 ) -> ParameterStreaming:
     """Moves a model on the host to a device, but for its decoder layers, embedding and head, which visit it in turn.
 
@@ -124,7 +124,7 @@ def enable_parameter_streaming(
     return streaming
 
 
-class ParameterStreaming(Handle):
+class ParameterStreaming(Technique):
     """A model whose weights are streamed; see :func:`enable_parameter_streaming`.
 
     Attributes:
@@ -140,10 +140,10 @@ class ParameterStreaming(Handle):
         device: torch.device,
         host: HostMemory,
         trained: bool,
-        loss: TakesHead | None,
+        loss: SupportsHeadTiles | None,
     ) -> None:
         self._model = model
-        self.updates: UpdatesStreamed | None = None
+        self.updates: SupportsStreamedUpdates | None = None
         staying = _shared_parameters(layers) | _biases_of_quantised(layers)
 
         def is_streamed(parameter: nn.Parameter) -> bool:
@@ -181,7 +181,7 @@ class ParameterStreaming(Handle):
             weight.nbytes for weight in self._on_host
         )
 
-    def update_with(self, updates: UpdatesStreamed) -> None:
+    def update_with(self, updates: SupportsStreamedUpdates) -> None:
         """Let the streamed weights be trained: their gradients go to ``updates`` while they are on the device."""
         self.updates = self.layers.updates = updates
         updates.defer(parameter for slab in self.layers.slabs for parameter in slab.parameters)
@@ -189,10 +189,11 @@ class ParameterStreaming(Handle):
             if part is not None and part.parameter.requires_grad:
                 part.train_with(updates.take, partial(updates.written, part.parameter))
 
-    def expect(self, ids_BT: Tensor) -> None:
-        """Say, on the host, which token ids the next forward will get, so that the host need not ask the device."""
+    def before_forward(self, input_ids_BT: Tensor, num_label_tokens: int | None) -> dict[str, Any]:
+        """The host reads the embedding's rows, and need not ask the device for the token ids."""
         if self._embedding is not None:
-            self._embedding.expect(ids_BT)
+            self._embedding.expect(input_ids_BT)
+        return {}
 
     def flush(self) -> None:
         """Make all updates that wait for a layer's next visit, so that the weights on the host are those of now."""
@@ -203,19 +204,26 @@ class ParameterStreaming(Handle):
         """Every parameter on the host, where it can be read without a copy: for saving."""
         self.flush()
         for slab in self.layers.slabs:
-            slab.rest()
+            slab.materialize()
         try:
             yield
         finally:
             for slab in self.layers.slabs:
-                slab.leave()
+                slab.evict()
             self.layers.forget()
+
+    def weight_memory(self) -> Iterator[WeightMemory]:
+        """The slots that layers visit in turn, and where each layer waits."""
+        for memory in self.layers.slot_memory:
+            yield WeightMemory(memory)
+        for slab in self.layers.slabs:
+            yield WeightMemory(slab.memory, of=slab.parameters[0])
 
     def _leave_on_host(self) -> None:
         """Called last by ``remove()``: hooks and stand-ins are gone."""
         self.flush()
         for slab in self.layers.slabs:
-            slab.rest()
+            slab.materialize()
         move_the_rest(self._model, torch.device("cpu"), set())
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.handle import Handle
 from lowmem_ft.techniques.config import TilingConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.techniques.tiling.token_pieces import ForwardInPieces
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _CHECKED_ROWS, _CHECKED_TOKENS, _CHECKED_PIECES = 2, 8, 3
 """A comparison with the stock MLP in pieces of 6, 6 and 4 tokens, none of which is a row."""
 
 
-def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Handle:
+def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
     """Makes the MLP of each decoder layer work on one of ``config.mlp`` pieces of the tokens after the other.
 
     In backward each piece is computed again and differentiated, and every parameter gets its whole gradient at once, so
@@ -63,13 +63,13 @@ def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Handle:
     if problems := config.problems():
         raise UserError(*problems)
     if config.mlp == 1:
-        return Handle()
+        return Technique()
     mlps = [mlp for layer in decoder_layers(model) for mlp in _mlps_of(layer)]
     _refuse_routers_whose_logits_are_collected(model)
     for mlp in {type(mlp): mlp for mlp in mlps}.values():
         _check_token_wise(mlp, _random_hidden(model, mlp))
     log.info("tiled MLP: %d modules work on 1/%d of the tokens at a time", len(mlps), config.mlp)
-    return Handle(*(set_attribute(mlp, "forward", ForwardInPieces(mlp, config.mlp)) for mlp in mlps))
+    return Technique(*(set_attribute(mlp, "forward", ForwardInPieces(mlp, config.mlp)) for mlp in mlps))
 
 
 def _mlps_of(layer: nn.Module) -> list[nn.Module]:

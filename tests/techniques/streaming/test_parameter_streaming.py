@@ -477,7 +477,7 @@ def test_it_is_traced_on_the_virtual_gpu(tied):
         streaming.update_with(TracedUpdates(model))
         for _ in range(2):
             ids = torch.zeros(2, 16, dtype=torch.int64)
-            streaming.expect(ids)
+            streaming.before_forward(ids, None)
             loss_of(model, ids.to(gpu.device)).backward()
     assert streaming.layers.num_loads == (2 * LAYERS - 2) + (2 * LAYERS - 4)
     assert len(streaming.updates.gradients) == LAYERS * 9 + (2 if tied else 3)

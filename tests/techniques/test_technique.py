@@ -1,0 +1,198 @@
+"""Whatever our step asks of a technique, somebody else's loop can ask: the whole ladder, driven by another one."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from ladder_rungs import RUNGS, settings_of
+from safetensors.torch import load_file
+
+from lowmem_ft.data import Batch, merged
+from lowmem_ft.optimizers import export_optimizer_state
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.techniques.gradients.norm import clip_grad_norm
+from lowmem_ft.techniques.technique import Technique, Techniques
+from lowmem_ft.training.build import build_session, plan_session
+from lowmem_ft.training.runtime import AccelerateRuntime
+from lowmem_ft.training.step import evaluation_loss, train_step
+
+MODEL = Path(__file__).parents[1] / "data" / "kept_runs" / "model"
+VOCABULARY = 256
+LORA = ("adapter.name=lora", "adapter.r=4", "adapter.target_modules=[q_proj]", "offload.parameters=stream")
+RUNS = {rung.name: settings_of(rung) for rung in RUNGS}
+RUNS["adapters beside a streamed base"] = (*settings_of(RUNGS[1]), *LORA)
+RUNS["bf16 weights alone"] = (*settings_of(RUNGS[2]), "optimizer.master=none", "optimizer.state=bf16")
+
+
+class OtherLoop:
+    """A training loop of plain torch, such as others have."""
+
+    def __init__(self, model, optimizer, scheduler, techniques, *, bf16):
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.techniques, self.bf16 = techniques, bf16
+
+    def forward(self, batch, num_items):
+        further_inputs = self.techniques.before_forward(batch.input_ids_BT, batch.num_label_tokens)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False, enabled=self.bf16):
+            return self.model(
+                input_ids=batch.input_ids_BT,
+                labels=batch.labels_BT,
+                use_cache=False,
+                num_items_in_batch=num_items,
+                **further_inputs,
+            ).loss.float()
+
+    def step(self, window):
+        if self.techniques.takes_whole_window:
+            window = [merged(window)]
+        num_items = sum(batch.num_label_tokens for batch in window)
+        loss = torch.zeros(())
+        for batch in window:
+            micro_loss = self.forward(batch, num_items)
+            micro_loss.backward()
+            loss += micro_loss.detach()
+        grad_norm = self.techniques.clip_grad_norm(unscale=lambda values: None)
+        if grad_norm is None:
+            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+            grad_norm = clip_grad_norm(trained, 0.5)
+        if not self.techniques.update_weights(finite=bool(torch.isfinite(loss + grad_norm))):
+            self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss, grad_norm, self.techniques.metrics()
+
+    def evaluate(self, batch):
+        self.techniques.flush()
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.forward(batch, 1)
+        self.model.train()
+        return loss
+
+
+class OurLoop:
+    """The same by ``training/step.py``."""
+
+    def __init__(self, session):
+        self.session = session
+
+    def step(self, window):
+        result = train_step(self.session, window)
+        return result.loss, result.grad_norm, self.session.techniques.metrics()
+
+    def evaluate(self, batch):
+        self.session.techniques.flush()
+        self.session.model.eval()
+        loss, _ = evaluation_loss(self.session, [batch])
+        self.session.model.train()
+        return loss
+
+
+def make_session(settings, folder):
+    recipe = load_recipe(
+        None,
+        [
+            *settings,
+            f"model={MODEL}",
+            "model.weights=random",
+            "data=any",
+            "training.use_cpu=true",
+            "training.max_grad_norm=0.5",
+            "training.warmup_steps=0",
+            "training.learning_rate=0.01",
+            "training.gradient_accumulation_steps=2",
+        ],
+    )
+    runtime = AccelerateRuntime.create(recipe.training, folder)
+    torch.manual_seed(0)  # adapters are drawn at random
+    session = build_session(recipe, runtime, plan_session(recipe, runtime), num_training_steps=3)
+    return session, recipe.training.mixed_precision == "bf16"
+
+
+def batch(seed, length):
+    ids_BT = torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))
+    labels_BT = torch.cat([torch.full((2, 1), -100), ids_BT[:, 1:]], dim=1)
+    return Batch(
+        input_ids_BT=ids_BT,
+        labels_BT=labels_BT,
+        position_ids_BT=None,
+        sample_ids=(0, 1),
+        num_label_tokens=2 * (length - 1),
+        num_tokens=2 * length,
+    )
+
+
+def train(loop):
+    """Three steps, and a look at held-out data before the last."""
+    steps = [loop.step([batch(2 * step, 21), batch(2 * step + 1, 17)]) for step in range(2)]
+    return [*steps, loop.evaluate(batch(9, 23)), loop.step([batch(4, 19), batch(5, 21)])]
+
+
+def what_is_left(session, folder):
+    """Weights, state and files after a run, then the model once every technique is off."""
+    techniques, model = session.techniques, session.unwrapped_model
+    folder.mkdir()
+    with techniques.at_rest():
+        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        state = export_optimizer_state(session.unwrapped_optimizer, model.named_parameters()).tensors
+        state = {name: tensor.clone() for name, tensor in state.items()}
+        files = load_file(folder / "adapter_model.safetensors") if techniques.save(folder) else {}
+    techniques.remove()
+    return weights, state, files, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_another_loop_drives_the_techniques_of_a_run_bit_for_bit(run, tmp_path):
+    session, _ = make_session(RUNS[run], tmp_path)
+    other, bf16 = make_session(RUNS[run], tmp_path)
+    other_loop = OtherLoop(
+        other.unwrapped_model, other.unwrapped_optimizer, other.scheduler, other.techniques, bf16=bf16
+    )
+    ours, theirs = train(OurLoop(session)), train(other_loop)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
+    assert len({float(step[0]) for step in (ours[0], ours[1], ours[3])}) == 3
+    ours, theirs = what_is_left(session, tmp_path / "ours"), what_is_left(other, tmp_path / "theirs")
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
+    assert any("lora" in name for name in ours[2]) == ("adapter.name=lora" in RUNS[run])
+
+
+class Noted(Technique):
+    """Writes down when it is asked what."""
+
+    def __init__(self, name, notes):
+        super().__init__(lambda: notes.append(f"{name} removed"))
+        self.name, self.notes = name, notes
+
+    def flush(self):
+        self.notes.append(f"{self.name} flushed")
+
+    @contextlib.contextmanager
+    def at_rest(self):
+        self.notes.append(f"{self.name} at rest")
+        yield
+        self.notes.append(f"{self.name} back")
+
+
+def test_the_outer_technique_is_flushed_put_at_rest_and_removed_before_the_inner():
+    notes: list[str] = []
+    techniques = Techniques(Noted("inner", notes), Noted("outer", notes))
+    with techniques.at_rest():
+        assert notes == ["outer flushed", "inner flushed", "outer at rest", "inner at rest"]
+    del notes[:]
+    techniques.remove()
+    assert notes == ["outer removed", "inner removed"]
+
+
+def test_a_technique_that_says_nothing_leaves_everything_to_the_loop(tmp_path):
+    for technique in (Technique(), Techniques(), Techniques(Technique(), Technique())):
+        assert technique.before_forward(torch.ones(1, 1), 1) == {}
+        assert technique.clip_grad_norm(lambda values: None) is None
+        assert not technique.update_weights(finite=True)
+        assert not technique.save(tmp_path)
+        assert not list(technique.weight_memory())
+        assert not (technique.takes_whole_window)
+        assert not (technique.updates_at_once)
+        assert not (technique.is_trained)
