@@ -8,41 +8,21 @@ The module, ``torch.vgpu``, answers for whatever :class:`VirtualGPU` is being tr
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.cuda._utils import _get_device_index
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from lowmem_ft.errors import UserError
+from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu, active_gpu_or_none
 from lowmem_ft.virtual_gpu.streams import (
-    DEVICE_TYPE,
     VirtualEvent,
     VirtualStream,
     VirtualStreamContext,
-    active_gpu,
+    current_stream,
+    set_stream,
 )
-
-if TYPE_CHECKING:
-    from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-
-
-@functools.cache
-def register_virtual_device() -> VirtualBackend:
-    """Make ``torch.device("vgpu")`` exist in this process, once; its module is returned, and is ``torch.vgpu``."""
-    backend = VirtualBackend()
-    _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=backend)
-    # Both registrations need the device, and hold for the process as torch's own kernels do.
-    from lowmem_ft.virtual_gpu.kernels.attention import register_attention
-    from lowmem_ft.virtual_gpu.kernels.autocast import register_autocast
-    from lowmem_ft.virtual_gpu.kernels.fake_rules import register_fake_rules
-
-    register_fake_rules()
-    register_attention()
-    register_autocast()
-    return backend
 
 
 def device_index(device: Any, *, optional: bool = True) -> int:
@@ -109,7 +89,6 @@ class VirtualBackend:
     device_of = VirtualDeviceOf
 
     def __init__(self) -> None:
-        self.active: VirtualGPU | None = None
         self._sync_debug_mode = 0
 
     # torch calls these while it registers the device and when it is asked for its devices.
@@ -117,7 +96,7 @@ class VirtualBackend:
         return True
 
     def is_available(self) -> bool:  # noqa: D102
-        return self.active is not None
+        return active_gpu_or_none() is not None
 
     def device_count(self) -> int:  # noqa: D102
         return 1
@@ -308,7 +287,8 @@ class VirtualBackend:
             raise TypeError("Invalid type for fraction argument, must be `float`")
         if not 0 <= fraction <= 1:
             raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        active_gpu().cap_memory(int(fraction * active_gpu().spec.memory_bytes))
+        gpu = active_gpu()
+        gpu.cap_bytes = int(fraction * gpu.spec.memory_bytes)
 
     def get_per_process_memory_fraction(self, device: Any = None) -> float:
         """The cap as a share of the memory."""
@@ -321,7 +301,7 @@ class VirtualBackend:
     def current_stream(self, device: Any = None) -> VirtualStream:
         """The stream that work and memory go to."""
         device_index(device)
-        return active_gpu().current_stream
+        return current_stream()
 
     def default_stream(self, device: Any = None) -> VirtualStream:
         """Stream 0."""
@@ -330,7 +310,7 @@ class VirtualBackend:
 
     def set_stream(self, stream: VirtualStream) -> None:
         """Send further work to a stream."""
-        active_gpu().current_stream = stream
+        set_stream(stream)
 
     def stream(self, stream: VirtualStream | None) -> VirtualStreamContext:
         """Send the work of a block to a stream."""
@@ -339,4 +319,4 @@ class VirtualBackend:
     def synchronize(self, device: Any = None) -> None:
         """Let the host wait for all streams."""
         device_index(device)
-        active_gpu().work.synchronize()
+        active_gpu().recorder.work.synchronize()

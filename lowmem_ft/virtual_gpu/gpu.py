@@ -12,19 +12,20 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
-from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, register_virtual_device
+from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu_or_none
 from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, scratch_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.registration import register_virtual_device
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.estimate import (
     Surroundings,
     allocator_config_of_environment,
     estimate_on_gpu,
 )
+from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.streams import VirtualStream
 from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.upstream.flash_attention_2 import flash_attention_2_as_on_cuda
-from lowmem_ft.virtual_gpu.upstream.memory_counters import MemoryCounters
 
 
 class VirtualGPU(VirtualMachine):
@@ -54,25 +55,19 @@ class VirtualGPU(VirtualMachine):
             workspaces=functools.partial(persistent_workspaces, gpu=self.spec),
         )
         self.counters = MemoryCounters(self.recorder.timeline, allocator_config_of_environment())
-        self._stream = VirtualStream(stream_id=0)
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
-        backend = register_virtual_device()
-        if backend.active is not None:
+        outer = active_gpu_or_none()
+        if outer is not None:
             raise UserError(
-                f"One virtual GPU at a time, got {self.spec.name} inside the block of {backend.active.spec.name}. End "
+                f"One virtual GPU at a time, got {self.spec.name} inside the block of {outer.spec.name}. End "
                 "that block first."
             )
-        backend.active = self
         VirtualStream.number_from(1)  # two traces of one program are the same
-        stack.callback(setattr, backend, "active", None)
-        stack.enter_context(cuda_is_virtual(backend))
+        stack.enter_context(activated(self))
+        stack.enter_context(cuda_is_virtual(register_virtual_device()))
         stack.enter_context(flash_attention_2_as_on_cuda())
         super()._enter(stack)
-
-    def cap_memory(self, num_bytes: int) -> None:
-        """Let the caching allocator hold no more than this."""
-        self.cap_bytes = num_bytes
 
     def report(self, *, tokens_per_step: int = 0) -> MemoryEstimate:
         """What the programs that ran here need on this GPU.
@@ -98,13 +93,3 @@ class VirtualGPU(VirtualMachine):
             ),
             self.trace_seconds,
         )
-
-    @property
-    def current_stream(self) -> VirtualStream:
-        """The stream that work and memory go to."""
-        return self._stream
-
-    @current_stream.setter
-    def current_stream(self, stream: VirtualStream) -> None:
-        self._stream = stream
-        self.recorder.stream = stream.id

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowmem_ft.errors import UserError
-
-if TYPE_CHECKING:
-    from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-
-DEVICE_TYPE = "vgpu"
-
-
-def active_gpu() -> VirtualGPU:
-    """The virtual GPU whose ``with`` block is running."""
-    gpu: VirtualGPU | None = getattr(torch, DEVICE_TYPE).active
-    assert gpu is not None, "the device vgpu has no memory outside `with VirtualGPU(...)`"
-    return gpu
+from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu
 
 
 class VirtualEvent:
@@ -34,17 +23,17 @@ class VirtualEvent:
 
     def record(self, stream: VirtualStream | None = None) -> None:
         """Put the event behind all work that the stream has so far."""
-        gpu = active_gpu()
-        gpu.work.record_event(self.id, gpu.current_stream.id if stream is None else stream.id)
+        recorder = active_gpu().recorder
+        recorder.work.record_event(self.id, recorder.stream if stream is None else stream.id)
 
     def wait(self, stream: VirtualStream | None = None) -> None:
         """Let a stream's further work wait for the event."""
-        gpu = active_gpu()
-        gpu.work.wait_event(self.id, gpu.current_stream.id if stream is None else stream.id)
+        recorder = active_gpu().recorder
+        recorder.work.wait_event(self.id, recorder.stream if stream is None else stream.id)
 
     def synchronize(self) -> None:
         """Let the host wait for the event."""
-        active_gpu().work.synchronize_event(self.id)
+        active_gpu().recorder.work.synchronize_event(self.id)
 
     def query(self) -> bool:
         """Whether the event has been reached: what a program sees that asks often enough."""
@@ -107,19 +96,28 @@ class VirtualStream:
         return 0, -5
 
     def __enter__(self) -> VirtualStream:
-        gpu = active_gpu()
-        self._before = [*getattr(self, "_before", ()), gpu.current_stream]
-        gpu.current_stream = self
+        self._before = [*getattr(self, "_before", ()), current_stream()]
+        set_stream(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        active_gpu().current_stream = self._before.pop()
+        set_stream(self._before.pop())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VirtualStream) and other.id == self.id
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+
+def current_stream() -> VirtualStream:
+    """The stream that work and memory go to."""
+    return VirtualStream(stream_id=active_gpu().recorder.stream)
+
+
+def set_stream(stream: VirtualStream) -> None:
+    """Send further work and memory to a stream."""
+    active_gpu().recorder.stream = stream.id
 
 
 class VirtualStreamContext:
@@ -130,10 +128,9 @@ class VirtualStreamContext:
         self._before: VirtualStream | None = None
 
     def __enter__(self) -> None:
-        gpu = active_gpu()
-        self._before = gpu.current_stream
-        gpu.current_stream = self._stream or self._before
+        self._before = current_stream()
+        set_stream(self._stream or self._before)
 
     def __exit__(self, *exception: object) -> None:
         assert self._before is not None
-        active_gpu().current_stream = self._before
+        set_stream(self._before)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.virtual_gpu.device import active_gpu
+from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]

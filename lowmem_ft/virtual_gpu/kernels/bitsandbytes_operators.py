@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_ft.virtual_gpu.device import active_gpu
+from lowmem_ft.virtual_gpu.active import active_gpu
 
 MOST_OUTLIER_COLUMNS = 7
 """Columns that an 8-bit layer computes in 16 bits: which is a matter of values. Up to 13B parameters no layer's input

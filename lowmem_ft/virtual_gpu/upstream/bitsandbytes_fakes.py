@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, active_gpu, register_virtual_device
+from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu
 from lowmem_ft.virtual_gpu.kernels.bitsandbytes_operators import register_operator_steps
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import accepting_fakes
 
@@ -80,7 +80,7 @@ def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.de
 
 
 def _fill_paged(tensor: Tensor, value: float, device: Any = None, prefetch: bool = True) -> None:
-    active_gpu().work.synchronize()
+    active_gpu().recorder.work.synchronize()
 
 
 def _prefetch_paged(tensor: Tensor, to_cpu: bool = False) -> None:
@@ -90,18 +90,7 @@ def _prefetch_paged(tensor: Tensor, to_cpu: bool = False) -> None:
 def _synchronize(tensor: Tensor) -> None:
     """After each parameter's update the host waits for the device."""
     if tensor.device.type == DEVICE_TYPE:
-        active_gpu().work.synchronize()
-
-
-@contextlib.contextmanager
-def _without_gpu() -> Iterator[None]:
-    """Hide the GPU: where there is one, bitsandbytes looks for CUDA's runtime when it is imported."""
-    backend = register_virtual_device()
-    active, backend.active = backend.active, None
-    try:
-        yield
-    finally:
-        backend.active = active
+        active_gpu().recorder.work.synchronize()
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
@@ -125,7 +114,8 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: Any) -> None:
-            with _disable_current_modes(), _without_gpu():
+            # Where there is a GPU, bitsandbytes looks for CUDA's runtime when it is imported.
+            with _disable_current_modes(), activated(None):
                 execute(module)
             self._then()
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.virtual_gpu.device import DEVICE_TYPE, VirtualBackend, device_index
+from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
+from lowmem_ft.virtual_gpu.device import VirtualBackend, device_index
 from lowmem_ft.virtual_gpu.upstream.cuda_classes import classes_of_cuda
 from lowmem_ft.virtual_gpu.upstream.cuda_refusals import cuda_without_hardware
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as upstream
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.virtual_gpu.device import active_gpu
+from lowmem_ft.virtual_gpu.active import active_gpu
 
 _NAME = "flash_attention_2"
 _AMPERE = (8, 0)
