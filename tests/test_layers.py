@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import re
 import sys
 from pathlib import Path
@@ -20,3 +22,36 @@ def test_contributing_lists_the_layers_that_lint_imports_checks():
     listed = re.search(r"## Layers\n.*?```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     assert listed is not None
     assert listed[1].splitlines() == [layer.replace(" : ", ", ") for layer in contract["layers"]]
+
+
+def test_no_module_imports_one_that_imports_it():
+    """Nor within functions, where a circle would only be hidden."""
+    imports = {name: set(imported_by(path)) & set(MODULES) - {name} for name, path in MODULES.items()}
+    assert sum(map(len, imports.values())) > 500
+    graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the circle
+
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "lowmem_ft").rglob("*.py")
+}
+
+
+def imported_by(path):
+    """What a module imports when it runs, by full name; not the packages around it, nor what serves type checkers."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports by a relative name"
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in MODULES else node.module for name in modules)

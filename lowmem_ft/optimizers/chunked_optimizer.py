@@ -23,6 +23,7 @@ from lowmem_ft.optimizers.counter_random import CounterRandom
 from lowmem_ft.optimizers.master_formats import MasterFormat, master_format
 from lowmem_ft.optimizers.operators import BLOCK
 from lowmem_ft.optimizers.pieces import Job, Part, Piece
+from lowmem_ft.optimizers.state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
 from lowmem_ft.optimizers.update_rule import Chunk, Step, UpdateRule, WholeParameterRule
@@ -196,8 +197,6 @@ class ChunkedOptimizer(Optimizer):
         Raises:
             ValueError: if it has other groups.
         """
-        from lowmem_ft.optimizers.state_conversion import SavedState, take_state  # it imports this module
-
         groups, formats = state_dict["param_groups"], state_dict["formats"]
         if [len(group["params"]) for group in groups] != [
             len(group["params"]) for group in self.param_groups

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.chunks import flat_weight, spans
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.optimizers.state_formats import state_format
 from lowmem_ft.optimizers.update_rule import WholeParameterRule
+
+if TYPE_CHECKING:
+    from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,39 @@
+"""The virtual GPU is a library of its own, which loads nothing of the training that lies above it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+LAYERS = re.search(r"layers = \[(.*?)\]", (Path(__file__).parents[2] / "pyproject.toml").read_text(), re.S)
+
+TRAINING_STEP = """
+import sys
+import torch
+from lowmem_ft.virtual_gpu import VirtualGPU
+
+with VirtualGPU("t4") as gpu:
+    model = torch.nn.TransformerEncoderLayer(64, nhead=4, batch_first=True).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        with torch.autocast("cuda", torch.float16):
+            loss = model(torch.randn(2, 16, 64, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+assert gpu.report().by_category_at_peak["optimizer_state"] > 0
+print(*{name.split(".")[1] for name in sys.modules if name.startswith("lowmem_ft.")})
+"""
+
+
+def test_a_training_step_needs_nothing_of_the_layers_above():
+    assert LAYERS is not None
+    above = set(re.findall(r"\w+", LAYERS[1].partition('"virtual_gpu"')[0]))
+    assert above >= {"training", "recipe", "data", "optimizers", "techniques", "models", "estimator"}
+    done = subprocess.run([sys.executable, "-c", TRAINING_STEP], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert {"virtual_gpu", "memory", "catalog"} <= loaded
+    assert not loaded & above
