@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lowmem_ft.upstream.patches import existing, replace
+
 OnResized = Callable[[torch.UntypedStorage], None]
 
 
@@ -18,22 +20,16 @@ def storage_resizes_seen(on_resized: OnResized) -> Iterator[None]:
     Args:
         on_resized: is given the storage.
     """
-    inner: Any = torch.UntypedStorage.resize_
-    is_own = "resize_" in vars(torch.UntypedStorage)
+    inner = existing(torch.UntypedStorage, "resize_")
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = inner(storage, size)
         on_resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-    try:
+    with contextlib.ExitStack() as undo:
+        replace(undo, torch.UntypedStorage, "resize_", resize)
         yield
-    finally:
-        if is_own:
-            torch.UntypedStorage.resize_ = inner  # type: ignore[method-assign]
-        else:
-            del torch.UntypedStorage.resize_
 
 
 def storage_resized_by(func: Any, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:

@@ -44,6 +44,7 @@ from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult, train_step
 from lowmem_ft.training.threads import warn_of_idle_cores
+from lowmem_ft.upstream.tested import warn_if_untested
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def train(recipe: Recipe, folder: RunFolder | None = None) -> TrainResult:
 
 def _train(recipe: Recipe, folder: RunFolder | None) -> TrainResult:
     run: TrainingRun | None = None
+    warn_if_untested()
     try:
         run = TrainingRun(recipe, folder)
         return run.train()
@@ -399,6 +401,7 @@ class TrainingRun:
         return num_steps
 
     def _log_start(self) -> None:
+        warn_if_untested()  # of what only some recipes import
         config = self.recipe.training
         if self.runtime.device.type == "cpu":
             warn_of_idle_cores(self.runtime.num_processes)

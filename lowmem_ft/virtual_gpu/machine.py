@@ -18,6 +18,7 @@ from lowmem_ft.memory.estimate import ModelSize
 from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.memory.storage_resizing import storage_resizes_seen
 from lowmem_ft.repetition import abridged_for
+from lowmem_ft.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.attribution import Attribution
 from lowmem_ft.virtual_gpu.placement import place_module
 from lowmem_ft.virtual_gpu.recorder import Recorder
@@ -75,6 +76,7 @@ class VirtualMachine:
             raise UserError(
                 f"A {type(self).__name__} runs one `with` block, and this one has. Make another for the next program."
             )
+        warn_if_untested()
         self._entered_at = time.perf_counter()
         with contextlib.ExitStack() as entering:
             self._enter(entering)
@@ -85,6 +87,7 @@ class VirtualMachine:
         self.recorder.close()
         assert self._entered_at is not None
         self.trace_seconds = time.perf_counter() - self._entered_at
+        warn_if_untested()  # of what the program has imported meanwhile
         self._running.__exit__(*exception)
 
     def _enter(self, stack: contextlib.ExitStack) -> None:

@@ -28,6 +28,7 @@ from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.upstream.patches import existing
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,7 @@ def enable_lora(
     lora_config.revision = base_revision
     layers = _adapted_layers(model)
     for layer in layers.values():
+        existing(layer, "_cast_input_dtype")  # or ours would be there for nobody
         layer._cast_input_dtype = _cast_unless_autocast
     _log(model, config, layers)
     return Lora(model, peft_model, *undo, peft_model.unload)
@@ -277,7 +279,7 @@ def _made_in_float32() -> Handle:
     """PEFT makes adapters in the type of their layer, and casts them to float32 later: a start rounded to 16 bits."""
     from peft.tuners.lora import LoraLayer
 
-    ask_layer: Any = LoraLayer._get_base_layer_device_and_dtype
+    ask_layer = existing(LoraLayer, "_get_base_layer_device_and_dtype")
 
     def device_and_float32(layer: Any, base_layer: Any) -> tuple[torch.device | None, torch.dtype]:
         return ask_layer(layer, base_layer)[0], torch.float32

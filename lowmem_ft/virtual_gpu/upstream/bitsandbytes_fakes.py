@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowmem_ft.upstream.patches import existing, replace
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu
 from lowmem_ft.virtual_gpu.kernels.bitsandbytes_operators import register_operator_steps
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import accepting_fakes
@@ -42,20 +43,17 @@ def _adapt(undo: contextlib.ExitStack) -> None:
 
     register_operator_steps()
 
-    def replace(owner: Any, name: str, value: Any) -> None:
-        undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
-
     # What bitsandbytes keeps for the whole process must not keep fake tensors.
-    replace(functional, "name2qmap", {})
-    replace(functional.GlobalPageManager, "_instance", None)
+    replace(undo, functional, "name2qmap", {})
+    replace(undo, functional.GlobalPageManager, "_instance", None)
     for parameter_class in (Params4bit, Int8Params):
-        replace(parameter_class, "__new__", accepting_fakes(parameter_class.__new__))
-    replace(functional, "create_dynamic_map", _computed(functional.create_dynamic_map))
-    replace(functional, "get_paged", _get_paged)
-    replace(functional, "fill", _fill_paged)
-    replace(functional, "prefetch_tensor", _prefetch_paged)
-    replace(optimizer, "sync_gpu", _synchronize)
+        replace(undo, parameter_class, "__new__", accepting_fakes(parameter_class.__new__))
+    computed = _computed(existing(functional, "create_dynamic_map"))
+    replace(undo, functional, "create_dynamic_map", computed)
+    replace(undo, functional, "get_paged", _get_paged)
+    replace(undo, functional, "fill", _fill_paged)
+    replace(undo, functional, "prefetch_tensor", _prefetch_paged)
+    replace(undo, optimizer, "sync_gpu", _synchronize)
 
 
 def _computed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
 from lowmem_ft.virtual_gpu.device import device_index
 from lowmem_ft.virtual_gpu.streams import VirtualEvent, VirtualStream
-from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
 
 _Generator = torch.Generator
 _TENSORS = {

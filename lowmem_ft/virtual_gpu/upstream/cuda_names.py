@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -19,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.errors import UserError
+from lowmem_ft.upstream.patches import existing, loaded_module, replace
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
 from lowmem_ft.virtual_gpu.device import VirtualBackend, device_index
 from lowmem_ft.virtual_gpu.upstream.cuda_classes import classes_of_cuda
 from lowmem_ft.virtual_gpu.upstream.cuda_refusals import cuda_without_hardware
-from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
 from lowmem_ft.virtual_gpu.upstream.inference_mode import inference_mode_as_no_grad
 
 CUDA = "cuda"
@@ -110,7 +109,7 @@ def _no_flex_attention() -> Iterator[None]:
     """FlexAttention is a kernel written in Triton for each program, by torch.compile."""
     import torch.nn.attention.flex_attention as module
 
-    validate = module._validate_device  # type: ignore[attr-defined]
+    validate = existing(module, "_validate_device")
 
     def refuse(query: Tensor, *others: Tensor) -> None:
         if query.device.type == DEVICE_TYPE:
@@ -165,7 +164,7 @@ def _another_process_to_accelerate() -> Iterator[None]:
     """Let accelerate choose its device anew in a block: it does so once in a process, and keeps it."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    shared = [state._shared_state for state in (PartialState, AcceleratorState, GradientState)]
+    shared = [existing(state, "_shared_state") for state in (PartialState, AcceleratorState, GradientState)]
     before = [dict(state) for state in shared]
     for state in shared:
         state.clear()
@@ -179,7 +178,7 @@ def _another_process_to_accelerate() -> Iterator[None]:
 
 def _forget_answers() -> None:
     """Let libraries ask again whether there is a GPU."""
-    for module in filter(None, map(sys.modules.get, _REMEMBER_ANSWERS)):
+    for module in filter(None, map(loaded_module, _REMEMBER_ANSWERS)):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
+from lowmem_ft.upstream.patches import replace
 
 _HANDLES = (
     "It has no driver to hand out addresses: leave out what calls the CUDA runtime or its libraries itself."

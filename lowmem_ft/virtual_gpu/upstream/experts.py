@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from lowmem_ft.devices import compute_capability, is_virtual
+from lowmem_ft.upstream.patches import existing, replace
 
 _AMPERE = (8, 0)
 
@@ -22,7 +23,7 @@ _AMPERE = (8, 0)
 @contextlib.contextmanager
 def experts_as_if_real() -> Iterator[None]:
     """Let transformers choose between its ways to multiply experts as with real tensors, while a block runs."""
-    original = moe._can_use_grouped_mm
+    original = existing(moe, "_can_use_grouped_mm")
 
     @functools.wraps(original)
     def can_use_grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> bool:
@@ -34,8 +35,6 @@ def experts_as_if_real() -> Iterator[None]:
         # transformers' fallback does; its rule for fake tensors does not.
         return is_there and weight.dtype == torch.bfloat16
 
-    moe._can_use_grouped_mm = can_use_grouped_mm
-    try:
+    with contextlib.ExitStack() as undo:
+        replace(undo, moe, "_can_use_grouped_mm", can_use_grouped_mm)
         yield
-    finally:
-        moe._can_use_grouped_mm = original

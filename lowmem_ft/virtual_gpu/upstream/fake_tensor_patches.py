@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import worker as data_loading_worker
+
+from lowmem_ft.upstream.patches import existing, loaded_module, replace
 
 aten = torch.ops.aten
 
@@ -60,7 +61,7 @@ def fake_tensors_in_disguise(
         list_values: what it gets that reads one as a list.
     """
     with contextlib.ExitStack() as undo:
-        import_utils = sys.modules.get("transformers.utils.import_utils")
+        import_utils = loaded_module("transformers.utils.import_utils")
         if import_utils is not None:
             replace(undo, import_utils, "is_fake_tensor", _never)
         replace(undo, torch.utils, "swap_tensors", _swap_tensors)
@@ -69,27 +70,10 @@ def fake_tensors_in_disguise(
         replace(undo, FakeTensor, "share_memory_", _itself)
         replace(undo, Tensor, "__format__", _of_number(Tensor.__format__))
         replace(undo, Tensor, "pin_memory", _where_traced(Tensor.pin_memory))
-        replace(
-            undo, data_loading_worker, "_worker_loop", _computed_for_real(data_loading_worker._worker_loop)
-        )
+        worker_loop = existing(data_loading_worker, "_worker_loop")
+        replace(undo, data_loading_worker, "_worker_loop", _computed_for_real(worker_loop))
         undo.enter_context(_foreach_takes_fake_tensors())
         yield
-
-
-def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Put another value under a name until a stack is undone; what was inherited is inherited again then.
-
-    Args:
-        undo: puts it back.
-        owner: a module or a class.
-        name: of its attribute.
-        value: the new one.
-    """
-    if name in vars(owner):
-        undo.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        undo.callback(delattr, owner, name)
-    setattr(owner, name, value)
 
 
 def _never(tensor: Any) -> bool:
@@ -171,8 +155,8 @@ def _computed_for_real(worker_loop: Callable[..., None]) -> Callable[..., None]:
 @contextlib.contextmanager
 def _foreach_takes_fake_tensors() -> Iterator[None]:
     """Torch's multi-tensor operators are for a list of types; a fake tensor stands for one of them."""
-    modules = (sys.modules["torch.utils._foreach_utils"], sys.modules["torch.optim.optimizer"])
-    lists = [module._foreach_supported_types for module in modules]
+    modules = map(loaded_module, ("torch.utils._foreach_utils", "torch.optim.optimizer"))
+    lists = [existing(module, "_foreach_supported_types") for module in modules]
     for supported in lists:
         supported.append(FakeTensor)
     try:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as upstream
 
 from lowmem_ft.errors import UserError
+from lowmem_ft.upstream.patches import existing, replace
 from lowmem_ft.virtual_gpu.active import active_gpu
 
 _NAME = "flash_attention_2"
@@ -26,7 +27,9 @@ _EVERYWHERE = (-1, -1)
 @contextlib.contextmanager
 def flash_attention_2_as_on_cuda() -> Iterator[None]:
     """Let transformers build and run models with flash_attention_2 while a block runs."""
-    can_dispatch, lazy_imports = PreTrainedModel._flash_attn_can_dispatch, upstream._lazy_imports
+    can_dispatch = existing(PreTrainedModel, "_flash_attn_can_dispatch")
+    lazy_imports = existing(upstream, "_lazy_imports")
+    padding = existing(upstream, "_pad_input"), existing(upstream, "_unpad_input")
 
     def flash_attn_can_dispatch(
         self: PreTrainedModel, flash_attn_version: int, is_init_check: bool = False
@@ -36,17 +39,14 @@ def flash_attention_2_as_on_cuda() -> Iterator[None]:
     def virtual_imports(implementation: str | None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if implementation != _NAME:
             return lazy_imports(implementation, *args, **kwargs)
-        return flash_attn_func, flash_attn_varlen_func, None, upstream._pad_input, upstream._unpad_input
+        return flash_attn_func, flash_attn_varlen_func, None, *padding
 
-    PreTrainedModel._flash_attn_can_dispatch = flash_attn_can_dispatch
-    upstream._lazy_imports = virtual_imports
-    upstream._loaded_implementation = None  # what it has loaded is not to be used here, nor ours elsewhere
-    try:
+    with contextlib.ExitStack() as undo:
+        replace(undo, PreTrainedModel, "_flash_attn_can_dispatch", flash_attn_can_dispatch)
+        replace(undo, upstream, "_lazy_imports", virtual_imports)
+        undo.callback(setattr, upstream, "_loaded_implementation", None)  # ours is not to be used elsewhere
+        replace(undo, upstream, "_loaded_implementation", None)  # nor what it has loaded here
         yield
-    finally:
-        PreTrainedModel._flash_attn_can_dispatch = can_dispatch
-        upstream._lazy_imports = lazy_imports
-        upstream._loaded_implementation = None
 
 
 def flash_attn_func(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
+from lowmem_ft.upstream.patches import existing, loaded_module, replace
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values
 
 _NAME = "_beam_search_has_unfinished_sequences"
@@ -19,11 +18,11 @@ _NAME = "_beam_search_has_unfinished_sequences"
 @contextlib.contextmanager
 def beam_search_to_its_length() -> Iterator[None]:
     """Let ``generate(num_beams=...)`` take all of its steps in a block; without beams it does."""
-    generation = sys.modules.get("transformers.generation.utils")
+    generation = loaded_module("transformers.generation.utils")
     with contextlib.ExitStack() as undo:
         if generation is not None:
-            owner = generation.GenerationMixin
-            replace(undo, owner, _NAME, staticmethod(_yes_if_unknown(getattr(owner, _NAME))))
+            owner = existing(generation, "GenerationMixin")
+            replace(undo, owner, _NAME, staticmethod(_yes_if_unknown(existing(owner, _NAME))))
         yield
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import inference_mode
 
-from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
+from lowmem_ft.upstream.patches import replace
 
 
 @contextlib.contextmanager

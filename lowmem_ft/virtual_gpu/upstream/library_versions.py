@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 
 import torch
 
 import lowmem_ft
+from lowmem_ft.upstream.tested import installed_version
 
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 """PEFT decides the type of adapters, bitsandbytes how 4-bit weights are made: with another version a run can need 5 to
@@ -17,9 +17,6 @@ LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 def library_versions() -> dict[str, str]:
     """Version by library, of those that are installed."""
     versions = {"lowmem_ft": lowmem_ft.__version__, "torch": str(torch.__version__)}
-    for library in LIBRARIES:
-        try:
-            versions[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    installed = {library: installed_version(library) for library in LIBRARIES}
+    versions |= {library: version for library, version in installed.items() if version is not None}
     return {**versions, "python": platform.python_version()}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import replace
+from lowmem_ft.upstream.patches import existing, loaded_module, replace
 
 _IN_THIS_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 """The environment variable by which transformers reads weights in the thread that asks, where the trace sees it."""
@@ -28,14 +27,15 @@ def checkpoints_without_values(say: Callable[[str], None]) -> Iterator[None]:
         say: is told when something is not saved.
     """
     with contextlib.ExitStack() as undo:
-        loading = sys.modules.get("transformers.core_model_loading")
+        loading = loaded_module("transformers.core_model_loading")
         if loading is not None:
             replace(undo, loading, "_materialize_copy", _materialize_shape)
             undo.callback(_set_environment, os.environ.get(_IN_THIS_THREAD))
             _set_environment("1")
         for module_name, class_name in _SAVERS:
-            if module_name in sys.modules:
-                owner = getattr(sys.modules[module_name], class_name)
+            module = loaded_module(module_name)
+            if module is not None:
+                owner = existing(module, class_name)
                 replace(undo, owner, "save_pretrained", _not_saved(owner.save_pretrained, say))
         replace(undo, torch, "save", _not_saved(torch.save, say))
         yield

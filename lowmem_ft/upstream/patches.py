@@ -1,0 +1,84 @@
+"""Other values under upstream's names while a block runs. A name that is not there raises: none is ever made up."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.upstream.tested import TESTED, install_tested, installed_version, tested_range
+
+
+class UpstreamChangedError(UserError):
+    """A library no longer has a name that the package relies on."""
+
+    def __init__(self, name: str) -> None:
+        library = name.partition(".")[0]
+        found = f"{library} {installed_version(library)}"
+        if library in TESTED:
+            way_out = f"Tested is {tested_range(library)}: run pip install '{install_tested(library)}'"
+        else:
+            way_out = f"Install another version of {library}"
+        super().__init__(
+            f"lowmem_ft relies on {name}, which {found} does not have. {way_out}, or report it with this line."
+        )
+
+
+def existing(owner: Any, name: str) -> Any:
+    """What a module, class or object of a library has under a name.
+
+    Raises:
+        UpstreamChangedError: if it has no such name.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise UpstreamChangedError(f"{_full_name(owner)}.{name}") from None
+
+
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Put another value under a name until a stack is undone; what was inherited is inherited again then.
+
+    Args:
+        undo: puts it back.
+        owner: a module or a class.
+        name: of its attribute, which it has.
+        value: the new one.
+
+    Raises:
+        UpstreamChangedError: if the owner has no such name: nobody would ask for the value.
+    """
+    existing(owner, name)
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def loaded_module(name: str) -> ModuleType | None:
+    """A module of a library if the program has imported it.
+
+    Raises:
+        UpstreamChangedError: if the program has imported the library, which has no such module.
+    """
+    library = name.partition(".")[0]
+    if name in sys.modules or library not in sys.modules:
+        return sys.modules.get(name)
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is gone
+        is_there = False
+    if not is_there:
+        raise UpstreamChangedError(name)
+    return None
+
+
+def _full_name(owner: Any) -> str:
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    owner_class = owner if isinstance(owner, type) else type(owner)
+    return f"{owner_class.__module__}.{owner_class.__qualname__}"

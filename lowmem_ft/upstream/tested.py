@@ -1,0 +1,79 @@
+"""The versions of other libraries that the tests ran with, and one warning where another is used.
+
+Nothing here imports a library: it is asked for once the program has.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+import sys
+
+logger = logging.getLogger(__name__)
+
+TESTED: dict[str, tuple[str, str]] = {
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.17", "5.23"),
+    "accelerate": ("1.10", "1.15"),
+    "peft": ("0.21", "0.21"),
+    "bitsandbytes": ("0.50", "0.50"),
+    "datasets": ("4.0", "5.2"),
+    "trl": ("1.0", "1.16"),
+}
+"""First and last version, by library; patch releases of the last are in. The first is the lower bound in
+pyproject.toml. The last is no upper bound there: a newer library often works, and whoever uses it is told."""
+
+_warned: set[str] = set()
+
+
+def installed_version(library: str) -> str | None:
+    """Such as ``2.13.0+cpu``; None if the library is not installed."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def is_tested(library: str, version: str) -> bool:
+    """Whether a version lies in the tested range of its library; pre-releases count as what they come before."""
+    first, last = TESTED[library]
+    return _minor(first) <= _minor(version) <= _minor(last)
+
+
+def tested_range(library: str) -> str:
+    """Such as ``torch 2.11 to 2.14``."""
+    first, last = TESTED[library]
+    return f"{library} {first}" if first == last else f"{library} {first} to {last}"
+
+
+def install_tested(library: str) -> str:
+    """The requirement to give pip for a version in the tested range, such as ``torch>=2.11,<2.15``."""
+    first, last = TESTED[library]
+    major, minor = _minor(last)
+    return f"{library}>={first},<{major}.{minor + 1}"
+
+
+def warn_if_untested() -> None:
+    """Say once in a process which of the imported libraries have another version than was tested.
+
+    For the start of an estimate and of a training run: numbers may be off there, or a patch may not find its place.
+    """
+    others = []
+    for library in sorted((TESTED.keys() & sys.modules.keys()) - _warned):
+        version = installed_version(library)
+        if version is not None and not is_tested(library, version):
+            _warned.add(library)
+            others.append(f"{library} {version} (tested: {tested_range(library)})")
+    if others:
+        logger.warning(
+            "Not tested with this version: %s. Estimates may be off and training may fail there; "
+            "`pip install` of a tested version is the safe way.",
+            ", ".join(others),
+        )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    assert numbers is not None, version
+    return int(numbers[1]), int(numbers[2])

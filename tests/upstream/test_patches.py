@@ -1,0 +1,101 @@
+"""A patch of what is not there says so, and makes nothing up."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex_attention
+import torch.utils.data._utils.worker
+from accelerate.state import PartialState
+from torch import nn
+from transformers import PreTrainedModel, core_model_loading, modeling_flash_attention_utils
+from transformers.generation.utils import GenerationMixin
+from transformers.integrations import moe
+from transformers.utils import import_utils
+
+from lowmem_ft.upstream.patches import UpstreamChangedError, existing, loaded_module, replace
+from lowmem_ft.virtual_gpu import VirtualGPU
+
+
+def test_what_was_inherited_is_inherited_again():
+    class Base:
+        value = 1
+
+    class Inherits(Base):
+        pass
+
+    with contextlib.ExitStack() as undo:
+        replace(undo, Inherits, "value", 2)
+        assert (Base.value, Inherits.value) == (1, 2)
+    Base.value = 3
+    assert Inherits.value == 3
+
+
+def test_a_static_method_stays_one():
+    class Owner:
+        @staticmethod
+        def double(number):
+            return 2 * number
+
+    with contextlib.ExitStack() as undo:
+        replace(undo, Owner, "double", staticmethod(lambda number: 3 * number))
+        assert Owner().double(1) == 3
+    assert Owner().double(1) == 2
+
+
+@pytest.mark.parametrize(
+    "owner, name, full_name",
+    [
+        (torch.optim, "_no_such_name", "torch.optim._no_such_name"),
+        (nn.Linear, "_no_such_name", "torch.nn.modules.linear.Linear._no_such_name"),
+    ],
+)
+def test_a_name_that_is_not_there_is_not_made_up(owner, name, full_name):
+    with contextlib.ExitStack() as undo, pytest.raises(UpstreamChangedError) as caught:
+        replace(undo, owner, name, None)
+    assert not hasattr(owner, name)
+    message = str(caught.value)
+    assert full_name in message
+    assert f"torch {torch.__version__}" in message
+    assert "Tested is torch 2.11 to 2.14: run pip install 'torch>=2.11,<2.15'" in message
+
+
+def test_of_an_untested_library_the_installed_version_is_named():
+    with pytest.raises(UpstreamChangedError, match=r"pytest\.gone, which pytest [\d.]+ does not have"):
+        existing(pytest, "gone")
+
+
+def test_a_module_that_has_gone_is_not_taken_for_one_that_nobody_imported():
+    assert loaded_module("no_such_library.module") is None
+    assert loaded_module("torch.optim.optimizer") is sys.modules["torch.optim.optimizer"]
+    for name in ("torch.optim.no_such_module", "torch.no_such_package.module"):
+        with pytest.raises(UpstreamChangedError, match=name):
+            loaded_module(name)
+
+
+PATCHED = [
+    (import_utils, "is_fake_tensor"),
+    (torch.utils.data._utils.worker, "_worker_loop"),
+    (moe, "_can_use_grouped_mm"),
+    (modeling_flash_attention_utils, "_lazy_imports"),
+    (PreTrainedModel, "_flash_attn_can_dispatch"),
+    (core_model_loading, "_materialize_copy"),
+    (GenerationMixin, "_beam_search_has_unfinished_sequences"),
+    (flex_attention, "_validate_device"),
+    (PartialState, "_shared_state"),
+]
+
+
+@pytest.mark.parametrize("owner, name", PATCHED, ids=[name for _, name in PATCHED])
+def test_no_trace_begins_where_upstream_has_renamed_what_it_patches(owner, name, monkeypatch):
+    monkeypatch.setattr(owner, f"{name}_of_a_later_version", vars(owner)[name], raising=False)
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(UpstreamChangedError, match=f"{name}, which"), VirtualGPU("rtx-4090"):
+        pass
+    assert not hasattr(owner, name)
+    monkeypatch.undo()
+    with VirtualGPU("rtx-4090"):  # what had been patched before was taken back
+        torch.zeros(1, device="cuda")
