@@ -20,6 +20,7 @@ from lowmem_ft.optimizers import (
     parameter_groups,
 )
 from lowmem_ft.optimizers.config import OWN_OPTIMIZERS
+from lowmem_ft.virtual_gpu import VirtualGPU
 
 CPU = torch.device("cpu")
 CPU_NAMES = [name for name, row in OPTIMIZERS.items() if row.devices is None or "cpu" in row.devices]
@@ -230,6 +231,8 @@ def test_paged_forms_refuse_the_cpu_and_name_one_that_runs_there(name):
         create_optimizer(nn.Linear(2, 2), OptimizerConfig(name=name), learning_rate=1e-3)
     suggested = str(caught.value).rpartition("optimizer.name=")[2].rstrip(".")
     check_optimizer(OptimizerConfig(name=suggested), CPU)
+    with VirtualGPU("t4") as gpu:
+        check_optimizer(OptimizerConfig(name=name), gpu.device)
 
 
 def test_missing_bitsandbytes_says_what_to_install(monkeypatch):

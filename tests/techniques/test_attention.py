@@ -7,6 +7,7 @@ import transformers as hf
 from lowmem_ft.errors import MissingPackageError, ModelError, UserError
 from lowmem_ft.techniques import attention
 from lowmem_ft.techniques.attention import choose_attention
+from lowmem_ft.virtual_gpu import VirtualGPU
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 AMPERE, TURING = (8, 0), (7, 5)
@@ -117,3 +118,22 @@ def test_an_architecture_unknown_to_transformers_is_not_second_guessed():
 
     assert choose("eager", config=RemoteConfig()).implementation == "eager"
     assert choose("auto", config=RemoteConfig(), device=CPU).implementation == "sdpa"
+
+
+def test_auto_takes_sdpa_on_a_virtual_gpu_and_says_how_to_count_on_flash_attn():
+    with VirtualGPU("a100-80gb") as gpu:
+        choice = choose_attention(
+            "auto", config=hf.LlamaConfig(), device=gpu.device, compute_dtype=torch.bfloat16, packing=True
+        )
+    assert choice.implementation == "sdpa"
+    assert "may not have; ask for it" in choice.reason
+
+
+def test_requests_are_checked_against_the_virtual_gpu():
+    ask = {"config": hf.LlamaConfig(), "compute_dtype": torch.float16}
+    with VirtualGPU("a100-80gb") as gpu:
+        assert choose_attention("flash_attention_2", device=gpu.device, **ask).implementation
+        with pytest.raises(UserError, match="flex_attention compiles a kernel"):
+            choose_attention("flex_attention", device=gpu.device, **ask)
+    with VirtualGPU("t4") as gpu, pytest.raises(UserError, match=r"8\.0 or later \(Ampere\), got 7\.5"):
+        choose_attention("flash_attention_2", device=gpu.device, **ask)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lowmem_ft.errors import UserError
 from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
+from lowmem_ft.virtual_gpu import VirtualGPU
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -286,3 +287,10 @@ def test_measuring_changes_no_weight():
         for optimizer in optimizers:
             step(optimizer, seed)
     assert torch.equal(plain, measured)
+
+
+def test_a_virtual_gpu_is_asked_as_a_real_one():
+    with VirtualGPU("t4") as gpu:
+        with pytest.raises(UserError, match=r"bfloat16 needs a GPU that computes with it .* on Tesla T4"):
+            check_precision("bfloat16", "no", gpu.device)
+        check_precision("float32", "fp16", gpu.device)
