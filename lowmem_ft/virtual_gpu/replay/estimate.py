@@ -11,9 +11,9 @@ from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ProcessRange, StepTime
 from lowmem_ft.memory.uncertainty import Uncertainty, uncertainty_on_cpu, uncertainty_on_gpu
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
+from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.trace import Trace
-from lowmem_ft.virtual_gpu.upstream.library_versions import library_versions
 
 OTHERS = "other processes and a display on the GPU"
 NOT_MODELLED = (

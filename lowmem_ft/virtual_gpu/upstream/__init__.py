@@ -1,1 +1,10 @@
-"""What of torch, transformers and bitsandbytes has to be patched for programs to run on a GPU that is not there."""
+"""What of torch, transformers and bitsandbytes is patched, in a block, for programs to run on a GPU that is not there.
+
+torch
+    ``cuda_names``, ``cuda_classes`` and ``cuda_refusals`` let ``cuda`` mean the virtual GPU; ``inference_mode``;
+    ``fake_tensor_patches`` lets fake tensors pass for real ones, in transformers as well.
+transformers
+    ``experts``, ``flash_attention_2``, ``generation``, ``weight_files``.
+bitsandbytes
+    ``bitsandbytes_weights`` and, for the rest of it, ``bitsandbytes_fakes``.
+"""
