@@ -18,19 +18,16 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.errors import CheckpointError
-from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
 from lowmem_ft.training.atomic_io import whole_folder
 from lowmem_ft.training.checkpoint_folders import (
     FORMAT,
@@ -40,20 +37,17 @@ from lowmem_ft.training.checkpoint_folders import (
     read_manifest,
 )
 from lowmem_ft.training.random_state import export_random_state, import_random_state
-from lowmem_ft.training.runtime import AccelerateRuntime
+from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
-from lowmem_ft.units import GIB, format_bytes
+from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-_SHARD_BYTES = 2 * GIB
-"""safetensors holds one file in host memory while writing it; this bounds that, whatever the optimizer's size."""
 
 
 def save_checkpoint(
     output_dir: Path,
     session: Session,
-    runtime: AccelerateRuntime,
+    runtime: RunRuntime,
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
 ) -> Path:
@@ -70,8 +64,8 @@ def save_checkpoint(
             with explaining_write_errors(folder), whole_folder(folder) as partial:
                 for process_index, state in enumerate(random_states):
                     _write_json(partial / random_state_file(process_index), state)
-                session.save(tokenizer, partial)
-                optimizer_scalars = _save_optimizer(session, partial)
+                runtime.save_trained(session, tokenizer, partial)
+                optimizer_scalars = runtime.save_optimizer_state(session, partial)
                 _write_manifest(partial, runtime, progress, optimizer_scalars)
     return folder
 
@@ -92,7 +86,7 @@ def explaining_write_errors(folder: Path) -> Iterator[None]:
         raise _write_error(folder, error) from error
 
 
-def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) -> None:
+def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None:
     """Restore adapters, optimizer, schedule, loss scale and random state; the model itself was built from ``folder``.
 
     The learning rate goes on at the checkpoint's step of the *present* recipe's schedule, so that a run can be made
@@ -102,18 +96,11 @@ def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) 
         CheckpointError: if the adapters or the optimizer's state are not this run's.
     """
     manifest = read_manifest(folder)
-    session.techniques.load(folder)
-    state = OptimizerState(
-        tensors=_TensorsOfFiles(sorted(folder.glob("optimizer-*.safetensors"))), scalars=manifest["optimizer"]
-    )
-    weights = _TensorsOfFiles(sorted(folder.glob("model*.safetensors")))
-    named_parameters = session.unwrapped_model.named_parameters()
-    with session.techniques.at_rest():
-        import_optimizer_state(session.unwrapped_optimizer, named_parameters, state, weights.get)
+    runtime.load_session(session, folder, manifest["optimizer"])
     progress = manifest["progress"]
     _go_on_with_schedule(session.scheduler, progress["step"] - progress["skipped_steps"])
-    if runtime.accelerator.scaler is not None and manifest["loss_scaler"]:
-        runtime.accelerator.scaler.load_state_dict(manifest["loss_scaler"])
+    if manifest["loss_scaler"]:
+        runtime.load_loss_scale_state(manifest["loss_scaler"])
     random_state = folder / random_state_file(runtime.process_index)
     if random_state.exists():
         import_random_state(json.loads(random_state.read_text()), runtime.device)
@@ -126,56 +113,14 @@ def load_checkpoint(folder: Path, session: Session, runtime: AccelerateRuntime) 
         )
 
 
-class _TensorsOfFiles(Mapping[str, torch.Tensor]):
-    """The tensors of safetensors files by name, each read when it is asked for and not kept."""
-
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._files: dict[str, Any] = {}
-        for file in files:
-            opened: Any = safe_open(file, framework="pt", backend="pread")
-            self._files.update(dict.fromkeys(opened.keys(), opened))
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._files[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def _save_optimizer(session: Session, folder: Path) -> dict[str, Any]:
-    """Write the tensors in shards; return what is no tensor."""
-    state = export_optimizer_state(session.unwrapped_optimizer, session.unwrapped_model.named_parameters())
-    for index, shard in enumerate(_shards(state.tensors)):
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
-        save_file(contiguous, folder / f"optimizer-{index:05d}.safetensors")
-    return state.scalars
-
-
-def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        if shard and num_bytes + tensor.nbytes > _SHARD_BYTES:
-            yield shard
-            shard, num_bytes = {}, 0
-        shard[name] = tensor
-        num_bytes += tensor.nbytes
-    if shard:
-        yield shard
-
-
 def _write_manifest(
-    partial: Path, runtime: AccelerateRuntime, progress: Progress, optimizer_scalars: dict[str, Any]
+    partial: Path, runtime: RunRuntime, progress: Progress, optimizer_scalars: dict[str, Any]
 ) -> None:
-    scaler = runtime.accelerator.scaler
     manifest = {
         "format": FORMAT,
         "progress": asdict(progress),
         "num_processes": runtime.num_processes,
-        "loss_scaler": scaler.state_dict() if scaler is not None else None,
+        "loss_scaler": runtime.loss_scale_state(),
         "optimizer": optimizer_scalars,
         "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lowmem_ft.data import Batch
-from lowmem_ft.training.runtime import AccelerateRuntime
+from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
 
@@ -32,7 +32,7 @@ class EvaluationResult:
 
 def evaluate(
     session: Session,
-    runtime: AccelerateRuntime,
+    runtime: RunRuntime,
     batches: Iterable[Batch],
     *,
     interrupted: Callable[[], bool] = lambda: False,

@@ -13,6 +13,7 @@ from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.hub_upload import upload_model
 from lowmem_ft.training.model_card import model_card
 from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 def save_finished_model(
     session: Session,
+    runtime: RunRuntime,
     tokenizer: PreTrainedTokenizerBase,
     folder: RunFolder,
     recipe: Recipe,
@@ -39,7 +41,7 @@ def save_finished_model(
     target = folder.model_folder
     card = model_card(recipe, steps=steps, tokens=tokens, loss=loss, evaluation=evaluation)
     with explaining_write_errors(target), whole_folder(target) as partial:
-        session.save(tokenizer, partial)
+        runtime.save_trained(session, tokenizer, partial)
         (partial / "README.md").write_text(card, "utf-8")
     if recipe.adapter.name == "none":
         logger.info("The model is in %s; from_pretrained loads it.", target)

@@ -26,6 +26,7 @@ from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality import refuse_bidirectional_weights
@@ -40,7 +41,7 @@ from lowmem_ft.training.interruption import Interruption
 from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory
 from lowmem_ft.training.progress import ProgressDisplay
 from lowmem_ft.training.run_folder import RunFolder
-from lowmem_ft.training.runtime import AccelerateRuntime
+from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult, train_step
 from lowmem_ft.training.threads import warn_of_idle_cores
@@ -68,12 +69,13 @@ class TrainResult:
     evaluation: EvaluationResult | None
 
 
-def train(recipe: Recipe, folder: RunFolder | None = None) -> TrainResult:
+def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None) -> TrainResult:
     """Train what the recipe says, from a fresh start or from a checkpoint, and save the model.
 
     Args:
         recipe: see :func:`lowmem_ft.load_recipe`.
         folder: what :meth:`RunFolder.open` made of the recipe; None: opened here.
+        runtime: the device and the processes; None: those of ``accelerate launch``, or one of this machine.
 
     Returns:
         Where everything lies and how it ended.
@@ -85,14 +87,14 @@ def train(recipe: Recipe, folder: RunFolder | None = None) -> TrainResult:
     """
     check_recipe(recipe)
     with deterministic_kernels(recipe.training.full_determinism):
-        return _train(recipe, folder)
+        return _train(recipe, folder, runtime)
 
 
-def _train(recipe: Recipe, folder: RunFolder | None) -> TrainResult:
+def _train(recipe: Recipe, folder: RunFolder | None, runtime: RunRuntime | None) -> TrainResult:
     run: TrainingRun | None = None
     warn_if_untested()
     try:
-        run = TrainingRun(recipe, folder)
+        run = TrainingRun(recipe, folder, runtime)
         return run.train()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -116,14 +118,16 @@ def _train(recipe: Recipe, folder: RunFolder | None) -> TrainResult:
 class TrainingRun:
     """One call of :func:`train`: what its parts share."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None
+    ) -> None:
         config = recipe.training
         self.recipe = recipe
         self.interruption = Interruption()
         self.folder = folder or RunFolder.open(recipe)
         if config.push_to_hub:
             check_upload()
-        self.runtime = AccelerateRuntime.create(config, self.folder.path)
+        self.runtime: RunRuntime = runtime or AccelerateRuntime.create(config, self.folder.path)
         set_seed(config.seed, deterministic=config.full_determinism)
         apply_budget(recipe.budget, self.runtime.device)
         self.budget_watch = BudgetWatch(recipe.budget, self.runtime.device)
@@ -132,7 +136,7 @@ class TrainingRun:
         plan = plan_session(built, self.runtime)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(built.model)
         # The other processes find what the main one has tokenized in the cache.
-        with self.runtime.accelerator.main_process_first():
+        with self.runtime.main_process_first():
             self.data: PreparedData = load_data(
                 recipe.data,
                 self.tokenizer,
@@ -344,6 +348,7 @@ class TrainingRun:
             if self.runtime.is_main:
                 save_finished_model(
                     self.session,
+                    self.runtime,
                     self.tokenizer,
                     self.folder,
                     self.recipe,

@@ -1,45 +1,28 @@
-"""The little that the training step needs from its surroundings.
+"""What the training step, and the run around it, need from their surroundings.
 
-Real runs take it from Accelerate; a trace on a virtual device brings its own. Whatever the step asks of the outside
-goes through :class:`Runtime`, so that both execute the same step.
+Real runs take it from Accelerate (``accelerate_runtime.py``); a trace on a virtual device brings its own. Whatever the
+step asks of the outside goes through :class:`Runtime`, so that both execute the same step; what the loop asks further
+goes through :class:`RunRuntime`.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import dataclasses
-import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    AutocastKwargs,
-    ProjectConfiguration,
-    gather_object,
-    is_tensorboard_available,
-    is_trackio_available,
-    is_wandb_available,
-)
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.devices import with_index
-from lowmem_ft.errors import MissingPackageError, UserError
 from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.mapped_files import MappedFiles
-from lowmem_ft.models import ModelConfig, load_master_weights, load_model, weights_in_files
-from lowmem_ft.recipe import Recipe, TrainingConfig
-from lowmem_ft.techniques.gradients.norm import clip_grad_norm
-from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
-from lowmem_ft.training.loss_scaling import unscale
-from lowmem_ft.units import parse_bytes
+from lowmem_ft.models import ModelConfig
+from lowmem_ft.recipe import Recipe
+
+if TYPE_CHECKING:
+    from lowmem_ft.training.session import Session
 
 
 class Runtime(Protocol):
@@ -119,239 +102,78 @@ class Runtime(Protocol):
         ...
 
 
-class AccelerateRuntime:
-    """A :class:`Runtime` on a real device, by Accelerate."""
+class RunRuntime(Runtime, Protocol):
+    """What the loop of a run asks beyond its steps: the other processes, trackers, saving and going on."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.device: torch.device = with_index(accelerator.device)  # a single process is told `cuda`
-        self.num_processes: int = accelerator.num_processes
-        self.process_index: int = accelerator.process_index
-        self.is_main: bool = accelerator.is_main_process
-        self._averages_after_backward = False
+    process_index: int
+    is_main: bool
+    """Whether this process writes what is written once: the first of all."""
 
-    @staticmethod
-    def create(config: TrainingConfig, output_dir: Path) -> AccelerateRuntime:
-        """Join the other processes of ``accelerate launch``, if any, and take a device.
+    def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """Write what is trained, and the tokenizer, as vanilla libraries load them; the main process calls it.
 
         Raises:
-            MissingPackageError: if a tracker of ``training.report_to`` is not installed.
-            UserError: if the launch asks for a kind of parallelism that the step does not support.
+            CheckpointError: if the folder, read back, does not hold it.
         """
-        for name in config.report_to:
-            if not _TRACKER_AVAILABLE[name]():
-                raise MissingPackageError(f"training.report_to={name}", name, extra="track")
-        AcceleratorState._reset_state()  # a second run in one process may have another precision
-        accelerator = Accelerator(
-            # Always said, never None: otherwise `accelerate launch --mixed_precision` would override the recipe.
-            mixed_precision=config.mixed_precision,
-            cpu=config.use_cpu,
-            # With the cache, a half-precision copy of every weight lives until the forward pass ends, though
-            # checkpointing needs one layer's at a time. Each weight is used once in a pass: nothing to cache.
-            kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
-            log_with=list(config.report_to) or None,
-            project_config=ProjectConfiguration(
-                project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
-            ),
-        )
-        kind = accelerator.distributed_type.value
-        if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-            raise UserError(
-                f"Training runs in one process or data-parallel (DDP), but the launch asks for {kind}. "
-                "Run `accelerate launch --num_processes N -m lowmem_ft train ...` without that option, or choose "
-                "another configuration with `accelerate config`."
-            )
-        if accelerator.num_processes > 1:
-            atexit.register(_leave_processes)
-        return AccelerateRuntime(accelerator)
+        ...
 
-    def load_model(
-        self,
-        config: ModelConfig,
-        hf_config: PretrainedConfig,
-        *,
-        attn_implementation: str,
-        seed: int,
-        host: HostMemory | None = None,
-    ) -> PreTrainedModel:
-        """Read the weights straight to where they go; see :func:`lowmem_ft.models.load_model`."""
-        with contextlib.nullcontext() if host is None else weights_in_files(host):
-            return load_model(
-                config,
-                hf_config,
-                attn_implementation=attn_implementation,
-                device=self.device if host is None else torch.device("cpu"),
-                seed=seed,
-                mixed_precision=self.accelerator.mixed_precision,
-            )
+    def save_optimizer_state(self, session: Session, folder: Path) -> dict[str, Any]:
+        """Write the optimizer's tensors; what is no tensor comes back, as JSON holds it. The main process calls it."""
+        ...
 
-    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
-        """See :func:`lowmem_ft.models.load_master_weights`."""
-        return load_master_weights(config, hf_config)
+    def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
+        """Take back what these two wrote, but for the model's own weights: it was built from the folder.
 
-    def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
-        """What the machine, its container and ``budget.host`` leave, and what the disk of ``folder`` does."""
-        return HostMemory(
-            self.device,
-            budget_bytes=None if budget.host is None else parse_bytes(budget.host),
-            files=None if folder is None else MappedFiles(Path(folder).expanduser()),
-        )
+        Args:
+            session: takes adapters and the optimizer's state; every process calls it.
+            folder: a checkpoint.
+            optimizer_scalars: what :meth:`save_optimizer_state` returned.
 
-    def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model for data parallelism and the optimizer for loss scaling, where the run needs them."""
-        if self.num_processes > 1 and not ddp_takes(model):
-            self._averages_after_backward = True
-            copy_from_main_process(model)
-            return model, self.accelerator.prepare(optimizer, device_placement=[False])
-        own_forward = {name: value for name, value in vars(model).items() if name == "forward"}
-        # Weights and state are where they belong, on the host some of them.
-        prepared_model, prepared_optimizer = self.accelerator.prepare(
-            model, optimizer, device_placement=[False, False]
-        )
-        # Under mixed precision Accelerate wraps the model's forward, and its wrapper copies all outputs to fp32, logits
-        # too: 4 bytes for each of vocab * tokens. The step opens autocast itself, so the wrapper goes. So does the
-        # mark, or another Accelerator would take a model that this run is done with for prepared.
-        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
-            vars(model).pop(name, None)
-        vars(model).update(own_forward)
-        return prepared_model, prepared_optimizer
+        Raises:
+            CheckpointError: if they are not this run's.
+        """
+        ...
 
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those that DDP does not take: sums of 16-bit gradients in float32."""
-        if self._averages_after_backward:
-            average_gradients(parameters)
+    def loss_scale_state(self) -> dict[str, Any] | None:
+        """Of fp16, as JSON holds it; None: there is no loss scale."""
+        ...
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """Accelerate's autocast at ``training.mixed_precision``."""
-        return self.accelerator.autocast()
-
-    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """DDP's ``no_sync`` for all but the last micro-batch of a window."""
-        return contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """``loss.backward()``, times the loss scale under fp16."""
-        self.accelerator.backward(loss)
-
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Unscales fp16 gradients, then :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
-        self.accelerator.unscale_gradients()
-        return clip_grad_norm(parameters, max_norm)
-
-    def unscale(self, values: torch.Tensor) -> None:
-        """By Accelerate's ``GradScaler``, where there is one."""
-        if self.accelerator.scaler is not None:
-            unscale(self.accelerator.scaler, values)
-
-    def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
-        """All-reduce, or the value itself in a single process."""
-        if self.num_processes == 1:
-            return value
-        return self.accelerator.reduce(value, reduction="sum")  # type: ignore[return-value]
-
-    def is_finite(self, value: torch.Tensor) -> bool:
-        """Asks the device: the one point of a step where the host waits."""
-        return bool(torch.isfinite(value))
-
-    def loss_scale_may_overflow(self) -> bool:
-        """Under fp16, as long as the scale is at least 1: below that the gradients overflow by themselves."""
-        scaler = self.accelerator.scaler
-        return scaler is not None and scaler.get_scale() >= 1
-
-    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """Step; under fp16 and not finite, the scaler alone moves on from what it found while unscaling."""
-        if finite:
-            optimizer.step()
-        else:
-            self.update_loss_scale()
-
-    def update_loss_scale(self) -> None:
-        """By what the scaler found while unscaling."""
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()
+    def load_loss_scale_state(self, state: dict[str, Any]) -> None:
+        """Take it back; without a loss scale, pass over it."""
+        ...
 
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
-        return self.max_over_processes(int(flag)) > 0
+        ...
 
     def max_over_processes(self, value: int) -> int:
         """The largest of the processes' values."""
-        if self.num_processes == 1:
-            return value
-        values: Any = self.accelerator.gather(torch.tensor([value], device=self.device))
-        return int(values.max())
+        ...
 
-    @contextlib.contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Raise a user's error of one process in all of them, so that none waits for another that is gone.
-
-        Raises:
-            UserError: this process's own, or that of another.
-        """
-        own: UserError | None = None
-        try:
-            yield
-        except UserError as error:
-            own = error
-        if self.any_process(own is not None):
-            others = self.gather([] if own is None else list(own.problems))
-            raise own or UserError(*others)
+    def failing_together(self) -> AbstractContextManager[None]:
+        """Raises a user's error of one process in all of them, so that none waits for another that is gone."""
+        ...
 
     def gather(self, value: list[Any]) -> list[Any]:
         """The lists of all processes, one after the other."""
-        return value if self.num_processes == 1 else gather_object(value)
+        ...
 
-    def start_trackers(self, recipe: Recipe) -> None:
-        """Open the trackers of ``training.report_to`` and tell them the recipe."""
-        config = recipe.training
-        run_name = config.run_name or Path(self.accelerator.project_dir).name
-        self.accelerator.init_trackers(
-            config.project,
-            config=_flat(dataclasses.asdict(recipe)),
-            init_kwargs={"wandb": {"name": run_name}, "trackio": {"name": run_name}},
-        )
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Pass one record of metrics to the trackers."""
-        self.accelerator.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
-
-    def end_trackers(self) -> None:
-        """Flush and close the trackers."""
-        # Not Accelerator.end_training(): it also destroys the process group, see _leave_processes.
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Holds the others back until the main process has left the block."""
+        ...
 
     def wait_for_everyone(self) -> None:
         """A barrier."""
-        self.accelerator.wait_for_everyone()
+        ...
 
+    def start_trackers(self, recipe: Recipe) -> None:
+        """Open the trackers of ``training.report_to`` and tell them the recipe."""
+        ...
 
-def _leave_processes() -> None:
-    """Destroy the process group once nothing uses it: at the end of the process, after every DDP model is gone.
+    def log(self, record: dict[str, Any]) -> None:
+        """Pass one record of metrics, its ``step`` among them, to the trackers."""
+        ...
 
-    If a DDP model's reducer is the last to hold a gloo group, its destructor waits for gloo's threads without
-    releasing the GIL, which they need to drop the tensors of the last collective: a deadlock, seen in one exit of five.
-    """
-    gc.collect()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"training": {"seed": 1}}`` as ``{"training.seed": 1}``; values that trackers cannot show become text."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
-    return flat
-
-
-_TRACKER_AVAILABLE = {
-    "tensorboard": is_tensorboard_available,
-    "wandb": is_wandb_available,
-    "trackio": is_trackio_available,
-}
+    def end_trackers(self) -> None:
+        """Flush and close the trackers."""
+        ...

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.models import save_model, save_tokenizer
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.runtime import Runtime
 
@@ -60,18 +58,6 @@ class Session:
             self.runtime.update_loss_scale()
         else:
             self.runtime.update_weights(self.optimizer, finite=finite)
-
-    def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """Write what is trained, and the tokenizer, as vanilla libraries load it: a model folder, or PEFT's adapters.
-
-        Raises:
-            CheckpointError: if the folder, read back, does not hold it.
-        """
-        with self.techniques.at_rest():
-            if self.techniques.save(folder):
-                save_tokenizer(tokenizer, folder)
-            else:
-                save_model(self.unwrapped_model, tokenizer, folder)
 
     def close(self) -> None:
         """Take every technique off again: what is left is what was trained, the plain model with its adapter if any."""

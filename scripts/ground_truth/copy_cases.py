@@ -21,8 +21,8 @@ from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import activation_offload, optimizer_in_backward
 from lowmem_ft.techniques.streaming import embedding as streamed_embedding
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from lowmem_ft.data import Batch
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.step import evaluation_loss, train_step
 
 NUM_STEPS = 3

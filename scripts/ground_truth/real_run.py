@@ -27,8 +27,8 @@ from lowmem_ft.memory.meter import read_host_memory
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import Plan, build_session, plan_session
-from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
 

@@ -12,7 +12,8 @@ from lowmem_ft.errors import ModelError
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.models import ModelConfig
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.training.runtime import AccelerateRuntime, Runtime
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowmem_ft.data import Batch
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.adapters.lora import Lora
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.step import train_step
 
 ADAPTERS = ("adapter.name=lora", "adapter.r=4")

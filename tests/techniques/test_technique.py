@@ -15,8 +15,8 @@ from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.technique import Technique, Techniques
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.runtime import AccelerateRuntime
 from lowmem_ft.training.step import evaluation_loss, train_step
 
 MODEL = Path(__file__).parents[1] / "data" / "kept_runs" / "model"

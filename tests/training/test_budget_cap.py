@@ -13,8 +13,8 @@ from lowmem_ft.errors import DoesNotFitError, UserError
 from lowmem_ft.memory.meter import MemoryReading
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.training import budget_cap
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
-from lowmem_ft.training.runtime import AccelerateRuntime
 
 CPU = torch.device("cpu")
 

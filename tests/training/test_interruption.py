@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from lowmem_ft.training import interruption, loop, train
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.interruption import Interruption
-from lowmem_ft.training.runtime import AccelerateRuntime
 
 SHORT = ("training.max_steps=6", "training.save_steps=null", "training.eval_steps=3")
 

@@ -16,7 +16,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
 

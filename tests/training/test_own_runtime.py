@@ -1,0 +1,151 @@
+"""A runtime of another class takes the place of Accelerate's, from loading to saving, without a patch."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from safetensors.torch import load_file
+
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.models import load_master_weights, load_model
+from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
+from lowmem_ft.techniques.gradients.norm import clip_grad_norm
+from lowmem_ft.training import loop, train
+from lowmem_ft.training.session_files import save_trained
+
+SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.max_length=64")
+
+
+class PlainRuntime:
+    """One process on a CPU in plain torch, which keeps the optimizer's state in a file of its own."""
+
+    device = torch.device("cpu")
+    num_processes, process_index, is_main = 1, 0, True
+
+    def __init__(self):
+        self.logged = []
+
+    def load_model(self, config, hf_config, *, attn_implementation, seed, host=None):
+        return load_model(
+            config,
+            hf_config,
+            attn_implementation=attn_implementation,
+            device=self.device,
+            seed=seed,
+            mixed_precision="no",
+        )
+
+    def master_weights(self, config, hf_config):
+        return load_master_weights(config, hf_config)
+
+    def host_memory(self, budget, folder):
+        return HostMemory(self.device)
+
+    def prepare(self, model, optimizer):
+        return model, optimizer
+
+    def average_gradients(self, parameters):
+        pass
+
+    def autocast(self):
+        return contextlib.nullcontext()
+
+    def micro_batch(self, model, *, is_last):
+        return contextlib.nullcontext()
+
+    def backward(self, loss):
+        loss.backward()
+
+    def clip_grad_norm(self, parameters, max_norm):
+        return clip_grad_norm(parameters, max_norm)
+
+    def unscale(self, values):
+        pass
+
+    def sum_over_processes(self, value):
+        return value
+
+    def is_finite(self, value):
+        return bool(torch.isfinite(value))
+
+    def loss_scale_may_overflow(self):
+        return False
+
+    def update_weights(self, optimizer, *, finite):
+        if finite:
+            optimizer.step()
+
+    def update_loss_scale(self):
+        pass
+
+    def save_trained(self, session, tokenizer, folder):
+        save_trained(session, tokenizer, folder)
+
+    def save_optimizer_state(self, session, folder):
+        named_parameters = session.unwrapped_model.named_parameters()
+        state = export_optimizer_state(session.unwrapped_optimizer, named_parameters)
+        torch.save(dict(state.tensors), folder / "state.pt")
+        return state.scalars
+
+    def load_session(self, session, folder, optimizer_scalars):
+        state = OptimizerState(tensors=torch.load(folder / "state.pt"), scalars=optimizer_scalars)
+        named_parameters = session.unwrapped_model.named_parameters()
+        import_optimizer_state(session.unwrapped_optimizer, named_parameters, state)
+
+    def loss_scale_state(self):
+        return None
+
+    def load_loss_scale_state(self, state):
+        pass
+
+    def any_process(self, flag):
+        return flag
+
+    def max_over_processes(self, value):
+        return value
+
+    def failing_together(self):
+        return contextlib.nullcontext()
+
+    def gather(self, value):
+        return value
+
+    def main_process_first(self):
+        return contextlib.nullcontext()
+
+    def wait_for_everyone(self):
+        pass
+
+    def start_trackers(self, recipe):
+        pass
+
+    def log(self, record):
+        self.logged.append(record)
+
+    def end_trackers(self):
+        pass
+
+
+def test_a_run_on_another_runtime_is_the_same_run_and_goes_on_from_its_own_files(
+    tiny, tmp_path, metrics, monkeypatch
+):
+    train(tiny(*SHORT, output_dir=tmp_path / "accelerate"))
+    monkeypatch.delattr(loop, "AccelerateRuntime")
+    runtime = PlainRuntime()
+    train(tiny(*SHORT, output_dir=tmp_path / "plain"), runtime=runtime)
+    assert [record["step"] for record in runtime.logged if "eval_loss" in record] == [2, 4]
+    checkpoint = tmp_path / "plain" / "checkpoint-2"
+    assert (checkpoint / "state.pt").exists()
+    assert not list(checkpoint.glob("optimizer*"))
+    goes_on = f"training.resume_from_checkpoint={checkpoint}"
+    train(tiny(*SHORT, goes_on, output_dir=tmp_path / "resumed"), runtime=PlainRuntime())
+    assert metrics(tmp_path / "plain") == metrics(tmp_path / "accelerate")
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "accelerate")[2:]
+    for run in ("plain", "resumed"):
+        assert_same_model(tmp_path / run, tmp_path / "accelerate")
+
+
+def assert_same_model(run, other):
+    own, stock = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
+    torch.testing.assert_close(own, stock, rtol=0, atol=0)
