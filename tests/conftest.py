@@ -13,11 +13,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from processes import Forks
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Runs programs in processes of their own, at no cost of imports."""
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture

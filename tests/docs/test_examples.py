@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,16 +23,12 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize("source", examples())
-def test_the_example_runs(source, tmp_path):
+def test_the_example_runs(source, forks, tmp_path):
     missing = [
         name for name in OPTIONAL if f"from {name}" in source and importlib.util.find_spec(name) is None
     ]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
-    script = tmp_path / "example.py"
-    script.write_text(source)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120
-    )
+    done = forks.run(source, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "fits" in done.stdout

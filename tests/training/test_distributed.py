@@ -17,40 +17,35 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 MODULE = ("-m", "lowmem_ft", "train")
 
 
-def launch_two(*arguments, program=(str(SCRIPT),)):
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--num_processes",
-        "2",
-        "--cpu",
-        *program,
-    ]
+TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+
+SHARED = ("training.max_steps=14", "training.eval_steps=7")
+"""Two epochs of 7, and with packing windows that do not divide evenly."""
+
+
+def launch_two(*program):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", *program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*command, "recipe=tiny", *arguments], capture_output=True, text=True, env=environment
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def settings_of_two(folder, *options):
+    one_each = "training.gradient_accumulation_steps=1"
+    return (
+        "recipe=tiny",
+        "training.use_cpu=true",
+        *SHARED,
+        *options,
+        one_each,
+        f"training.output_dir={folder}",
     )
 
 
-@pytest.mark.parametrize(
-    "options,program",
-    [((), (str(SCRIPT),)), (("data.packing=true", "data.max_length=64"), MODULE)],
-    ids=["padded, by the script", "packed, by the module"],
-)
-def test_two_processes_equal_one(tiny, metrics, tmp_path, options, program):
-    one, two = tmp_path / "one", tmp_path / "two"
-    # 14 steps: two epochs of 7, and with packing windows that do not divide evenly
-    shared = ("training.max_steps=14", "training.eval_steps=7", *options)
-    train(tiny(*shared, "training.gradient_accumulation_steps=2", output_dir=one))
-    launched = launch_two(
-        *shared,
-        "training.gradient_accumulation_steps=1",
-        f"training.output_dir={two}",
-        program=program,
-    )
-    assert launched.returncode == 0, launched.stderr
-    assert "2 process(es)" in launched.stderr
+def train_one(tiny, folder, *options):
+    train(tiny(*SHARED, *options, "training.gradient_accumulation_steps=2", output_dir=folder))
+
+
+def assert_same_run(one, two, metrics):
     # Gradients of the two halves are added in fp32 either way; all-reduce may add them in the other order.
     assert metrics(two) == pytest.approx(metrics(one), rel=1e-5)
     assert metrics(two, "tokens") == metrics(one, "tokens")
@@ -59,10 +54,36 @@ def test_two_processes_equal_one(tiny, metrics, tmp_path, options, program):
         torch.testing.assert_close(second[name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_a_users_error_is_said_once_by_two_processes(tmp_path):
-    launched = launch_two("data.max_length=100000", f"training.output_dir={tmp_path}")
-    assert launched.returncode != 0
-    assert launched.stderr.count("error: data.max_length") == 1
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param((str(SCRIPT),), id="script", marks=pytest.mark.slow), pytest.param(MODULE, id="module")],
+)
+def test_two_launched_processes_equal_one(tiny, metrics, tmp_path, program):
+    one, two = tmp_path / "one", tmp_path / "two"
+    train_one(tiny, one)
+    launched = launch_two(*program, *settings_of_two(two))
+    assert launched.returncode == 0, launched.stderr
+    assert "2 process(es)" in launched.stderr
+    assert_same_run(one, two, metrics)
+
+
+def test_two_processes_that_pack_equal_one(tiny, metrics, forks, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    packing = ("data.packing=true", "data.max_length=64")
+    train_one(tiny, one, *packing)
+    for process in forks.run_two(TRAIN, *settings_of_two(two, *packing)):
+        assert process.returncode == 0, process.stderr
+    assert_same_run(one, two, metrics)
+
+
+def test_a_users_error_is_said_once_by_two_processes(forks, tmp_path):
+    processes = forks.run_two(TRAIN, *settings_of_two(tmp_path, "data.max_length=100000"))
+    assert [process.returncode for process in processes] == [2, 1]  # a launcher would end the other
+    assert said(processes).count("error: data.max_length") == 1
+
+
+def said(processes):
+    return "".join(process.stderr for process in processes)
 
 
 BREAK_RANK_1 = """
@@ -95,42 +116,27 @@ sys.exit(main())
 """
 
 
-def run_two_with(what, tmp_path, *arguments):
-    """Two processes by torchrun, of which the second meets with something at its third step."""
-    script = tmp_path / "break_rank_1.py"
-    script.write_text(BREAK_RANK_1)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    shared = ["recipe=tiny", "training.use_cpu=true", "training.eval_steps=null", *arguments]
-    return subprocess.run(
-        [sys.executable, *launcher, str(script), what, *shared, f"training.output_dir={tmp_path / 'run'}"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        timeout=600,
-    )
+def run_two_with(forks, what, tmp_path, *arguments):
+    """Two processes, of which the second meets with something at its third step."""
+    shared = ("recipe=tiny", "training.use_cpu=true", "training.eval_steps=null", *arguments)
+    return forks.run_two(BREAK_RANK_1, what, *shared, f"training.output_dir={tmp_path / 'run'}")
 
 
-def test_a_signal_to_one_process_stops_both_with_a_checkpoint(tmp_path):
-    launched = run_two_with("signal", tmp_path, "training.save_steps=null")
-    assert launched.returncode != 0
-    assert "exitcode  : 143" in launched.stderr
-    assert "AssertionError" not in launched.stderr
+def test_a_signal_to_one_process_stops_both_with_a_checkpoint(forks, tmp_path):
+    processes = run_two_with(forks, "signal", tmp_path, "training.save_steps=null")
+    assert [process.returncode for process in processes] == [143, 143], said(processes)
     assert (tmp_path / "run" / "checkpoint-3" / "random-state-1.json").exists()
 
 
-def test_an_error_of_another_process_is_said_and_ends_both(tmp_path):
-    launched = run_two_with("data", tmp_path)
-    assert launched.returncode != 0
-    assert launched.stderr.count("error: row 17 cannot be read.") == 1
+def test_an_error_of_another_process_is_said_and_ends_both(forks, tmp_path):
+    processes = run_two_with(forks, "data", tmp_path)
+    assert [process.returncode for process in processes] == [1, 2], said(processes)
+    assert said(processes).count("error: row 17 cannot be read.") == 1
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_both_with_one_message(tmp_path):
-    launched = run_two_with("disk", tmp_path, "training.save_steps=2")
-    assert launched.returncode != 0
-    assert launched.stderr.count("checkpoint-2 cannot be written: [Errno 28]") == 1
-    assert "exitcode  : 2" in launched.stderr  # the launcher may end the other before it has ended itself
+def test_a_checkpoint_that_cannot_be_written_ends_both_with_one_message(forks, tmp_path):
+    processes = run_two_with(forks, "disk", tmp_path, "training.save_steps=2")
+    assert [process.returncode for process in processes] == [2, 2], said(processes)
+    assert said(processes).count("checkpoint-2 cannot be written: [Errno 28]") == 1
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left - {".lock"} == {
-        "metrics.jsonl",
-        "recipe.yaml",
-    }  # that of a process that was ended locks nothing
+    assert left - {".lock"} == {"metrics.jsonl", "recipe.yaml"}

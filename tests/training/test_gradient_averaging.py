@@ -19,15 +19,14 @@ SHORT = ("training.max_steps=4", "training.eval_steps=null", "training.save_step
     [("optimizer.master=split24", "optimizer.state=8bit"), ("optimizer.name=adamw_bnb_8bit",)],
     ids=["takes float32", "takes the weights' type"],
 )
-def test_two_processes_that_accumulate_equal_one(tiny, metrics, tmp_path, in_two_processes, optimizer):
+def test_two_processes_that_accumulate_equal_one(tiny, metrics, tmp_path, forks, optimizer):
     one, two = tmp_path / "one", tmp_path / "two"
     settings = (*SHORT, "model.dtype=bfloat16", *optimizer)
     train(tiny(*settings, "training.gradient_accumulation_steps=4", output_dir=one))
     half = [*settings, "training.gradient_accumulation_steps=2", "training.use_cpu=true"]
-    in_two_processes(
-        "from lowmem_ft.recipe import load_recipe; from lowmem_ft.training import train; "
-        f"train(load_recipe('tiny', {[*half, f'training.output_dir={two}']!r}))"
-    )
+    source = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+    for process in forks.run_two(source, "recipe=tiny", *half, f"training.output_dir={two}"):
+        assert process.returncode == 0, process.stderr
     assert metrics(two, "tokens") == metrics(one, "tokens")
     # The same gradients of micro-batches, added in another order: in bfloat16 the norms would differ by 1e-3.
     assert metrics(two, "grad_norm")[0] == pytest.approx(metrics(one, "grad_norm")[0], rel=1e-6)
@@ -59,5 +58,6 @@ def averaged():
     assert model.neither.grad is None
 
 
-def test_a_parameter_that_one_process_did_not_use_counts_as_zero_there(in_two_processes):
-    in_two_processes(f"import runpy; runpy.run_path({__file__!r})['averaged']()")
+def test_a_parameter_that_one_process_did_not_use_counts_as_zero_there(forks):
+    for process in forks.run_two(f"import runpy; runpy.run_path({__file__!r})['averaged']()"):
+        assert process.returncode == 0, process.stderr

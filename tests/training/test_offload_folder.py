@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -126,12 +124,11 @@ train(load_recipe("tiny", sys.argv[1:]))
 """
 
 
-def test_a_killed_run_leaves_no_file_and_goes_on_bit_for_bit(tiny, metrics, disk_folder, tmp_path):
+def test_a_killed_run_leaves_no_file_and_goes_on_bit_for_bit(tiny, metrics, disk_folder, forks, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = (*STREAMED, *COMPACT, *SHORT, "training.use_cpu=true", f"offload.folder={disk_folder}")
     before = {*os.listdir(disk_folder), "whole", "killed"}
-    command = [sys.executable, "-c", KILL_ITSELF, *settings, f"training.output_dir={killed}"]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = forks.run(KILL_ITSELF, *settings, f"training.output_dir={killed}")
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     assert set(os.listdir(disk_folder)) <= before
     train(tiny(*settings, output_dir=whole))

@@ -7,9 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -126,28 +123,30 @@ def test_a_signal_during_evaluation_stops_it_and_saves(tiny, monkeypatch, tmp_pa
     assert (tmp_path / "run" / "checkpoint-3" / "checkpoint.json").exists()
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tiny, metrics, tmp_path):
+KILL_AT_ANY_MOMENT = f"""
+import os, runpy, signal, sys, threading, time
+from pathlib import Path
+
+def kill_soon(file, step):
+    while not file.exists() or file.read_text().count(chr(10)) < step:
+        time.sleep(0.002)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+killed, step, *sys.argv[1:] = sys.argv[1:]
+threading.Thread(target=kill_soon, args=(Path(killed, "metrics.jsonl"), int(step)), daemon=True).start()
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tiny, metrics, forks, tmp_path):
     """SIGKILL cannot be caught: what counts is what was on disk."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     overrides = ("training.max_steps=40", "training.save_steps=3", "training.eval_steps=null")
     train(tiny(*overrides, output_dir=whole))
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "recipe=tiny",
-        "training.use_cpu=true",
-        f"training.output_dir={killed}",
-    ]
-    process = subprocess.Popen([*command, *overrides], stderr=subprocess.DEVNULL)
     step = random.randint(4, 30)
-    file = killed / "metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not file.exists() or file.read_text().count("\n") < step:
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
+    settings = ("recipe=tiny", "training.use_cpu=true", f"training.output_dir={killed}", *overrides)
+    done = forks.run(KILL_AT_ANY_MOMENT, str(killed), str(step), *settings)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (killed / "model").exists(), f"killed too late, at step {step}"
     train(tiny(*overrides, "training.resume_from_checkpoint=auto", output_dir=killed))
     assert metrics(killed) == metrics(whole), f"killed at step {step}"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,8 +21,7 @@ SHORT = (
     "data.max_length=64",
 )
 
-# One process for all rungs, since importing takes longest; each run is a fork of it, and kills itself.
-KILL_EACH = f"""
+KILL_ITSELF = f"""
 import os, signal, sys
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
@@ -39,13 +35,7 @@ def write_and_die(self, record):
         os.kill(os.getpid(), signal.SIGKILL)
 
 RunFolder.write_metrics = write_and_die
-for line in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        train(load_recipe("tiny", line.split()))
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    print(os.WTERMSIG(status) if os.WIFSIGNALED(status) else "ended by itself", flush=True)
+train(load_recipe("tiny", sys.argv[1:]))
 """
 
 
@@ -56,27 +46,11 @@ def overrides_of(rung, folder: Path) -> list[str]:
     return [*tiling, *SHORT, "training.use_cpu=true", f"training.output_dir={folder}"]
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """For each rung the folder of a run that was killed."""
-    folder = tmp_path_factory.mktemp("killed")
-    folders = {rung.name: folder / str(index) for index, rung in enumerate(RUNGS)}
-    lines = [" ".join(overrides_of(rung, folders[rung.name])) for rung in RUNGS]
-    result = subprocess.run(
-        [sys.executable, "-c", KILL_EACH],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.stdout.split("\n")[:-1] == [str(int(signal.SIGKILL))] * len(RUNGS), result.stderr[-2000:]
-    return folders
-
-
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_a_killed_run_goes_on_bit_for_bit(rung, killed, tiny, metrics, tmp_path):
-    whole, folder = tmp_path / "whole", killed[rung.name]
+def test_a_killed_run_goes_on_bit_for_bit(rung, forks, tiny, metrics, tmp_path):
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    done = forks.run(KILL_ITSELF, *overrides_of(rung, folder))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     train(tiny(*overrides_of(rung, whole), output_dir=whole))
     assert not (folder / "model").exists()
     assert (folder / "checkpoint-4" / "checkpoint.json").exists()

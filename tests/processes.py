@@ -1,0 +1,140 @@
+"""Programs in processes of their own, without the seconds that importing takes: forks of one fresh interpreter.
+
+Not forks of the tests' own process: autograd's threads, and what a virtual GPU has left in it, do not go along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+
+LIMIT_SECONDS = 240
+
+FORKING = """
+import atexit, gc, json, os, signal, sys, traceback
+import accelerate, datasets, torch, transformers
+import lowmem_ft.cli.train, lowmem_ft.estimator, lowmem_ft.training.loop
+from transformers.models.llama import modeling_llama
+
+def become(job, rank):
+    os.chdir(job["folder"])
+    os.environ.update(job["environments"][rank])
+    for descriptor, place in enumerate((os.devnull, f"{job['output']}/{rank}.out", f"{job['output']}/{rank}.err")):
+        os.dup2(os.open(place, os.O_RDWR | os.O_CREAT), descriptor)
+    sys.argv = ["program", *job["arguments"]]
+    signal.alarm(job["limit_seconds"])
+
+def exit_code(source):
+    try:
+        exec(compile(source, "program", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+def run(source):
+    code = exit_code(source)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking every module down takes seconds
+
+gc.freeze()  # or each collection in a child would copy all that was imported
+for line in sys.stdin:
+    job, children = json.loads(line), []
+    for rank in range(len(job["environments"])):
+        child = os.fork()
+        if child == 0:
+            become(job, rank)
+            run(job["source"])
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(codes), flush=True)
+"""
+
+
+class Forks:
+    """An interpreter with everything imported, which has run nothing; it starts with the first program."""
+
+    def __init__(self) -> None:
+        self._interpreter: subprocess.Popen[str] | None = None
+
+    def run(self, source: str, *arguments: str, folder: Path | None = None) -> CompletedProcess[str]:
+        """Run Python code to its end.
+
+        Args:
+            source: the program; it ends as a script does, by ``sys.exit`` or an error, too.
+            arguments: ``sys.argv[1:]``.
+            folder: where it runs; None: where the tests do.
+        """
+        [done] = self._run(source, arguments, [{}], folder or Path.cwd())
+        return done
+
+    def run_two(self, source: str, *arguments: str) -> list[CompletedProcess[str]]:
+        """Run Python code in two processes that find each other as under a launcher, which ends neither of them."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": f"{port}",
+        }
+        places = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in ("0", "1")]
+        return self._run(source, arguments, places, Path.cwd())
+
+    def close(self) -> None:
+        """End the interpreter."""
+        if self._interpreter is not None:
+            self._interpreter.communicate()
+
+    def _run(
+        self, source: str, arguments: tuple[str, ...], environments: list[Mapping[str, str]], folder: Path
+    ) -> list[CompletedProcess[str]]:
+        with tempfile.TemporaryDirectory() as output:
+            job = {
+                "source": source,
+                "arguments": arguments,
+                "environments": environments,
+                "folder": str(folder),
+                "output": output,
+                "limit_seconds": LIMIT_SECONDS,
+            }
+            codes = self._ask(json.dumps(job))
+            return [
+                CompletedProcess(
+                    [source, *arguments],
+                    code,
+                    stdout=Path(output, f"{rank}.out").read_text(),
+                    stderr=Path(output, f"{rank}.err").read_text(),
+                )
+                for rank, code in enumerate(codes)
+            ]
+
+    def _ask(self, job: str) -> list[int]:
+        if self._interpreter is None:
+            self._interpreter = subprocess.Popen(
+                [sys.executable, "-c", FORKING],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        assert self._interpreter.stdin is not None
+        assert self._interpreter.stdout is not None
+        self._interpreter.stdin.write(job + "\n")
+        self._interpreter.stdin.flush()
+        return json.loads(self._interpreter.stdout.readline())
