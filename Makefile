@@ -4,6 +4,7 @@ VENV ?= .venv
 TORCH ?= # another torch than the tested one, for instance: make test VENV=.venv-2.14 TORCH=2.14.1
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SPREAD := -n auto --maxprocesses 8 # a process takes up to 2 GiB
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
@@ -25,11 +26,11 @@ $(READY): pyproject.toml constraints.txt
 demo: setup ## Fine-tune SmolLM2-135M on the project's own examples; shows answers before and after
 	$(BIN)/python scripts/demo/demo.py
 
-test: setup ## All tests but those marked slow or gpu, on two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu'
+test: setup ## All tests but those marked slow or gpu, on every core up to eight
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not slow and not gpu'
 
 test-all: setup ## All tests but those marked gpu
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu'
 
 check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter)
 	$(BIN)/ruff format --check .

@@ -58,7 +58,7 @@ def test_each_phase_takes_what_was_estimated(make_recipe, settings):
     assert estimated == pytest.approx(measured, rel=ALLOWED_ERROR)
 
 
-@pytest.mark.parametrize("weights", ["pretrained", "random"])
+@pytest.mark.parametrize("weights", ["pretrained", pytest.param("random", marks=pytest.mark.slow)])
 def test_on_a_gpu_quantisation_frees_what_it_says(make_recipe, weights):
     def parameters(quantization):
         recipe = make_recipe(

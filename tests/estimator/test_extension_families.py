@@ -67,7 +67,7 @@ FAMILIES: dict[str, Callable[[int], PretrainedConfig]] = {
     ),
 }
 NUM_LAYERS = {"gemma2": 16, "gemma3": 16}
-"""Where layers alternate, the stand-in is deeper; the others take 10."""
+"""Where layers alternate, the stand-in is deeper; the others take 10. With fewer, nothing is extended."""
 
 SEVERAL = ["training.gradient_accumulation_steps=5"]
 VERTICAL = [*SEVERAL, "accumulation.order=vertical", "loss.chunk_tokens=8"]
@@ -100,9 +100,7 @@ TECHNIQUES: dict[str, list[str]] = {
     "streamed-not-clipped": [*ON_HOST, "offload.parameters=stream", "training.max_grad_norm=null"],
     "lora-streamed": [*LORA, *VERTICAL, "offload.activations=inputs", "offload.parameters=stream"],
 }
-COUNTED_BY_LAYERS = [
-    *("every-2-layers", "adamw-8-bit", "streamed", "lora-streamed"),
-]
+COUNTED_BY_LAYERS = ["every-2-layers", "adamw-8-bit", "streamed"]
 """Those that `make test` tries; the slow test tries every family with every technique."""
 
 DEEPER_TECHNIQUES = {"every-2-layers": 20, "all-but-2-layers": 20}
@@ -184,7 +182,7 @@ def check(folder: Path, family: str, technique: str, kind: str, traced_depths: l
     assert max(for_extension) < num_layers
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 def test_extended_equals_full_for_families_of_every_kind(
     family: str, tmp_path: Path, traced_depths: list[int]
 ) -> None:
