@@ -161,7 +161,9 @@ class VirtualRuntime:
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
         """As much as is asked for: the estimate says whether it is within the budget."""
         files = None if folder is None else VirtualFiles(Path(folder), self.machine.recorder)
-        return HostMemory(self.device, is_limited=False, files=files, on_allocation=self.machine.mark)
+        return HostMemory(
+            self.device, is_limited=False, files=files, on_allocation=self.machine.take_host_memory
+        )
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

@@ -27,7 +27,7 @@ from lowmem_ft.optimizers.state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
 from lowmem_ft.optimizers.update_rule import Chunk, Step, UpdateRule, WholeParameterRule
-from lowmem_ft.repetition import rounds, stand_for
+from lowmem_ft.repetition import rounds
 
 CPU_CHUNK_ELEMENTS = 2**18
 """A chunk and its state stay in a core's cache: four times as fast as whole tensors (Xeon, 2 threads, float32)."""
@@ -128,10 +128,8 @@ class ChunkedOptimizer(Optimizer):
             jobs: Iterable[Job] = (self._job(piece, scale, hyperparameters or {}) for piece in together)
             if isinstance(self.rule, WholeParameterRule):
                 jobs = list(jobs)  # each is measured first, with visits of its own
-            for part, here in self._visits((part for job in jobs for part in self._parts(job)), device):
-                stand_for(part.times)
-                self._update_part(part, here)
-            stand_for(1)
+            for part in rounds(self._visits((part for job in jobs for part in self._parts(job)), device)):
+                self._update_part(part)
 
     @torch.no_grad()
     def allocate_state(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -273,7 +271,6 @@ class ChunkedOptimizer(Optimizer):
             weight=flat_weight(parameter),
             gradient=piece.gradient.reshape(-1),
             start=piece.start,
-            times=piece.times,
             scale=scale,
             number=self.state[parameter]["step"] + 1,
             hyperparameters=hyperparameters.get(group_index, self.param_groups[group_index]),
@@ -297,63 +294,66 @@ class ChunkedOptimizer(Optimizer):
         shape, state = job.parameter.shape, self.state[job.parameter]
 
         def read_chunks() -> Iterator[Chunk]:
-            for part, here in self._visits(self._parts(job, with_weights=False), job.gradient.device):
-                yield self._chunk(part, here)
+            parts = self._parts(job)
+            for part in self._visits(parts, job.gradient.device, with_weights=False):
+                yield self._chunk(part)
 
         statistics = {name: state[name] for name in rule.statistics(shape)}
         return rule.measured_step(shape, read_chunks, statistics, job.number, job.hyperparameters)
 
-    def _parts(self, job: Job, *, with_weights: bool = True) -> Iterator[Part]:
-        """The job's chunks, each with views of what is kept of it, where that waits."""
-        parameter, device = job.parameter, job.gradient.device
-        row = self.rule.row_length(parameter.shape) if isinstance(self.rule, WholeParameterRule) else 1
-        state, master, averages = (
-            self.state[parameter],
-            self.master_of(parameter),
-            self.averages_of(parameter),
-        )
-        chunks = list(spans(job.start, job.stop, self.chunk_size(device), row))
-        for (start, stop), times in rounds(chunks):
-            kept: dict[str, Tensor] = {}
-            for name, form in averages.items():
-                kept |= form.part(state, name, start, stop)
-            if with_weights:
-                kept |= {name: state[name][start:stop] for name in master.tensors}
-            if with_weights and is_apart(job.weight, device):
-                kept["weight"] = job.weight[start:stop]
-            yield Part(job=job, start=start, stop=stop, kept=kept, times=times * job.times)
+    def _parts(self, job: Job) -> list[Part]:
+        """The job's chunks; of alike ones a trace needs a few."""
+        shape = job.parameter.shape
+        row = self.rule.row_length(shape) if isinstance(self.rule, WholeParameterRule) else 1
+        chunks = spans(job.start, job.stop, self.chunk_size(job.gradient.device), row)
+        return list(rounds([Part(job, start, stop) for start, stop in chunks]))
 
     def _visits(
-        self, parts: Iterable[Part], device: torch.device
-    ) -> Iterator[tuple[Part, dict[str, Tensor]]]:
-        """Each part with what is kept of it on the device; the home may read ahead."""
+        self, parts: Iterable[Part], device: torch.device, *, with_weights: bool = True
+    ) -> Iterator[Part]:
+        """Each part while what is kept of it is on the device; the home may read ahead."""
         read: deque[Part] = deque()  # not itertools.tee, which holds on to 57 parts and their gradients
 
         def kept() -> Iterator[dict[str, Tensor]]:
             for part in parts:
                 read.append(part)
-                yield part.kept
+                yield self._kept(part, with_weights=with_weights)
 
         for here in self.home.visit(kept(), device):
-            yield read.popleft(), here
+            part = read.popleft()
+            part.here = here
+            yield part
+            part.here = {}
 
-    def _chunk(self, part: Part, here: Mapping[str, Tensor]) -> Chunk:
+    def _kept(self, part: Part, *, with_weights: bool) -> dict[str, Tensor]:
+        """Views of what is kept of a part, where it waits."""
+        job, elements, kept = part.job, slice(part.start, part.stop), {}
+        state = self.state[job.parameter]
+        for name, form in self.averages_of(job.parameter).items():
+            kept |= form.part(state, name, part.start, part.stop)
+        if with_weights:
+            kept |= {name: state[name][elements] for name in self.master_of(job.parameter).tensors}
+        if with_weights and is_apart(job.weight, job.gradient.device):
+            kept["weight"] = job.weight[elements]
+        return kept
+
+    def _chunk(self, part: Part) -> Chunk:
         num_elements = part.stop - part.start
         averages = self.averages_of(part.job.parameter)
         return Chunk(
             gradient=part.gradient(),
-            averages={name: form.read(here, name, num_elements) for name, form in averages.items()},
+            averages={name: form.read(part.here, name, num_elements) for name, form in averages.items()},
             start=part.start,
         )
 
-    def _update_part(self, part: Part, here: Mapping[str, Tensor]) -> None:
-        job, parameter = part.job, part.job.parameter
+    def _update_part(self, part: Part) -> None:
+        job, parameter, here = part.job, part.job.parameter, part.here
         weight = here.get("weight", job.weight[part.start : part.stop])
         if part.start == job.start:
             job.after = self._call_hooks(job)
         master = self.master_of(parameter)
         value = master.read(weight, here)
-        chunk = self._chunk(part, here)
+        chunk = self._chunk(part)
         job.step(value, chunk)
         random = self.random_of(parameter, job.number, part.start)
         for stream, (name, form) in enumerate(self.averages_of(parameter).items(), start=1):

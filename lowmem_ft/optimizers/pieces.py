@@ -20,13 +20,11 @@ class Piece:
         gradient: of that part; contiguous, of its shape or flat, of any floating type. The update runs on its device; a
             weight that waits elsewhere visits there with its state.
         start: number of the part's first element in the flattened parameter. See :attr:`ChunkedOptimizer.piece_unit`.
-        times: how many pieces like this one it stands for in a trace (``lowmem_ft.repetition``).
     """
 
     parameter: nn.Parameter
     gradient: Tensor
     start: int = 0
-    times: int = 1
 
 
 @dataclass
@@ -37,7 +35,6 @@ class Job:
     weight: Tensor
     gradient: Tensor
     start: int
-    times: int
     scale: Tensor | None
     number: int
     hyperparameters: Mapping[str, Any]
@@ -50,16 +47,21 @@ class Job:
         return self.start + self.gradient.numel()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Part:
-    """One chunk of a job."""
+    """One chunk of a job.
+
+    Args:
+        job: the update it is of.
+        start: its first element in the flattened parameter.
+        stop: the one after its last.
+        here: what is kept of it, on the device, while it visits.
+    """
 
     job: Job
     start: int
     stop: int
-    kept: dict[str, Tensor]
-    times: int
-    """How many chunks it stands for in a trace."""
+    here: Mapping[str, Tensor] = field(default_factory=dict)
 
     def gradient(self) -> Tensor:
         """In float32, scaled."""

@@ -16,7 +16,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.repetition import left_behind
 from lowmem_ft.techniques.config import OffloadConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import wrap_method
@@ -272,9 +271,7 @@ class _Buffers:
                 return self._free.pop(index)
         if self._free:
             self._free.pop()
-        buffer = self._host.allocate(num_bytes, torch.uint8, "activation")
-        left_behind(buffer)
-        return buffer
+        return self._host.allocate(num_bytes, torch.uint8, "activation")
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.append(buffer)

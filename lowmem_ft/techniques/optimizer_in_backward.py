@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.repetition import rounds, stand_for
+from lowmem_ft.repetition import rounds
 from lowmem_ft.techniques.gradients.norm import clip_factor, norm_in_float32
 from lowmem_ft.techniques.technique import Technique, Unscale
 from lowmem_ft.units import format_bytes
@@ -76,13 +76,11 @@ class FinishedGradient:
         parameter: which.
         gradient: flat, or of the part's shape.
         start: the part's first element in the flattened parameter.
-        times: how many parts like this one it stands for in a trace.
     """
 
     parameter: nn.Parameter
     gradient: Tensor
     start: int = 0
-    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -130,14 +128,14 @@ class InBackward(Technique):
         super().__init__(*(hook.remove for hook in hooks), self.flush)
 
     @torch.no_grad()
-    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0, times: int = 1) -> None:
+    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
         """Use a finished gradient: once a step for each part of a parameter.
 
         Args:
             parameter: one of the optimizer's.
             gradient: on the device; of that part's shape or flat. It is given away, and may be overwritten.
-            start: the part's first element in the flattened parameter; see ``piece_unit`` of the optimizer.
-            times: how many parts like this one it stands for in a trace.
+            start: the part's first element in the flattened parameter; see ``piece_unit`` of the optimizer. Parts are
+                of one size, but for the last.
         """
         if (parameter, start) in self._taken:
             raise UserError(
@@ -154,10 +152,10 @@ class InBackward(Technique):
             # What is not finite must not reach a weight, and nobody waits for the device to say so. From the first such
             # gradient on all are zero.
             gradient.masked_fill_(~torch.isfinite(self._sum_of_squares), 0)
-            self._optimizer.update([FinishedGradient(parameter, gradient, start, times)])
+            self._optimizer.update([FinishedGradient(parameter, gradient, start)])
         else:
             assert parameter not in self._pending, "apply() goes before the next gradient"
-            self._kept.add(FinishedGradient(parameter, gradient, start, times))
+            self._kept.add(FinishedGradient(parameter, gradient, start))
 
     def clip_grad_norm(self, unscale: Unscale) -> Tensor:
         """End the first phase: the norm of all gradients, and with it the factor they will be applied with.
@@ -333,9 +331,7 @@ class KeptGradients:
             place = self._places[parameter][piece.start : piece.start + len(gradient)]
             self._engine.to_host(gradient, place)
             gradient = place
-        self._pieces.setdefault(parameter, []).append(
-            FinishedGradient(parameter, gradient, piece.start, piece.times)
-        )
+        self._pieces.setdefault(parameter, []).append(FinishedGradient(parameter, gradient, piece.start))
 
     def end_backward(self) -> None:
         """Let go of gradients that were still on their way to the host, for which all that is computed now waits."""
@@ -351,18 +347,22 @@ class KeptGradients:
 
     def take_out(self, parameter: nn.Parameter) -> Iterator[FinishedGradient]:
         """A parameter's gradient on the device, in its order; from the host part by part, as it is asked for."""
-        for piece in sorted(self._pieces.pop(parameter), key=lambda piece: piece.start):
-            yield from [piece] if self.memory is None else self._arriving(piece)
+        pieces = self._pieces.pop(parameter)
+        if self.memory is None:
+            yield from sorted(pieces, key=lambda piece: piece.start)
+            return
+        size = max(len(piece.gradient) for piece in pieces)
+        for start in rounds(range(0, parameter.numel(), size)):
+            yield from self._arriving(parameter, start, min(start + size, parameter.numel()))
 
-    def _arriving(self, piece: FinishedGradient) -> Iterator[FinishedGradient]:
-        size = _ELEMENTS_AT_ONCE if self.optimizer.piece_unit is not None else len(piece.gradient)
-        for offset, times in rounds(range(0, len(piece.gradient), size)):
-            stand_for(times * piece.times)
-            waiting = piece.gradient[offset : offset + size]
-            here = piece.parameter.new_empty(len(waiting), device=self.device)
+    def _arriving(self, parameter: nn.Parameter, start: int, stop: int) -> Iterator[FinishedGradient]:
+        size = _ELEMENTS_AT_ONCE if self.optimizer.piece_unit is not None else stop - start
+        for first in rounds(range(start, stop, size)):
+            waiting = self._places[parameter][first : min(first + size, stop)]
+            here = parameter.new_empty(len(waiting), device=self.device)
             # Computing comes after the copy that brought the gradient here: see end_backward().
             self._engine.wait(self._engine.to_device(waiting, here))
-            yield FinishedGradient(piece.parameter, here, piece.start + offset, times * piece.times)
+            yield FinishedGradient(parameter, here, first)
 
 
 def _places(parameters: Sequence[nn.Parameter], memory: HostMemory) -> dict[nn.Parameter, Tensor]:

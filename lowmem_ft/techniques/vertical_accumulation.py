@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.repetition import rounds, stand_for
+from lowmem_ft.repetition import rounds
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
@@ -140,31 +139,16 @@ def _by_rows(
             return forward(*args, **kwargs)
         _check_arguments(hidden_BTH, kwargs)
         starts = range(0, num_rows, rows_per_micro_batch)
-        micro_batches = [
-            _MicroBatch(start, min(start + rows_per_micro_batch, num_rows), times)
-            for start, times in (rounds(starts) if are_alike else ((start, 1) for start in starts))
-        ]
+        micro_batches = [slice(start, min(start + rows_per_micro_batch, num_rows)) for start in starts]
         gradients: dict[int, _GradientOfAllRows] = {}
         output = None
-        for rows in micro_batches:
-            stand_for(rows.times)
-            cut = functools.partial(
-                _cut, rows=rows, of=num_rows, among=len(micro_batches), gradients=gradients
-            )
+        for rows in rounds(micro_batches) if are_alike else micro_batches:
+            cut = functools.partial(_cut, rows=rows, of=num_rows, gradients=gradients)
             part = forward(*map(cut, args), **{key: cut(value) for key, value in kwargs.items()})
             output = _with_rows_written(output, part, rows, num_rows)
         return output
 
     return by_rows
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    """Rows of a batch, and how many micro-batches like this one they stand for in a trace."""
-
-    start: int
-    stop: int
-    times: int
 
 
 def _check_arguments(hidden_BTH: Tensor, kwargs: dict[str, Any]) -> None:
@@ -177,16 +161,17 @@ def _check_arguments(hidden_BTH: Tensor, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _cut(value: Any, rows: _MicroBatch, of: int, among: int, gradients: dict[int, _GradientOfAllRows]) -> Any:
+def _cut(value: Any, rows: slice, of: int, gradients: dict[int, _GradientOfAllRows]) -> Any:
     """A micro-batch's part of an argument: tensors with a row for each of the batch's are cut, others are shared."""
     if isinstance(value, Tensor):
         if value.ndim < 2 or len(value) != of:
             return value
         if not value.requires_grad:
-            return value[rows.start : rows.stop]
-        gradient = gradients.setdefault(id(value), _GradientOfAllRows(among))
+            return value[rows]
+        gradient = gradients.setdefault(id(value), _GradientOfAllRows())
+        gradient.num_parts += 1
         return _Rows.apply(value, rows, gradient)
-    cut = functools.partial(_cut, rows=rows, of=of, among=among, gradients=gradients)
+    cut = functools.partial(_cut, rows=rows, of=of, gradients=gradients)
     if isinstance(value, dict):
         return {key: cut(item) for key, item in value.items()}
     if type(value) in (tuple, list):
@@ -194,7 +179,7 @@ def _cut(value: Any, rows: _MicroBatch, of: int, among: int, gradients: dict[int
     return value
 
 
-def _with_rows_written(output: Any, part: Any, rows: _MicroBatch, num_rows: int) -> Any:
+def _with_rows_written(output: Any, part: Any, rows: slice, num_rows: int) -> Any:
     """The output of all rows, to which that of a micro-batch is added; begun with the first."""
     if part is None:
         return None
@@ -216,22 +201,22 @@ def _with_rows_written(output: Any, part: Any, rows: _MicroBatch, num_rows: int)
 class _GradientOfAllRows:
     """The gradient of an argument, written by the micro-batches one after the other.
 
-    Args:
-        num_micro_batches: that it consists of.
+    Attributes:
+        num_parts: micro-batches that have taken their rows of the argument.
     """
 
-    def __init__(self, num_micro_batches: int) -> None:
-        self._num_micro_batches = num_micro_batches
+    def __init__(self) -> None:
+        self.num_parts = 0
         self._num_written = 0
         self._whole: Tensor | None = None
 
-    def write(self, part: Tensor, rows: _MicroBatch, num_rows: int) -> Tensor | None:
+    def write(self, part: Tensor, rows: slice, num_rows: int) -> Tensor | None:
         """Take a micro-batch's part; all of it once it is complete, and None before."""
         if self._whole is None:
             self._whole = part.new_empty((num_rows, *part.shape[1:]))
-        self._whole[rows.start : rows.stop] = part
+        self._whole[rows] = part
         self._num_written += 1
-        if self._num_written < self._num_micro_batches:
+        if self._num_written < self.num_parts:
             return None
         whole, self._whole, self._num_written = self._whole, None, 0
         return whole
@@ -241,9 +226,9 @@ class _Rows(torch.autograd.Function):
     """A micro-batch's rows of a tensor. Backward of a slice would make a gradient of all rows for each."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, rows: _MicroBatch, gradient: _GradientOfAllRows) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, rows: slice, gradient: _GradientOfAllRows) -> Tensor:
         ctx.rows, ctx.gradient, ctx.num_rows = rows, gradient, len(whole)
-        return whole[rows.start : rows.stop]
+        return whole[rows]
 
     @staticmethod
     @once_differentiable
@@ -255,15 +240,13 @@ class _RowsWritten(torch.autograd.Function):
     """A tensor with a micro-batch's rows written into it. Backward of an assignment would copy the whole each time."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, part: Tensor, rows: _MicroBatch) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, part: Tensor, rows: slice) -> Tensor:
         ctx.rows = rows
         ctx.mark_dirty(whole)
-        whole[rows.start : rows.stop] = part
+        whole[rows] = part
         return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows = ctx.rows
-        stand_for(rows.times)  # its micro-batch goes backward next
-        return d_whole, d_whole[rows.start : rows.stop], None
+        return d_whole, d_whole[ctx.rows], None

@@ -101,7 +101,7 @@ class VirtualMachine:
         stack.enter_context(beam_search_to_its_length())
         stack.enter_context(bitsandbytes_on_virtual_gpu())
         stack.enter_context(self.attribution)
-        stack.enter_context(abridged_for(self.recorder))
+        stack.enter_context(abridged_for(self.recorder.alike))
         stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))
         stack.enter_context(self.recorder)
 
@@ -153,6 +153,11 @@ class VirtualMachine:
         """Say what a tensor is for, where the machine cannot know, and to whose module it belongs."""
         owner = None if of is None else self.attribution.owner_of(of)
         self.recorder.mark(tensor, category, owner)
+
+    def take_host_memory(self, tensor: Tensor, category: Category) -> None:
+        """Say what a new tensor on the host is for, in memory that comes as it is asked for and stays."""
+        self.mark(tensor, category)
+        self.recorder.stays(tensor)
 
     def mark_state(self, optimizer: Optimizer) -> None:
         """Say that what an optimizer keeps of its parameters is its state."""

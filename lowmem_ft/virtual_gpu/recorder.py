@@ -28,6 +28,7 @@ from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
+from lowmem_ft.virtual_gpu.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
     answer_from_values,
     compute_values,
@@ -72,8 +73,7 @@ class Recorder(TorchDispatchMode):
         self.timeline = Timeline()
         self.work = WorkLog(self.timeline)
         self.stream = 0
-        self.times = 1
-        """How many rounds of a loop what is done now stands for (``lowmem_ft.repetition``)."""
+        self.alike = AlikeRounds()
         self.live_bytes = 0
         self.peak_bytes = 0
         self.largest_assumed: set[str] = set()
@@ -131,14 +131,14 @@ class Recorder(TorchDispatchMode):
         if self.timeline.allocations[index].place == "device":
             self.live_bytes -= self.timeline.allocations[index].size_bytes
 
-    def left_behind(self, tensor: Tensor) -> None:
-        """Count a tensor's memory once for each of ``times`` rounds, for as long as the tensor lives."""
-        storage = tensor.untyped_storage()
+    def stays(self, tensor: Tensor) -> None:
+        """Count a new tensor's memory once for each round that the present one stands for, as long as it lives."""
+        storage, times = tensor.untyped_storage(), self.alike.times
         index = self._index_of.get(storage._cdata)
-        if index is None or self.times == 1:
+        if index is None or times == 1:
             return
         one = self.timeline.allocations[index]
-        others = dataclasses.replace(one, size_bytes=one.size_bytes * (self.times - 1))
+        others = dataclasses.replace(one, size_bytes=one.size_bytes * (times - 1))
         key = -1 - index  # no storage's address
         self._index_of[key] = self.timeline.malloc(others)
         if others.place == "device":
@@ -175,6 +175,7 @@ class Recorder(TorchDispatchMode):
         if is_in_place_unwatched(func, args, kwargs):
             func = aten.add_.Tensor  # what would be called: the timeline and the work are those of a run
         self.attribution.operator_begins(func, args)
+        self.alike.operator_begins()
         result = self._run(called, args, kwargs)
         if called is not func:
             self._count_as(args[0], result)
@@ -195,7 +196,7 @@ class Recorder(TorchDispatchMode):
             position=self.work.position,
         )
         if work is not None:
-            work.times = self.times
+            work.times = self.alike.times
             self.work.add(work)
         for index in scratch:
             self.let_go(index)
@@ -340,8 +341,9 @@ class Recorder(TorchDispatchMode):
         size_copied = min(before.size_bytes, size)
         if size_copied and before.place == "device":
             name, num_bytes = "resize_", 2 * size_copied
+            times = self.alike.times
             self.work.add(
-                Work("kernel", self.work.position, self.stream, name, num_bytes=num_bytes, times=self.times)
+                Work("kernel", self.work.position, self.stream, name, num_bytes=num_bytes, times=times)
             )
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.repetition import in_rounds, left_behind
+from lowmem_ft.repetition import rounds
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
@@ -125,9 +125,9 @@ def test_gradients_and_optimizer_state_belong_to_their_parameters_module():
 def test_what_a_round_leaves_behind_counts_once_for_each_round_until_it_goes():
     with VirtualGPU("t4") as gpu:
         buffers, live_bytes = [], []
-        for _ in in_rounds(range(7)):
+        for _ in rounds(range(7)):
             buffers.append(torch.empty(10, pin_memory=True))
-            left_behind(buffers[-1])
+            gpu.take_host_memory(buffers[-1], "activation")
             live_bytes.append(list(gpu.recorder.timeline.live_bytes(("pinned",)))[-1])
         while buffers:
             buffers.pop()

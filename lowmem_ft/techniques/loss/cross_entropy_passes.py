@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowmem_ft.repetition import in_rounds
+from lowmem_ft.repetition import rounds
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 
@@ -181,7 +181,7 @@ class HeadLoss:
         chunks = [slice(start, start + size) for start in range(0, len(self._labels_N), size)]
         num_alike = 1 if d_weight is None else d_weight.pieces_added_together(size, self._compute_dtype)
         groups = [chunks[first : first + num_alike] for first in range(0, len(chunks), num_alike)]
-        return itertools.chain.from_iterable(in_rounds(groups))
+        return itertools.chain.from_iterable(rounds(groups))
 
     def _tile_rows(self) -> list[slice]:
         size, vocabulary = self._head.tile_rows, len(self._weight_VH)

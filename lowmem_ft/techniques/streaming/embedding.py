@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from lowmem_ft.errors import ModelError
 from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_copies import CopyEvent
-from lowmem_ft.repetition import rounds, stand_for
+from lowmem_ft.repetition import rounds
 from lowmem_ft.techniques.gradients.parts import rows_per_block
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.streaming.tensors import stand_in
 
-TakeGradient = Callable[[nn.Parameter, Tensor, int, int], None]
-"""Called with a parameter, the finished gradient of a part of it, the number of that part's first element, and how many
-parts like this one it stands for in a trace."""
+TakeGradient = Callable[[nn.Parameter, Tensor, int], None]
+"""Called with a parameter, the finished gradient of a part of it, and the number of that part's first element."""
 
 Written = Callable[[], CopyEvent]
 """The end of the last copy that brought an updated weight back to the host."""
@@ -110,8 +109,7 @@ class StreamedEmbedding(Handle):
         held_VH = self._held_gradient()
         padding = -1 if self._embedding.padding_idx is None else self._embedding.padding_idx
         rows_at_once = _rows_at_once(weight.shape[1])
-        for start, times in rounds(range(0, len(weight), rows_at_once)):
-            stand_for(times)
+        for start in rounds(range(0, len(weight), rows_at_once)):
             num_rows = min(rows_at_once, len(weight) - start)
             is_elsewhere_N = (ids_N < start) | (ids_N >= start + num_rows) | (ids_N == padding)
             local_N = torch.where(is_elsewhere_N, num_rows, ids_N - start)
@@ -123,7 +121,7 @@ class StreamedEmbedding(Handle):
                 d_weight_CH = d_weight_CH.to(weight.grad_dtype)  # autograd sums in it
             if held_VH is not None:
                 d_weight_CH += held_VH[start : start + num_rows].to(d_weight_CH.device)
-            self._take(weight, d_weight_CH, start * weight.shape[1], times)
+            self._take(weight, d_weight_CH, start * weight.shape[1])
 
 
 def _rows_at_once(num_columns: int) -> int:

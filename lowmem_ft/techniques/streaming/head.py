@@ -82,7 +82,7 @@ class StreamedHead(Handle):
             self._engine.to_host(d_weight_WH, self._held_VH[rows])
         else:
             assert self._take is not None, "train_with() goes before"
-            self._take(self.parameter, d_weight_WH, rows.start * d_weight_WH.shape[1], 1)
+            self._take(self.parameter, d_weight_WH, rows.start * d_weight_WH.shape[1])
 
     def _following(self, rows: slice) -> slice | None:
         """Tiles go up for the loss, then down for the gradients; the turn, at the last one, cannot be foreseen."""

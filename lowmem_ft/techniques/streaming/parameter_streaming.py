@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class SupportsStreamedUpdates(SupportsDeferredUpdates, Protocol):
     """Who updates streamed weights, such as ``optimizer_in_backward.InBackward``."""
 
-    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0, times: int = 1) -> None:
+    def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
         """Accept the finished gradient of a part of a parameter whose gradients autograd does not collect."""
         ...
 

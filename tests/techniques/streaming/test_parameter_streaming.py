@@ -63,7 +63,7 @@ class PlainUpdates:
         gradient, parameter.grad = parameter.grad, None
         self.take(parameter, gradient)
 
-    def take(self, parameter, gradient, start=0, times=1):
+    def take(self, parameter, gradient, start=0):
         whole = self.gradients.setdefault(self.names[parameter], torch.full((parameter.numel(),), torch.nan))
         whole[start : start + gradient.numel()] = gradient.flatten()
         self.waiting.setdefault(parameter, []).append((gradient.clone().flatten(), start))
@@ -275,7 +275,7 @@ def test_the_embedding_hands_its_gradient_over_in_chunks(monkeypatch):
     streaming = streamed(model)
     parts, take = [], streaming.updates.take
 
-    def watched(parameter, gradient, start=0, times=1):
+    def watched(parameter, gradient, start=0):
         parts.append((start, len(gradient)))
         take(parameter, gradient, start)
 
@@ -460,7 +460,7 @@ def test_too_little_host_memory_is_refused():
 class TracedUpdates(PlainUpdates):
     """On fake tensors, whose device cannot change: gradients are let go."""
 
-    def take(self, parameter, gradient, start=0, times=1):
+    def take(self, parameter, gradient, start=0):
         self.gradients[self.names[parameter]] = gradient.device.type
 
 
