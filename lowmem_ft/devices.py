@@ -36,6 +36,11 @@ def is_apart(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device.type != device.type
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory with values in it, as those on ``meta`` and torch's fake ones have not."""
+    return tensor.untyped_storage().device.type != "meta"
+
+
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device or of a virtual one, such as (8, 0)."""
     return torch.get_device_module(device).get_device_capability(device)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from lowmem_ft.devices import has_values
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def stand_in(module: nn.Module, weight: nn.Parameter) -> Callable[[], None]:
 
 def with_own_storage(view: Tensor) -> Tensor:
     """The same memory behind a storage that begins and ends with the view, so that nobody takes it for shared."""
-    if isinstance(view, FakeTensor) or not view.nbytes:
+    if not has_values(view) or not view.nbytes:
         return view  # there is no memory
     with _disable_current_modes():  # a storage tracker would take it for new memory
         return torch.from_numpy(view.view(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)
