@@ -30,7 +30,7 @@ def adding(number):
     return lambda hidden: lambda x: hidden(x) + number
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 @pytest.mark.parametrize("is_own", [False, True], ids=["of its class", "its own"])
 def test_wrappers_come_off_in_any_order(order, is_own):
     target = Doubling()
@@ -47,7 +47,7 @@ def test_wrappers_come_off_in_any_order(order, is_own):
     assert vars(target) == before
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_attributes_come_back_in_any_order(order):
     target = nn.Linear(2, 2)
     before = dict(vars(target))

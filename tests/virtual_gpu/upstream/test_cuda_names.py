@@ -85,6 +85,7 @@ def test_each_public_name_works_or_says_that_it_cannot(gpu):
 SUBMODULES = ["nvtx", "profiler", "comm", "nccl", "jiterator", "tunable", "graphs", "memory", "accelerator"]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # deprecated ones are public as well
 @pytest.mark.parametrize("name", SUBMODULES)
 def test_functions_of_submodules_work_or_say_that_they_cannot(name, gpu):
     module = torch.accelerator if name == "accelerator" else importlib.import_module(f"torch.cuda.{name}")
