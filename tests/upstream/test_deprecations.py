@@ -21,7 +21,9 @@ def warn_in(module: str, category: type[Warning]) -> None:
 
 
 @pytest.mark.parametrize("category", CATEGORIES)
-@pytest.mark.parametrize("module", ["lowmem_ft.training.step", "torch", "transformers.trainer", "tests.conftest"])
+@pytest.mark.parametrize(
+    "module", ["lowmem_ft.training.step", "torch", "transformers.trainer", "tests.conftest"]
+)
 def test_what_is_deprecated_fails(module, category):
     with pytest.raises(category):
         warn_in(module, category)

@@ -1,0 +1,187 @@
+"""No private name of another library is used that the manifest does not know, and it knows none that nobody uses."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft.upstream.manifest import NAMES
+from lowmem_ft.upstream.tested import TESTED
+
+ROOT = Path(__file__).parents[2]
+MANIFEST = ROOT / "lowmem_ft" / "upstream" / "manifest.py"
+SOURCES = [path for path in sorted((ROOT / "lowmem_ft").rglob("*.py")) if path != MANIFEST]
+KNOWN = {name.name for name in NAMES} | {name.owner.rpartition(".")[2] for name in NAMES}
+
+NOT_UPSTREAM = {
+    "_C": "a module; what is taken from it counts",
+    "_subclasses": "a package, the same",
+    "_replace": "documented, of named tuples",
+    "_getframe": "documented, of sys",
+    "_HANDLER": "of signal, for types only",
+    "_exit": "documented, of os",
+    "_attention": "in the names of attention operators",
+    "_dynamo": "a folder of torch's sources",
+    "_known_values": "ours, on fake tensors",
+    "_lowmem_ft_overrides": "ours, on modules",
+}
+"""Names with an underscore in front that are nobody else's secret, or not names."""
+
+_PRIVATE = re.compile(r"_[A-Za-z][A-Za-z0-9_]*")
+_DOTTED = re.compile(rf"({'|'.join(TESTED)})(\.[A-Za-z_]\w*)+")
+_ENDS = ("startswith", "endswith", "removeprefix", "removesuffix")
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def is_private(name: str) -> bool:
+    return _PRIVATE.fullmatch(name) is not None
+
+
+def defined_in(tree: ast.Module) -> Iterator[str]:
+    """What a file itself gives a name to: functions, classes, variables, attributes of its objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_ours(node.value):
+            yield node.attr
+
+
+def is_ours(value: ast.expr) -> bool:
+    """Whether an attribute is asked of ``self``, ``cls`` or ``super()``."""
+    if isinstance(value, ast.Call):
+        value = value.func
+    return isinstance(value, ast.Name) and value.id in ("self", "cls", "super")
+
+
+def names_in_strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The words of whole strings; not of docstrings, nor of what is only compared with the end of a name."""
+    of_another: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            of_another.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            of_another.update(node.values)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ENDS:
+            of_another.update(node.args)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in of_another:
+            yield from ((word, node.lineno) for word in node.value.split())
+
+
+def used_in(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+    """Each private name that a file takes from elsewhere, its line, and whether it is asked of an object of ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr, node.lineno, is_ours(node.value)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((name, node.lineno, False) for name in imported_by(node))
+    for word, line in names_in_strings(tree):
+        if re.fullmatch(r"\w[\w.]*", word):
+            yield from ((part, line, False) for part in word.split(".") if is_private(part))
+
+
+def imported_by(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """The private parts of what is imported; behind a private module, everything."""
+    module = "" if isinstance(node, ast.Import) else node.module or ""
+    if module.startswith(("lowmem_ft", "__future__")):
+        return
+    yield from filter(is_private, module.split("."))
+    for alias in node.names:
+        if any(map(is_private, module.split("."))):
+            yield alias.name
+        else:
+            yield from filter(is_private, alias.name.split("."))
+
+
+def unknown_names(tree: ast.Module, defined_elsewhere: set[str]) -> Iterator[str]:
+    own = set(defined_in(tree))
+    for name, line, is_of_ours in used_in(tree):
+        known = own | defined_elsewhere if is_of_ours else own
+        if name not in KNOWN | NOT_UPSTREAM.keys() | known:
+            yield f"{line}: {name}"
+
+
+@functools.cache
+def defined_anywhere() -> set[str]:
+    return {name for path in SOURCES for name in defined_in(tree_of(path))}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "lowmem_ft")))
+def test_the_manifest_knows_what_a_file_takes_from_upstream(path):
+    unknown = sorted(set(unknown_names(tree_of(path), defined_anywhere())))
+    assert not unknown, "write it into lowmem_ft/upstream/manifest.py, or leave it alone"
+
+
+@pytest.mark.parametrize(
+    "line, name",
+    [
+        ("torch._C._new_name()", "_new_name"),
+        ("from torch._new_module import thing", "_new_module"),
+        ("from torch._C import new_name", "new_name"),
+        ("import torch._new_module", "_new_module"),
+        ("from transformers.utils import _new_name", "_new_name"),
+        ("getattr(model, '_new_name', None)", "_new_name"),
+        ("replace(undo, torch.cuda, '_new_name', None)", "_new_name"),
+        ("vars(model).pop('_new_name')", "_new_name"),
+        ("model._new_name = 1", "_new_name"),
+        ("NAMES = {'why': 'public _new_name'}", "_new_name"),
+        ("MODULE = 'torch.utils._new_module'", "_new_module"),
+        ("class Ours(Theirs):\n    def f(self): return self._new_name", "_new_name"),
+    ],
+)
+def test_a_new_one_is_found(line, name):
+    found = [problem.partition(": ")[2] for problem in unknown_names(ast.parse(line), set())]
+    assert name in found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self._mine = 1\nother._mine",
+        "def _mine(): pass\nmodule._mine",
+        "torch._C._current_graph_task_id()",
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "'''Of ``_somebody``.'''",
+        "tensor.__dict__",
+    ],
+)
+def test_what_is_ours_or_known_is_not(line):
+    assert not list(unknown_names(ast.parse(line), set()))
+
+
+@functools.cache
+def words_used() -> set[str]:
+    texts = (re.sub(r"#.*", "", path.read_text()) for path in SOURCES)
+    return {word for text in texts for word in re.findall(r"\w+", text)}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if not name.name.endswith("_split_k")], ids=lambda n: n.path
+)
+def test_the_manifest_names_nothing_that_nobody_uses(name):
+    assert name.name in words_used(), "take it out of lowmem_ft/upstream/manifest.py"
+
+
+def dotted_strings() -> set[str]:
+    words = (word for path in SOURCES for word, _ in names_in_strings(tree_of(path)))
+    return {word for word in words if _DOTTED.fullmatch(word)}
+
+
+@pytest.mark.parametrize("dotted", sorted(dotted_strings()))
+def test_what_a_string_names_is_there(dotted):
+    """Modules are looked up in ``sys.modules`` by name, and one that has moved would be taken for one not imported."""
+    if importlib.util.find_spec(dotted.partition(".")[0]) is None:
+        pytest.skip("not installed")
+    pkgutil.resolve_name(dotted)
