@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
     from lowmem_ft.optimizers.config import OptimizerConfig
     from lowmem_ft.optimizers.create import create_optimizer, may_lose_updates, parameter_groups
-    from lowmem_ft.optimizers.pieces import Piece
     from lowmem_ft.optimizers.state import OptimizerState, export_optimizer_state, import_optimizer_state
     from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
     from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer
@@ -22,7 +21,6 @@ __all__ = [
     "DeviceStorage",
     "OptimizerConfig",
     "OptimizerState",
-    "Piece",
     "StateStorage",
     "check_optimizer",
     "create_optimizer",
@@ -40,7 +38,6 @@ __getattr__ = lazy_exports(
         "DeviceStorage": "state_storage",
         "OptimizerConfig": "config",
         "OptimizerState": "state",
-        "Piece": "pieces",
         "StateStorage": "state_storage",
         "check_optimizer": "table",
         "create_optimizer": "create",

@@ -1,6 +1,6 @@
 """The optimizer: one update in float32, run chunk by chunk over weights and state in whatever format they are kept.
 
-A step never holds more than a few chunks in float32, however large a parameter is, and a part of a parameter can be
+A step never holds more than a few chunks in float32, however large a parameter is, and a slice of a parameter can be
 updated as soon as its gradient is finished.
 """
 
@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.devices import is_apart, kernels_of
+from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.memory.host_copies import CopyEvent
 from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
 from lowmem_ft.optimizers.counter_random import CounterRandom
 from lowmem_ft.optimizers.master_formats import MasterFormat, master_format
 from lowmem_ft.optimizers.operators import BLOCK
-from lowmem_ft.optimizers.pieces import Job, Part, Piece
+from lowmem_ft.optimizers.slice_update import ChunkUpdate, SliceUpdate
 from lowmem_ft.optimizers.state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
@@ -101,35 +102,38 @@ class ChunkedOptimizer(Optimizer):
                 loss = closure()
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self.update(
-            [Piece(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+            GradientSlice(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None
         )
         return loss
 
     @torch.no_grad()
     def update(
         self,
-        pieces: Iterable[Piece],
+        slices: Iterable[GradientSlice],
         *,
         scale: Tensor | None = None,
         hyperparameters: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Update the given parts of parameters now.
+        """Update the given slices of parameters now.
 
-        A parameter's step number goes up with the piece that holds its last element.
+        A parameter's step number goes up with the slice that holds its last element.
 
         Args:
-            pieces: with finished gradients; an iterator is asked for the next one as late as copies allow, so that its
+            slices: with finished gradients; an iterator is asked for the next one as late as copies allow, so that its
                 gradients need not exist together.
             scale: factor on the gradients; 0-d, float32, on their device.
             hyperparameters: by group index, in place of the group's present ones: an update that was put off takes
                 those of its own step.
         """
-        for device, together in itertools.groupby(pieces, key=lambda piece: piece.gradient.device):
-            jobs: Iterable[Job] = (self._job(piece, scale, hyperparameters or {}) for piece in together)
+        for device, together in itertools.groupby(slices, key=lambda finished: finished.gradient.device):
+            updates: Iterable[SliceUpdate] = (
+                self._slice_update(finished, scale, hyperparameters or {}) for finished in together
+            )
             if isinstance(self.rule, WholeParameterRule):
-                jobs = list(jobs)  # each is measured first, with visits of its own
-            for part in rounds(self._visits((part for job in jobs for part in self._parts(job)), device)):
-                self._update_part(part)
+                updates = list(updates)  # each is measured first, with visits of its own
+            chunks = (chunk for update in updates for chunk in self._chunks_of(update))
+            for chunk in rounds(self._visits(chunks, device)):
+                self._update_chunk(chunk)
 
     @torch.no_grad()
     def allocate_state(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -211,9 +215,9 @@ class ChunkedOptimizer(Optimizer):
                 take_state(self, parameter, saved)
 
     def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
-        """Have ``hook(parameter, start, weight, gradient, hyperparameters)`` called before each piece's update.
+        """Have ``hook(parameter, start, weight, gradient, hyperparameters)`` called before each slice's update.
 
-        Weight and gradient are flat and of that piece alone. What the hook returns is called after the update.
+        Weight and gradient are flat and of that slice alone. What the hook returns is called after the update.
         """
         handle = RemovableHandle(self._update_hooks)
         self._update_hooks[handle.id] = hook
@@ -224,8 +228,8 @@ class ChunkedOptimizer(Optimizer):
         return self.home.written(parameter)
 
     @property
-    def piece_unit(self) -> int | None:
-        """Pieces begin and end at multiples of this, or with their parameter; None: a piece is a whole parameter."""
+    def slice_unit(self) -> int | None:
+        """Slices begin and end at multiples of this, or with their parameter; None: a slice is a whole parameter."""
         if isinstance(self.rule, WholeParameterRule):
             return None
         return BLOCK if self.state_format == "8bit" else 1
@@ -258,119 +262,124 @@ class ChunkedOptimizer(Optimizer):
         by_device = CPU_CHUNK_ELEMENTS if kernels_of(device) == "cpu" else GPU_CHUNK_ELEMENTS
         return self.chunk_elements or by_device
 
-    def _job(
-        self, piece: Piece, scale: Tensor | None, hyperparameters: Mapping[int, Mapping[str, Any]]
-    ) -> Job:
-        parameter = piece.parameter
+    def _slice_update(
+        self, finished: GradientSlice, scale: Tensor | None, hyperparameters: Mapping[int, Mapping[str, Any]]
+    ) -> SliceUpdate:
+        parameter = finished.parameter
         if parameter not in self.state:
             self.allocate_state([parameter])
-        self._check(piece)
+        self._check(finished)
         group_index, _ = self._places[parameter]
-        job = Job(
+        update = SliceUpdate(
             parameter=parameter,
             weight=flat_weight(parameter),
-            gradient=piece.gradient.reshape(-1),
-            start=piece.start,
+            gradient=finished.gradient.reshape(-1),
+            start=finished.start,
             scale=scale,
             number=self.state[parameter]["step"] + 1,
             hyperparameters=hyperparameters.get(group_index, self.param_groups[group_index]),
         )
         if isinstance(self.rule, WholeParameterRule):
-            job.step = self._measured_step(job, self.rule)
+            update.step = self._measured_step(update, self.rule)
         else:
-            job.step = self.rule.step(job.number, job.hyperparameters)
-        return job
+            update.step = self.rule.step(update.number, update.hyperparameters)
+        return update
 
-    def _check(self, piece: Piece) -> None:
-        num_elements, stop = piece.parameter.numel(), piece.start + piece.gradient.numel()
-        unit = self.piece_unit or num_elements
-        if stop > num_elements or piece.start % unit or (stop % unit and stop != num_elements):
+    def _check(self, finished: GradientSlice) -> None:
+        num_elements, stop = finished.parameter.numel(), finished.start + finished.gradient.numel()
+        unit = self.slice_unit or num_elements
+        if stop > num_elements or finished.start % unit or (stop % unit and stop != num_elements):
             raise ValueError(
-                f"Pieces of this parameter begin at multiples of {unit} and end at one or at {num_elements}, "
-                f"got {piece.start} to {stop}."
+                f"Slices of this parameter begin at multiples of {unit} and end at one or at {num_elements}, "
+                f"got {finished.start} to {stop}."
             )
 
-    def _measured_step(self, job: Job, rule: WholeParameterRule) -> Step:
-        shape, state = job.parameter.shape, self.state[job.parameter]
+    def _measured_step(self, update: SliceUpdate, rule: WholeParameterRule) -> Step:
+        shape, state = update.parameter.shape, self.state[update.parameter]
 
         def read_chunks() -> Iterator[Chunk]:
-            parts = self._parts(job)
-            for part in self._visits(parts, job.gradient.device, with_weights=False):
-                yield self._chunk(part)
+            chunks = self._chunks_of(update)
+            for chunk in self._visits(chunks, update.gradient.device, with_weights=False):
+                yield self._values(chunk)
 
         statistics = {name: state[name] for name in rule.statistics(shape)}
-        return rule.measured_step(shape, read_chunks, statistics, job.number, job.hyperparameters)
+        return rule.measured_step(shape, read_chunks, statistics, update.number, update.hyperparameters)
 
-    def _parts(self, job: Job) -> list[Part]:
-        """The job's chunks; of alike ones a trace needs a few."""
-        shape = job.parameter.shape
+    def _chunks_of(self, update: SliceUpdate) -> list[ChunkUpdate]:
+        """The slice's chunks; of alike ones a trace needs a few."""
+        shape = update.parameter.shape
         row = self.rule.row_length(shape) if isinstance(self.rule, WholeParameterRule) else 1
-        chunks = spans(job.start, job.stop, self.chunk_size(job.gradient.device), row)
-        return list(rounds([Part(job, start, stop) for start, stop in chunks]))
+        chunks = spans(update.start, update.stop, self.chunk_size(update.gradient.device), row)
+        return list(rounds([ChunkUpdate(update, start, stop) for start, stop in chunks]))
 
     def _visits(
-        self, parts: Iterable[Part], device: torch.device, *, with_weights: bool = True
-    ) -> Iterator[Part]:
-        """Each part while what is kept of it is on the device; the home may read ahead."""
-        read: deque[Part] = deque()  # not itertools.tee, which holds on to 57 parts and their gradients
+        self, chunks: Iterable[ChunkUpdate], device: torch.device, *, with_weights: bool = True
+    ) -> Iterator[ChunkUpdate]:
+        """Each chunk while what is kept of it is on the device; the home may read ahead."""
+        # Not itertools.tee, which holds on to 57 chunks and their gradients.
+        read: deque[ChunkUpdate] = deque()
 
         def kept() -> Iterator[dict[str, Tensor]]:
-            for part in parts:
-                read.append(part)
-                yield self._kept(part, with_weights=with_weights)
+            for chunk in chunks:
+                read.append(chunk)
+                yield self._kept(chunk, with_weights=with_weights)
 
         for here in self.home.visit(kept(), device):
-            part = read.popleft()
-            part.here = here
-            yield part
-            part.here = {}
+            chunk = read.popleft()
+            chunk.here = here
+            yield chunk
+            chunk.here = {}
 
-    def _kept(self, part: Part, *, with_weights: bool) -> dict[str, Tensor]:
-        """Views of what is kept of a part, where it waits."""
-        job, elements, kept = part.job, slice(part.start, part.stop), {}
-        state = self.state[job.parameter]
-        for name, form in self.averages_of(job.parameter).items():
-            kept |= form.part(state, name, part.start, part.stop)
+    def _kept(self, chunk: ChunkUpdate, *, with_weights: bool) -> dict[str, Tensor]:
+        """Views of what is kept of a chunk, where it waits."""
+        update, elements, kept = chunk.update, slice(chunk.start, chunk.stop), {}
+        state = self.state[update.parameter]
+        for name, form in self.averages_of(update.parameter).items():
+            kept |= form.chunk(state, name, chunk.start, chunk.stop)
         if with_weights:
-            kept |= {name: state[name][elements] for name in self.master_of(job.parameter).tensors}
-        if with_weights and is_apart(job.weight, job.gradient.device):
-            kept["weight"] = job.weight[elements]
+            kept |= {name: state[name][elements] for name in self.master_of(update.parameter).tensors}
+        if with_weights and is_apart(update.weight, update.gradient.device):
+            kept["weight"] = update.weight[elements]
         return kept
 
-    def _chunk(self, part: Part) -> Chunk:
-        num_elements = part.stop - part.start
-        averages = self.averages_of(part.job.parameter)
+    def _values(self, chunk: ChunkUpdate) -> Chunk:
+        num_elements = chunk.stop - chunk.start
+        averages = self.averages_of(chunk.update.parameter)
         return Chunk(
-            gradient=part.gradient(),
-            averages={name: form.read(part.here, name, num_elements) for name, form in averages.items()},
-            start=part.start,
+            gradient=chunk.gradient(),
+            averages={name: form.read(chunk.here, name, num_elements) for name, form in averages.items()},
+            start=chunk.start,
         )
 
-    def _update_part(self, part: Part) -> None:
-        job, parameter, here = part.job, part.job.parameter, part.here
-        weight = here.get("weight", job.weight[part.start : part.stop])
-        if part.start == job.start:
-            job.after = self._call_hooks(job)
+    def _update_chunk(self, chunk: ChunkUpdate) -> None:
+        update, here = chunk.update, chunk.here
+        parameter = update.parameter
+        weight = here.get("weight", update.weight[chunk.start : chunk.stop])
+        if chunk.start == update.start:
+            update.after = self._call_hooks(update)
         master = self.master_of(parameter)
         value = master.read(weight, here)
-        chunk = self._chunk(part)
-        job.step(value, chunk)
-        random = self.random_of(parameter, job.number, part.start)
+        values = self._values(chunk)
+        update.step(value, values)
+        random = self.random_of(parameter, update.number, chunk.start)
         for stream, (name, form) in enumerate(self.averages_of(parameter).items(), start=1):
-            form.write(chunk.averages[name], here, name, random, stream)
+            form.write(values.averages[name], here, name, random, stream)
         master.write(value, weight, here, random)
-        if part.stop == job.stop:
-            self._after(job)
+        if chunk.stop == update.stop:
+            self._after(update)
 
-    def _call_hooks(self, job: Job) -> list[Callable[[], None]]:
-        weight = job.weight[job.start : job.stop]
+    def _call_hooks(self, update: SliceUpdate) -> list[Callable[[], None]]:
+        weight = update.weight[update.start : update.stop]
         hooks = self._update_hooks.values()
-        afters = [hook(job.parameter, job.start, weight, job.gradient, job.hyperparameters) for hook in hooks]
+        afters = [
+            hook(update.parameter, update.start, weight, update.gradient, update.hyperparameters)
+            for hook in hooks
+        ]
         return [after for after in afters if after is not None]
 
-    def _after(self, job: Job) -> None:
-        write_back(job.weight, job.parameter)
-        if job.stop == job.parameter.numel():
-            self.state[job.parameter]["step"] = job.number
-        for after in job.after:
+    def _after(self, update: SliceUpdate) -> None:
+        write_back(update.weight, update.parameter)
+        if update.stop == update.parameter.numel():
+            self.state[update.parameter]["step"] = update.number
+        for after in update.after:
             after()

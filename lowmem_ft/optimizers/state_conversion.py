@@ -81,11 +81,11 @@ def _take_averages(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: 
                 own[key].copy_(saved.values[key])
             continue
         for start, stop in spans(0, num_elements, _CHUNK_ELEMENTS):
-            part = saved_as.part(saved.values, name, start, stop)
-            here = {key: tensor.to(own[name].device) for key, tensor in part.items()}
+            chunk = saved_as.chunk(saved.values, name, start, stop)
+            here = {key: tensor.to(own[name].device) for key, tensor in chunk.items()}
             value = saved_as.read(here, name, stop - start)
             random = optimizer.random_of(parameter, own["step"], start)
-            form.write(value, form.part(own, name, start, stop), name, random, stream)
+            form.write(value, form.chunk(own, name, start, stop), name, random, stream)
 
 
 def _take_weight(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: SavedState) -> None:

@@ -32,8 +32,8 @@ class StateFormat(Protocol):
         """Length and type of each tensor that keeps the average ``name``."""
         ...
 
-    def part(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
-        """Views of what keeps the elements from ``start`` to before ``stop``."""
+    def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
+        """Views of what keeps a chunk: the elements from ``start`` to before ``stop``."""
         ...
 
     def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
@@ -57,7 +57,7 @@ class Float32State:
         """One of float32."""
         return {name: (num_elements, torch.float32)}
 
-    def part(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
+    def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
         """One view."""
         return {name: kept[name][start:stop]}
 
@@ -87,7 +87,7 @@ class BFloat16State:
         """One of bfloat16."""
         return {name: (num_elements, torch.bfloat16)}
 
-    def part(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
+    def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
         """One view."""
         return {name: kept[name][start:stop]}
 
@@ -135,7 +135,7 @@ class BlockwiseState:
             f"{name}_scale": (-(-num_elements // BLOCK), torch.float32),
         }
 
-    def part(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
+    def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
         """Codes, and the scales of their blocks; ``start`` begins a block."""
         scale = f"{name}_scale"
         return {name: kept[name][start:stop], scale: kept[scale][start // BLOCK : -(-stop // BLOCK)]}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a parameter in float32.
+    """A chunk of a parameter in float32.
 
     Args:
         gradient: flat; left as it is.

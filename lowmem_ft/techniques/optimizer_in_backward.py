@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.errors import UserError
+from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.repetition import rounds
@@ -35,24 +36,24 @@ _ALIGNMENT = 256
 """Bytes at whose multiples each place begins, as the vector loads of kernels want it."""
 
 
-class SupportsPieceUpdates(Protocol):
-    """An optimizer that can update a part of a parameter by itself; see ``optimizers.ChunkedOptimizer``."""
+class SupportsSliceUpdates(Protocol):
+    """An optimizer that can update a slice of a parameter by itself; see ``optimizers.ChunkedOptimizer``."""
 
     param_groups: list[dict[str, Any]]
 
     @property
-    def piece_unit(self) -> int | None:
-        """Pieces begin and end at multiples of this, or with their parameter; None: a piece is a whole parameter."""
+    def slice_unit(self) -> int | None:
+        """Slices begin and end at multiples of this, or with their parameter; None: a slice is a whole parameter."""
         ...
 
     def update(
         self,
-        pieces: Iterable[Any],
+        slices: Iterable[GradientSlice],
         *,
         scale: Tensor | None = None,
         hyperparameters: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Update parts of parameters now."""
+        """Update slices of parameters now."""
         ...
 
     def written(self, parameter: nn.Parameter) -> CopyEvent:
@@ -66,21 +67,6 @@ class SupportsPieceUpdates(Protocol):
     def register_step_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Have a hook called before each step."""
         ...
-
-
-@dataclass(frozen=True)
-class FinishedGradient:
-    """The gradient of a part of a parameter.
-
-    Args:
-        parameter: which.
-        gradient: flat, or of the part's shape.
-        start: the part's first element in the flattened parameter.
-    """
-
-    parameter: nn.Parameter
-    gradient: Tensor
-    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +91,7 @@ class InBackward(Technique):
 
     def __init__(
         self,
-        optimizer: SupportsPieceUpdates,
+        optimizer: SupportsSliceUpdates,
         *,
         device: torch.device,
         max_grad_norm: float | None,
@@ -129,13 +115,13 @@ class InBackward(Technique):
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
-        """Use a finished gradient: once a step for each part of a parameter.
+        """Use a finished gradient: once a step for each slice of a parameter.
 
         Args:
             parameter: one of the optimizer's.
-            gradient: on the device; of that part's shape or flat. It is given away, and may be overwritten.
-            start: the part's first element in the flattened parameter; see ``piece_unit`` of the optimizer. Parts are
-                of one size, but for the last.
+            gradient: on the device; of that slice's shape or flat. It is given away, and may be overwritten.
+            start: the slice's first element in the flattened parameter; see ``slice_unit`` of the optimizer. Slices
+                are of one size, but for the last.
         """
         if (parameter, start) in self._taken:
             raise UserError(
@@ -152,10 +138,10 @@ class InBackward(Technique):
             # What is not finite must not reach a weight, and nobody waits for the device to say so. From the first such
             # gradient on all are zero.
             gradient.masked_fill_(~torch.isfinite(self._sum_of_squares), 0)
-            self._optimizer.update([FinishedGradient(parameter, gradient, start)])
+            self._optimizer.update([GradientSlice(parameter, gradient, start)])
         else:
             assert parameter not in self._pending, "apply() goes before the next gradient"
-            self._kept.add(FinishedGradient(parameter, gradient, start))
+            self._kept.add(GradientSlice(parameter, gradient, start))
 
     def clip_grad_norm(self, unscale: Unscale) -> Tensor:
         """End the first phase: the norm of all gradients, and with it the factor they will be applied with.
@@ -238,12 +224,12 @@ class InBackward(Technique):
         hyperparameters: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         for parameter in parameters:
-            pieces = self._kept.take_out(parameter)
-            self._optimizer.update(pieces, scale=scale, hyperparameters=hyperparameters)
+            slices = self._kept.take_out(parameter)
+            self._optimizer.update(slices, scale=scale, hyperparameters=hyperparameters)
 
 
 def enable_optimizer_in_backward(
-    optimizer: SupportsPieceUpdates,
+    optimizer: SupportsSliceUpdates,
     *,
     device: torch.device,
     max_grad_norm: float | None,
@@ -314,9 +300,9 @@ class KeptGradients:
     """
 
     device: torch.device
-    optimizer: SupportsPieceUpdates
+    optimizer: SupportsSliceUpdates
     memory: HostMemory | None
-    _pieces: dict[nn.Parameter, list[FinishedGradient]] = field(default_factory=dict)
+    _slices: dict[nn.Parameter, list[GradientSlice]] = field(default_factory=dict)
     _places: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -324,14 +310,14 @@ class KeptGradients:
         if self.memory is not None:
             self._places = _places(_parameters(self.optimizer), self.memory)
 
-    def add(self, piece: FinishedGradient) -> None:
+    def add(self, finished: GradientSlice) -> None:
         """Put a gradient away."""
-        parameter, gradient = piece.parameter, piece.gradient.view(-1).to(piece.parameter.dtype)
+        parameter, gradient = finished.parameter, finished.gradient.view(-1).to(finished.parameter.dtype)
         if self.memory is not None:
-            place = self._places[parameter][piece.start : piece.start + len(gradient)]
+            place = self._places[parameter][finished.start : finished.start + len(gradient)]
             self._engine.to_host(gradient, place)
             gradient = place
-        self._pieces.setdefault(parameter, []).append(FinishedGradient(parameter, gradient, piece.start))
+        self._slices.setdefault(parameter, []).append(GradientSlice(parameter, gradient, finished.start))
 
     def end_backward(self) -> None:
         """Let go of gradients that were still on their way to the host, for which all that is computed now waits."""
@@ -339,30 +325,30 @@ class KeptGradients:
 
     def parameters(self) -> list[nn.Parameter]:
         """Those whose gradients are here, in the order they came."""
-        return list(self._pieces)
+        return list(self._slices)
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._pieces.clear()
+        self._slices.clear()
 
-    def take_out(self, parameter: nn.Parameter) -> Iterator[FinishedGradient]:
-        """A parameter's gradient on the device, in its order; from the host part by part, as it is asked for."""
-        pieces = self._pieces.pop(parameter)
+    def take_out(self, parameter: nn.Parameter) -> Iterator[GradientSlice]:
+        """A parameter's gradient on the device, in its order; from the host chunk by chunk, as it is asked for."""
+        slices = self._slices.pop(parameter)
         if self.memory is None:
-            yield from sorted(pieces, key=lambda piece: piece.start)
+            yield from sorted(slices, key=lambda finished: finished.start)
             return
-        size = max(len(piece.gradient) for piece in pieces)
+        size = max(len(finished.gradient) for finished in slices)
         for start in rounds(range(0, parameter.numel(), size)):
             yield from self._arriving(parameter, start, min(start + size, parameter.numel()))
 
-    def _arriving(self, parameter: nn.Parameter, start: int, stop: int) -> Iterator[FinishedGradient]:
-        size = _ELEMENTS_AT_ONCE if self.optimizer.piece_unit is not None else stop - start
+    def _arriving(self, parameter: nn.Parameter, start: int, stop: int) -> Iterator[GradientSlice]:
+        size = _ELEMENTS_AT_ONCE if self.optimizer.slice_unit is not None else stop - start
         for first in rounds(range(start, stop, size)):
             waiting = self._places[parameter][first : min(first + size, stop)]
             here = parameter.new_empty(len(waiting), device=self.device)
             # Computing comes after the copy that brought the gradient here: see end_backward().
             self._engine.wait(self._engine.to_device(waiting, here))
-            yield FinishedGradient(parameter, here, first)
+            yield GradientSlice(parameter, here, first)
 
 
 def _places(parameters: Sequence[nn.Parameter], memory: HostMemory) -> dict[nn.Parameter, Tensor]:
@@ -386,11 +372,11 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _parameters(optimizer: SupportsPieceUpdates) -> list[nn.Parameter]:
+def _parameters(optimizer: SupportsSliceUpdates) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _hyperparameters(optimizer: SupportsPieceUpdates) -> dict[int, dict[str, Any]]:
+def _hyperparameters(optimizer: SupportsSliceUpdates) -> dict[int, dict[str, Any]]:
     """Those of each group as they are now; a schedule will change them."""
     return {
         index: {name: value for name, value in group.items() if name != "params"}

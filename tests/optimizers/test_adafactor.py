@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor as TransformersAdafactor
 
+from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers.adafactor import Adafactor
-from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer, Piece
+from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 
 SHAPES = [(100, 37), (7,), (513,), (4, 10, 30), (1, 300), (300, 1)]
 """Matrices, vectors, and a stack of matrices as mixtures of experts have them."""
@@ -53,6 +54,6 @@ def test_a_matrix_keeps_a_row_and_a_column_and_nothing_is_made_as_large_as_it():
 def test_a_part_of_a_parameter_cannot_be_updated_by_itself():
     parameter = nn.Parameter(torch.randn(20, 30))
     optimizer = ChunkedOptimizer([parameter], Adafactor(), {"lr": 1e-2, "weight_decay": 0.0})
-    assert optimizer.piece_unit is None
+    assert optimizer.slice_unit is None
     with pytest.raises(ValueError, match=r"multiples of 600 .* got 0 to 300"):
-        optimizer.update([Piece(parameter, torch.randn(10, 30))])
+        optimizer.update([GradientSlice(parameter, torch.randn(10, 30))])

@@ -1,4 +1,4 @@
-"""Chunks, pieces and homes change no bit; temporaries stay a few chunks large."""
+"""Chunks, slices and homes change no bit; temporaries stay a few chunks large."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.memory.storage_tracker import StorageTracker
-from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, Piece
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.config import HYPERPARAMETERS, OWN_OPTIMIZERS
 
 MASTERS = ("fp32", "split16", "split24", "stochastic_rounding", "none")
@@ -64,34 +65,36 @@ def test_the_size_of_chunks_changes_no_bit(name, state, master):
 
 
 @pytest.mark.parametrize("state,master", itertools.product(STATES, MASTERS))
-def test_updating_piece_by_piece_is_a_step(state, master):
-    stepped, pieced = build(state=state, master=master), build(state=state, master=master)
+def test_updating_slice_by_slice_is_a_step(state, master):
+    stepped, sliced = build(state=state, master=master), build(state=state, master=master)
     take_steps(stepped)
-    unit = pieced.piece_unit
+    unit = sliced.slice_unit
     for step in range(4):
-        for parameter, gradient in zip(parameters_of(pieced), gradients(pieced, step), strict=True):
+        for parameter, gradient in zip(parameters_of(sliced), gradients(sliced, step), strict=True):
             flat = gradient.view(-1)
             middle = flat.numel() // 2 // unit * unit
             for start, stop in ((0, middle), (middle, flat.numel())):
-                pieced.update([Piece(parameter, flat[start:stop].clone(), start)] if stop > start else [])
-    assert_equal(pieced, stepped)
+                sliced.update(
+                    [GradientSlice(parameter, flat[start:stop].clone(), start)] if stop > start else []
+                )
+    assert_equal(sliced, stepped)
 
 
 def test_the_step_number_goes_up_with_the_last_element():
     optimizer = build()
     parameter = parameters_of(optimizer)[0]
-    optimizer.update([Piece(parameter, torch.ones(1000))])
+    optimizer.update([GradientSlice(parameter, torch.ones(1000))])
     assert optimizer.state[parameter]["step"] == 0
-    optimizer.update([Piece(parameter, torch.ones(1000), start=1000)])
+    optimizer.update([GradientSlice(parameter, torch.ones(1000), start=1000)])
     assert optimizer.state[parameter]["step"] == 1
 
 
 @pytest.mark.parametrize("start,num_elements", [(100, 256), (0, 300), (1024, 1000)])
-def test_8_bit_pieces_are_whole_blocks(start, num_elements):
+def test_8_bit_slices_are_whole_blocks(start, num_elements):
     optimizer = build(state="8bit")
     parameter = parameters_of(optimizer)[0]
     with pytest.raises(ValueError, match="multiples of 256"):
-        optimizer.update([Piece(parameter, torch.ones(num_elements), start)])
+        optimizer.update([GradientSlice(parameter, torch.ones(num_elements), start)])
 
 
 @pytest.mark.parametrize("name", OWN_OPTIMIZERS)
@@ -100,11 +103,17 @@ def test_scale_multiplies_the_gradients_in_float32(name):
     for step in range(3):
         factor = torch.tensor(0.37 / (step + 1))
         scaled.update(
-            [Piece(p, g) for p, g in zip(parameters_of(scaled), gradients(scaled, step), strict=True)],
+            [
+                GradientSlice(p, g)
+                for p, g in zip(parameters_of(scaled), gradients(scaled, step), strict=True)
+            ],
             scale=factor,
         )
         plain.update(
-            [Piece(p, g * factor) for p, g in zip(parameters_of(plain), gradients(plain, step), strict=True)]
+            [
+                GradientSlice(p, g * factor)
+                for p, g in zip(parameters_of(plain), gradients(plain, step), strict=True)
+            ]
         )
     assert_equal(scaled, plain)
 
@@ -115,8 +124,8 @@ def test_an_update_that_was_put_off_takes_the_hyperparameters_of_its_step():
     of_its_step = {index: dict(group) for index, group in enumerate(late.param_groups)}
     for group in late.param_groups:
         group["lr"] = 100.0
-    pieces = [Piece(p, g) for p, g in zip(parameters_of(late), gradients(late, 0), strict=True)]
-    late.update(pieces, hyperparameters=of_its_step)
+    slices = [GradientSlice(p, g) for p, g in zip(parameters_of(late), gradients(late, 0), strict=True)]
+    late.update(slices, hyperparameters=of_its_step)
     assert_equal(late, on_time)
 
 
@@ -216,7 +225,7 @@ def test_adopted_weights_are_what_the_next_step_starts_from(master):
     assert all((parameter == 3).all() for parameter in parameters_of(optimizer))
 
 
-def test_hooks_see_each_piece_before_and_after_its_update():
+def test_hooks_see_each_slice_before_and_after_its_update():
     optimizer = build(master="none", shapes=((4, 5), (6,), (2,)))
     seen = []
 
@@ -227,10 +236,10 @@ def test_hooks_see_each_piece_before_and_after_its_update():
 
     handle = optimizer.register_update_hook(hook)
     first, second, third = parameters_of(optimizer)
-    optimizer.update([Piece(first, torch.ones(10), 10), Piece(second, torch.ones(6))])
+    optimizer.update([GradientSlice(first, torch.ones(10), 10), GradientSlice(second, torch.ones(6))])
     assert [(id(p), *rest) for p, *rest in seen] == [(id(first), 10, 1e-3, True), (id(second), 0, 2e-3, True)]
     handle.remove()
-    optimizer.update([Piece(third, torch.ones(2))])
+    optimizer.update([GradientSlice(third, torch.ones(2))])
     assert len(seen) == 2
 
 

@@ -162,19 +162,19 @@ def test_a_tied_weight_gets_both_its_gradients():
 class Watched(torch.optim.SGD):
     """An optimizer that notes how many bytes of gradients are alive at each update."""
 
-    piece_unit = 1
+    slice_unit = 1
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=1.0)
         self.alive = []
         self.updated = []
 
-    def update(self, pieces, *, scale=None, hyperparameters=None):
-        for piece in pieces:
+    def update(self, slices, *, scale=None, hyperparameters=None):
+        for finished in slices:
             parameters = self.param_groups[0]["params"]
             waiting = [parameter.grad.nbytes for parameter in parameters if parameter.grad is not None]
-            self.alive.append(piece.gradient.nbytes + sum(waiting))
-            self.updated.append(piece.gradient)
+            self.alive.append(finished.gradient.nbytes + sum(waiting))
+            self.updated.append(finished.gradient)
 
 
 def test_one_gradient_is_alive_at_a_time():

@@ -248,7 +248,7 @@ class Announcing:
                 after()
 
 
-def test_updates_piece_by_piece_are_counted_as_one_step():
+def test_updates_slice_by_slice_are_counted_as_one_step():
     optimizer, first, second = (
         Announcing(),
         *(nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in "ab"),

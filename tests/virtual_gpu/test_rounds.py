@@ -88,7 +88,7 @@ def test_backward_counts_as_forward_did():
 
 
 def test_what_backward_computes_anew_counts_in_its_own_backward():
-    """As an MLP in pieces does: its backward runs forward again, and backward through that."""
+    """As a tiled MLP does: its backward runs forward again, and backward through that."""
 
     class Again(torch.autograd.Function):
         @staticmethod

@@ -1,6 +1,6 @@
-"""The gradient of a linear layer's weight from tokens that come in pieces, rounded once.
+"""The gradient of a linear layer's weight from tokens that come in chunks, rounded once.
 
-Axes: C tokens of a piece, N tokens of several pieces, O outputs of the layer, I inputs.
+Axes: C tokens of a chunk, N tokens of several chunks, O outputs of the layer, I inputs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _REDUCED_SUMS = {
 
 
 class WeightGradient:
-    """The sum over pieces of ``d_output.T @ input``, as exact as one product over all tokens.
+    """The sum over chunks of ``d_output.T @ input``, as exact as one product over all tokens.
 
-    A half-precision gradient to which each piece is added would round with every piece, and a sum in fp32 takes
-    4 * O * I bytes that are read and written for every piece. So the factors wait for one product at the end where they
+    A half-precision gradient to which each chunk is added would round with every chunk, and a sum in fp32 takes
+    4 * O * I bytes that are read and written for every chunk. So the factors wait for one product at the end where they
     take less than that sum; where they take more, a quarter of it waits to be added at a time. Products sum in fp32
     throughout, whatever ``torch.backends.cuda.matmul`` allows to others.
 
@@ -34,7 +34,7 @@ class WeightGradient:
         shape: O x I.
         dtype: of the finished gradient, which is the weight's.
         device: where.
-        num_tokens: of all pieces together.
+        num_tokens: of all chunks together.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, num_tokens: int) -> None:
@@ -46,20 +46,20 @@ class WeightGradient:
         self._waiting_tokens = 0
 
     def add(self, d_output_CO: Tensor, input_CI: Tensor) -> None:
-        """Take one piece. Both tensors may have to wait: they are not to be written to any more."""
+        """Take one chunk. Both tensors may have to wait: they are not to be written to any more."""
         self._waiting.append((d_output_CO, input_CI))
         self._waiting_tokens += len(input_CI)
         if self._waiting_tokens > self._most_waiting_tokens(input_CI.dtype):
             self._sum_OI = self._with_waiting_added(self._sum_OI, self._sum_dtype)
 
-    def pieces_added_together(self, piece_tokens: int, factor_dtype: torch.dtype) -> int:
-        """How many pieces wait until they are added to the sum: the rhythm of what :meth:`add` takes and frees.
+    def chunks_added_together(self, chunk_tokens: int, factor_dtype: torch.dtype) -> int:
+        """How many chunks wait until they are added to the sum: the rhythm of what :meth:`add` takes and frees.
 
         Args:
-            piece_tokens: of each piece but the last.
-            factor_dtype: of both tensors of a piece.
+            chunk_tokens: of each chunk but the last.
+            factor_dtype: of both tensors of a chunk.
         """
-        return self._most_waiting_tokens(factor_dtype) // piece_tokens + 1
+        return self._most_waiting_tokens(factor_dtype) // chunk_tokens + 1
 
     def _most_waiting_tokens(self, factor_dtype: torch.dtype) -> int:
         if self._dtype == self._sum_dtype:
@@ -69,7 +69,7 @@ class WeightGradient:
         return self._num_tokens if self._num_tokens <= tokens_of_that_size else tokens_of_that_size // 4
 
     def finish(self) -> Tensor:
-        """The gradient, O x I, in a storage of its own; zeros without any piece."""
+        """The gradient, O x I, in a storage of its own; zeros without any chunk."""
         if self._sum_OI is None:
             return self._with_waiting_added(None, self._dtype)
         sum_OI = self._with_waiting_added(self._sum_OI, self._sum_dtype)
@@ -115,5 +115,5 @@ def _sums_in_float32(dtype: torch.dtype) -> Iterator[None]:
         setattr(matmul, option, (was_allowed, may_split))
 
 
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+def _joined(chunks: Sequence[Tensor]) -> Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))

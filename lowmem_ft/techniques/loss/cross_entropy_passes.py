@@ -179,7 +179,7 @@ class HeadLoss:
         """The tokens of each chunk; alike are as many as are added to the weight's gradient together."""
         size = self._head.chunk_tokens
         chunks = [slice(start, start + size) for start in range(0, len(self._labels_N), size)]
-        num_alike = 1 if d_weight is None else d_weight.pieces_added_together(size, self._compute_dtype)
+        num_alike = 1 if d_weight is None else d_weight.chunks_added_together(size, self._compute_dtype)
         groups = [chunks[first : first + num_alike] for first in range(0, len(chunks), num_alike)]
         return itertools.chain.from_iterable(rounds(groups))
 

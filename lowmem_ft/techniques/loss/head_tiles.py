@@ -15,7 +15,7 @@ class HeadTiles(Protocol):
     """Where the head's weight comes from, tile by tile, and where its gradient goes.
 
     Tiles are asked for in ascending order for the loss, and then in descending order for the gradients. They begin at
-    multiples of ``gradient_parts.rows_per_block``.
+    multiples of ``gradients.blocks.rows_per_block``.
     """
 
     def weight(self, rows: slice) -> Tensor:

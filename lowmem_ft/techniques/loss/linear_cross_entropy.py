@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowmem_ft.techniques.gradients.parts import rows_per_block
+from lowmem_ft.techniques.gradients.blocks import rows_per_block
 from lowmem_ft.techniques.gradients.weight_gradient import row_slices
 from lowmem_ft.techniques.loss.cross_entropy_passes import Head, HeadLoss, WantedGradients
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles, ResidentTiles

@@ -17,12 +17,12 @@ from lowmem_ft.errors import ModelError
 from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_copies import CopyEvent
 from lowmem_ft.repetition import rounds
-from lowmem_ft.techniques.gradients.parts import rows_per_block
+from lowmem_ft.techniques.gradients.blocks import rows_per_block
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.streaming.tensors import stand_in
 
 TakeGradient = Callable[[nn.Parameter, Tensor, int], None]
-"""Called with a parameter, the finished gradient of a part of it, and the number of that part's first element."""
+"""Called with a parameter, the finished gradient of a slice of it, and the number of that slice's first element."""
 
 Written = Callable[[], CopyEvent]
 """The end of the last copy that brought an updated weight back to the host."""

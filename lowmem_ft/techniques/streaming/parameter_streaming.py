@@ -33,7 +33,7 @@ class SupportsStreamedUpdates(SupportsDeferredUpdates, Protocol):
     """Who updates streamed weights, such as ``optimizer_in_backward.InBackward``."""
 
     def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
-        """Accept the finished gradient of a part of a parameter whose gradients autograd does not collect."""
+        """Accept the finished gradient of a slice of a parameter whose gradients autograd does not collect."""
         ...
 
     def written(self, parameter: nn.Parameter) -> CopyEvent:

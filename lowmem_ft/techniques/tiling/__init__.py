@@ -1,1 +1,1 @@
-"""Parts of a layer that work through the tokens piece by piece."""
+"""Parts of a layer that work through the tokens tile by tile."""

@@ -1,4 +1,4 @@
-"""MLPs that work through the tokens in pieces, so that their wide inner activations exist for one piece at a time.
+"""MLPs that work through the tokens in tiles, so that their wide inner activations exist for one tile at a time.
 
 Axes: B rows, T tokens of a row, H hidden size.
 """
@@ -18,24 +18,24 @@ from lowmem_ft.techniques.config import TilingConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.techniques.tiling.token_pieces import ForwardInPieces
+from lowmem_ft.techniques.tiling.token_tiles import ForwardInTiles
 
 log = logging.getLogger(__name__)
 
 _NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
 """What decoder layers call the part that treats each token by itself."""
 
-_CHECKED_ROWS, _CHECKED_TOKENS, _CHECKED_PIECES = 2, 8, 3
-"""A comparison with the stock MLP in pieces of 6, 6 and 4 tokens, none of which is a row."""
+_CHECKED_ROWS, _CHECKED_TOKENS, _CHECKED_TILES = 2, 8, 3
+"""A comparison with the stock MLP in tiles of 6, 6 and 4 tokens, none of which is a row."""
 
 
 def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
-    """Makes the MLP of each decoder layer work on one of ``config.mlp`` pieces of the tokens after the other.
+    """Makes the MLP of each decoder layer work on one of ``config.mlp`` tiles of the tokens after the other.
 
-    In backward each piece is computed again and differentiated, and every parameter gets its whole gradient at once, so
+    In backward each tile is computed again and differentiated, and every parameter gets its whole gradient at once, so
     that hooks on it fire once.
 
-    Frees: the MLP's inner activations and their gradients but for one piece, of which a gated MLP holds 7 * tokens *
+    Frees: the MLP's inner activations and their gradients but for one tile, of which a gated MLP holds 7 * tokens *
     intermediate numbers while its layer is differentiated. The gain is full for frozen weights; of trained linear
     layers the factors of their gradients stay, 3 * tokens * intermediate numbers, or a sum in fp32 if that is less
     (see ``weight_gradient.WeightGradient``). Other trained weights are summed in fp32.
@@ -47,17 +47,17 @@ def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
     each token by itself is refused: its output is compared on random tokens, but with meta or fake weights taken on
     trust. LLM.int8 passes that comparison, though it looks for outliers over all tokens. Routers' logits cannot be
     collected.
-    Source: Arctic Long Sequence Training, 2025 (arXiv:2506.13996), whose backward fires hooks once a piece.
+    Source: Arctic Long Sequence Training, 2025 (arXiv:2506.13996), whose backward fires hooks once a tile.
 
     Args:
         model: a causal LM from transformers, wrapped or not, with its adapters.
-        config: the number of pieces.
+        config: the number of tiles.
 
     Returns:
         A handle whose ``remove()`` brings the stock MLPs back.
 
     Raises:
-        UserError: if the number of pieces is less than 1.
+        UserError: if the number of tiles is less than 1.
         ModelError: if a layer's MLP cannot be found, or does not treat each token by itself.
     """
     if problems := config.problems():
@@ -69,7 +69,7 @@ def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
     for mlp in {type(mlp): mlp for mlp in mlps}.values():
         _check_token_wise(mlp, _random_hidden(model, mlp))
     log.info("tiled MLP: %d modules work on 1/%d of the tokens at a time", len(mlps), config.mlp)
-    return Technique(*(set_attribute(mlp, "forward", ForwardInPieces(mlp, config.mlp)) for mlp in mlps))
+    return Technique(*(set_attribute(mlp, "forward", ForwardInTiles(mlp, config.mlp)) for mlp in mlps))
 
 
 def _mlps_of(layer: nn.Module) -> list[nn.Module]:
@@ -109,7 +109,7 @@ def _check_token_wise(mlp: nn.Module, hidden_BTH: Tensor) -> None:
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    if len(required) == 1 and _equals_in_pieces(mlp, hidden_BTH):
+    if len(required) == 1 and _equals_in_tiles(mlp, hidden_BTH):
         return
     raise ModelError(
         f"tiling.mlp needs MLPs that take one tensor and treat each token by itself; {type(mlp).__name__} takes more, "
@@ -117,7 +117,7 @@ def _check_token_wise(mlp: nn.Module, hidden_BTH: Tensor) -> None:
     )
 
 
-def _equals_in_pieces(mlp: nn.Module, hidden_BTH: Tensor) -> bool:
+def _equals_in_tiles(mlp: nn.Module, hidden_BTH: Tensor) -> bool:
     modes = [(module, module.training) for module in mlp.modules()]
     mlp.eval()
     try:
@@ -125,7 +125,7 @@ def _equals_in_pieces(mlp: nn.Module, hidden_BTH: Tensor) -> bool:
             stock: Any = mlp(hidden_BTH)
             if not isinstance(stock, Tensor) or stock.shape != hidden_BTH.shape:
                 return False
-            ours = ForwardInPieces(mlp, _CHECKED_PIECES).in_pieces(hidden_BTH)
+            ours = ForwardInTiles(mlp, _CHECKED_TILES).in_tiles(hidden_BTH)
             return _close(ours.view_as(stock), stock)
     finally:
         for module, training in modes:

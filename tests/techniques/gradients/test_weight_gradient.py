@@ -1,4 +1,4 @@
-"""A weight's gradient from pieces of tokens is that of one product, in no more memory than it says."""
+"""A weight's gradient from chunks of tokens is that of one product, in no more memory than it says."""
 
 import pytest
 import torch
@@ -16,23 +16,23 @@ def factors(num_tokens, dtype):
     return (torch.randn(num_tokens, size, generator=generator).to(dtype) for size in (OUT, IN))
 
 
-def summed(d_output, input, piece, dtype=None):
+def summed(d_output, input, chunk, dtype=None):
     gradient = WeightGradient(torch.Size((OUT, IN)), dtype or input.dtype, input.device, len(input))
-    for start in range(0, len(input), piece):
-        gradient.add(d_output[start : start + piece], input[start : start + piece])
+    for start in range(0, len(input), chunk):
+        gradient.add(d_output[start : start + chunk], input[start : start + chunk])
     return gradient.finish()
 
 
-@pytest.mark.parametrize("piece", [1, 3, 8, 100])
+@pytest.mark.parametrize("chunk", [1, 3, 8, 100])
 @pytest.mark.parametrize("num_tokens", [1, 7, TOKENS_THAT_WAIT, TOKENS_THAT_WAIT + 1, 60])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_it_is_one_product_rounded_once(dtype, num_tokens, piece):
+def test_it_is_one_product_rounded_once(dtype, num_tokens, chunk):
     d_output, input = factors(num_tokens, dtype)
     exact = d_output.double().t() @ input.double()
-    ours = summed(d_output, input, piece)
+    ours = summed(d_output, input, chunk)
     assert ours.dtype == dtype
     rounding = torch.finfo(dtype).eps / 2
-    # Products of pieces are rounded before they are summed where the sum is in another type.
+    # Products of chunks are rounded before they are summed where the sum is in another type.
     slack = 3 if dtype == torch.bfloat16 and num_tokens > TOKENS_THAT_WAIT else 1.01
     tolerance = slack * rounding if dtype == torch.bfloat16 else 1e3 * rounding
     assert (ours.double() - exact).norm() <= tolerance * exact.norm()
@@ -49,7 +49,7 @@ def test_factors_in_a_shorter_type_than_the_weight():
     assert torch.equal(ours, (d_output.t() @ input).float())
 
 
-def test_no_piece_gives_zeros():
+def test_no_chunk_gives_zeros():
     gradient = WeightGradient(torch.Size((2, 3)), torch.bfloat16, torch.device("cpu"), 0).finish()
     assert torch.equal(gradient, torch.zeros(2, 3, dtype=torch.bfloat16))
 
@@ -68,14 +68,14 @@ def test_few_tokens_wait_and_take_no_sum():
 def test_many_tokens_are_summed_a_quarter_of_the_sum_at_a_time():
     d_output, input = factors(TOKENS_THAT_WAIT * 8, torch.bfloat16)
     gradient = WeightGradient(torch.Size((OUT, IN)), torch.bfloat16, torch.device("cpu"), len(input))
-    sum_bytes, piece_bytes, most_alive = OUT * IN * 4, (OUT + IN) * 2, 0
+    sum_bytes, chunk_bytes, most_alive = OUT * IN * 4, (OUT + IN) * 2, 0
     with StorageTracker() as tracker:
         for token in range(len(input)):
-            piece = d_output[token : token + 1].clone(), input[token : token + 1].clone()
-            gradient.add(*piece)
-            del piece
+            chunk = d_output[token : token + 1].clone(), input[token : token + 1].clone()
+            gradient.add(*chunk)
+            del chunk
             most_alive = max(most_alive, tracker.live_bytes)
-    assert sum_bytes < most_alive <= sum_bytes * 5 / 4 + piece_bytes
+    assert sum_bytes < most_alive <= sum_bytes * 5 / 4 + chunk_bytes
 
 
 OPTION = {

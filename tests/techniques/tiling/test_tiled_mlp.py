@@ -1,4 +1,4 @@
-"""Tiled MLPs give the stock model's gradients, each once, and hold the inner activations of one piece."""
+"""Tiled MLPs give the stock model's gradients, each once, and hold the inner activations of one tile."""
 
 import copy
 import gc
@@ -145,11 +145,11 @@ def test_other_half_precision_weights_are_summed_in_fp32(name):
         assert error <= 1.5 * usual
 
 
-@pytest.mark.parametrize("pieces", [2, 3, 5, 33, 1000])
-def test_any_number_of_pieces(pieces):
+@pytest.mark.parametrize("tiles", [2, 3, 5, 33, 1000])
+def test_any_number_of_tiles(tiles):
     model = tiny_model()
     _, stock, _ = run(model)
-    with enable_tiled_mlp(model, TilingConfig(mlp=pieces)):
+    with enable_tiled_mlp(model, TilingConfig(mlp=tiles)):
         _, ours, _ = run(model)
     assert furthest(ours, stock) < 1e-6
 
@@ -220,17 +220,17 @@ def kept_and_peak(model, tokens=64):
     return kept, tracker.peak_bytes
 
 
-def test_inner_activations_of_one_piece_at_a_time():
-    tokens, pieces = 64, 8
+def test_inner_activations_of_one_tile_at_a_time():
+    tokens, tiles = 64, 8
     model = tiny_model()
     stock_kept, stock_peak = kept_and_peak(model, tokens)
     inner = tokens * INTERMEDIATE * 4
     assert stock_kept >= 3 * inner
-    with enable_tiled_mlp(model, TilingConfig(mlp=pieces)):
+    with enable_tiled_mlp(model, TilingConfig(mlp=tiles)):
         kept, peak = kept_and_peak(model, tokens)
     assert kept == 0  # the input is the caller's
-    whole = 4 * tokens * HIDDEN * 4  # output, its gradient, the input's gradient, a piece of it
-    assert peak <= whole + 8 * inner / pieces
+    whole = 4 * tokens * HIDDEN * 4  # output, its gradient, the input's gradient, a tile of it
+    assert peak <= whole + 8 * inner / tiles
     assert peak < stock_peak
 
 
@@ -355,7 +355,7 @@ def test_remove_restores_the_stock_mlps():
     assert [dict(vars(layer.mlp)) for layer in model.model.layers] == before
 
 
-def test_one_piece_is_the_stock_model():
+def test_one_tile_is_the_stock_model():
     model = tiny_model()
     with enable_tiled_mlp(model, TilingConfig()):
         assert all("forward" not in vars(layer.mlp) for layer in model.model.layers)
@@ -419,7 +419,7 @@ def test_routers_whose_logits_make_a_loss_are_refused():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_virtual_gpu_traces_it_and_shows_the_bytes(name):
-    def peak(pieces):
+    def peak(tiles):
         with VirtualGPU("a100-80gb") as gpu:
             config = copy.deepcopy(CONFIGS[name])
             config.intermediate_size = 2048
@@ -430,7 +430,7 @@ def test_a_virtual_gpu_traces_it_and_shows_the_bytes(name):
             model = gpu.place(model).train().requires_grad_(False)
             model.get_input_embeddings().requires_grad_()
             with (
-                enable_tiled_mlp(model, TilingConfig(mlp=pieces)),
+                enable_tiled_mlp(model, TilingConfig(mlp=tiles)),
                 enable_checkpointing(model, CheckpointingConfig(mode="full")),
             ):
                 ids = torch.zeros(1, 512, dtype=torch.int64, device=gpu.device)

@@ -1,9 +1,9 @@
-"""A module's forward, token by token in pieces, differentiated so that each parameter gets one gradient.
+"""A module's forward, token by token in tiles, differentiated so that each parameter gets one gradient.
 
-Autograd's nodes of one call, in the order of backward: :class:`_InPieces` computes piece after piece again and sums the
+Autograd's nodes of one call, in the order of backward: :class:`_InTiles` computes tile after tile again and sums the
 gradients; :class:`_Keep` passes the input's on; :class:`_StandIn`, one a parameter, finishes that parameter's.
 
-Axes: B rows, T tokens of a row, N tokens of the batch (B * T), H hidden size, C tokens of one piece, O outputs.
+Axes: B rows, T tokens of a row, N tokens of the batch (B * T), H hidden size, C tokens of one tile, O outputs.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
 from lowmem_ft.techniques.modules.patching import set_attribute
 
 
-class ForwardInPieces:
+class ForwardInTiles:
     """In place of the forward of a module that treats each token by itself.
 
     Args:
         module: takes one tensor of B x T x H and returns another.
-        num_pieces: of the B * T tokens.
+        num_tiles: of the B * T tokens.
     """
 
-    def __init__(self, module: nn.Module, num_pieces: int) -> None:
+    def __init__(self, module: nn.Module, num_tiles: int) -> None:
         self.module = module
-        self._num_pieces = num_pieces
+        self._num_tiles = num_tiles
         self._stock_forward: Callable[[Tensor], Tensor] = module.forward
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """The module's output, connected to the graph."""
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not (hidden_states.requires_grad or parameters):
-            return self.in_pieces(hidden_states).view_as(hidden_states)
+            return self.in_tiles(hidden_states).view_as(hidden_states)
         kept, sums = _Kept(), _Sums()
         stand_ins = [_StandIn.apply(parameter, sums) for parameter in parameters]
         same = _Keep.apply(hidden_states, kept, *stand_ins[:1])
         # The view is made out here: autograd forbids to change a view that a Function returns, as Falcon's layers do.
-        return _InPieces.apply(same, self, kept, sums, *stand_ins).view_as(hidden_states)
+        return _InTiles.apply(same, self, kept, sums, *stand_ins).view_as(hidden_states)
 
-    def in_pieces(self, hidden_BTH: Tensor) -> Tensor:
-        """The module's output, one piece after the other, as 1 x N x H; for calls without a graph."""
+    def in_tiles(self, hidden_BTH: Tensor) -> Tensor:
+        """The module's output, one tile after the other, as 1 x N x H; for calls without a graph."""
         hidden_1NH = _one_row(hidden_BTH)
-        pieces = [self._stock_forward(hidden_1NH[:, tokens]) for tokens in self._tokens_of(hidden_1NH)]
-        return torch.cat(pieces, dim=1)
+        tiles = [self._stock_forward(hidden_1NH[:, tokens]) for tokens in self._tokens_of(hidden_1NH)]
+        return torch.cat(tiles, dim=1)
 
     def differentiated(
         self, hidden_BTH: Tensor, d_output_BTH: Tensor, gradients: _ParameterGradients
@@ -70,23 +70,23 @@ class ForwardInPieces:
                     allow_unused=True,
                 )
                 gradients.add(by_autograd)
-                del hidden_1CH, output_1CH, by_autograd  # else they live while the next piece is computed
+                del hidden_1CH, output_1CH, by_autograd  # else they live while the next tile is computed
         return d_hidden_1NH.view_as(hidden_BTH)
 
     def _tokens_of(self, hidden_1NH: Tensor) -> list[slice]:
         num_tokens = hidden_1NH.shape[1]
-        size = max(1, -(-num_tokens // self._num_pieces))
+        size = max(1, -(-num_tokens // self._num_tiles))
         return [slice(start, start + size) for start in range(0, max(num_tokens, 1), size)]
 
 
 class _Kept:
-    """Where :class:`_InPieces` finds the node whose saved tensor is its input."""
+    """Where :class:`_InTiles` finds the node whose saved tensor is its input."""
 
     saver: Any = None
 
 
 class _Sums:
-    """Where :class:`_StandIn` finds what :class:`_InPieces` has summed.
+    """Where :class:`_StandIn` finds what :class:`_InTiles` has summed.
 
     Not one object with :class:`_Kept`: the saver's inputs include a stand-in, and a circle of references would keep the
     activations of each recomputed layer until Python's garbage collector comes by.
@@ -96,7 +96,7 @@ class _Sums:
 
 
 class _Keep(torch.autograd.Function):
-    """Passes a tensor on, and saves it for :class:`_InPieces`.
+    """Passes a tensor on, and saves it for :class:`_InTiles`.
 
     Saved before the module is computed, the input is the last that a checkpointed layer saves if the module ends it:
     the recomputation stops there, and does not compute the module. (What a Function saves, it saves after its forward.)
@@ -117,7 +117,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _StandIn(torch.autograd.Function):
-    """A number that stands for a parameter among the inputs of :class:`_InPieces`.
+    """A number that stands for a parameter among the inputs of :class:`_InTiles`.
 
     Its backward comes afterwards and makes the parameter's gradient, right before the hooks on it take it: gradients
     leave one by one, where a single Function would have to return all of them at once.
@@ -131,20 +131,20 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_stand_in: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert ctx.sums.gradients is not None  # made by _InPieces, whose input the stand-in was
+        assert ctx.sums.gradients is not None  # made by _InTiles, whose input the stand-in was
         return ctx.sums.gradients.take(ctx.parameter), None
 
 
-class _InPieces(torch.autograd.Function):
-    """The module, differentiated piece by piece."""
+class _InTiles(torch.autograd.Function):
+    """The module, differentiated tile by tile."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, work: ForwardInPieces, kept: _Kept, sums: _Sums, *stand_ins: Tensor
+        ctx: Any, hidden: Tensor, work: ForwardInTiles, kept: _Kept, sums: _Sums, *stand_ins: Tensor
     ) -> Tensor:
         ctx.work, ctx.kept, ctx.sums, ctx.num_stand_ins = work, kept, sums, len(stand_ins)
         ctx.surroundings = _Surroundings(hidden.device)
-        return work.in_pieces(hidden)
+        return work.in_tiles(hidden)
 
     @staticmethod
     @once_differentiable
@@ -186,7 +186,7 @@ class _Surroundings:
 
 
 class _ParameterGradients:
-    """Sums of a module's gradients over pieces of tokens.
+    """Sums of a module's gradients over tiles of tokens.
 
     The weight of a plain ``nn.Linear`` gets its gradient from what its layer's calls hand over. Autograd has the other
     parameters', and that of such a weight where the module uses it by other means than calling its layer, as PEFT does
@@ -222,7 +222,7 @@ class _ParameterGradients:
             yield
 
     def add(self, by_autograd: Sequence[Tensor | None]) -> None:
-        """One piece's gradients of ``trained``; None for a parameter that autograd has seen nothing of."""
+        """One tile's gradients of ``trained``; None for a parameter that autograd has seen nothing of."""
         for parameter, gradient in zip(self.trained, by_autograd, strict=True):
             if gradient is None:
                 continue
@@ -277,7 +277,7 @@ class _LinearWithoutWeightGradient(torch.autograd.Function):
 
 
 def _one_row(tensor_BTH: Tensor) -> Tensor:
-    """All tokens in one row, whose pieces are views."""
+    """All tokens in one row, whose tiles are views."""
     return tensor_BTH.reshape(1, -1, tensor_BTH.shape[-1])
 
 

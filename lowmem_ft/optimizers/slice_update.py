@@ -1,4 +1,4 @@
-"""What an update works on: pieces of parameters with finished gradients, and the chunks these are cut into."""
+"""The update of a gradient slice, and of each of its chunks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,9 @@ from torch import Tensor, nn
 from lowmem_ft.optimizers.update_rule import Step
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a parameter with its finished gradient.
-
-    Args:
-        parameter: one of the optimizer's.
-        gradient: of that part; contiguous, of its shape or flat, of any floating type. The update runs on its device; a
-            weight that waits elsewhere visits there with its state.
-        start: number of the part's first element in the flattened parameter. See :attr:`ChunkedOptimizer.piece_unit`.
-    """
-
-    parameter: nn.Parameter
-    gradient: Tensor
-    start: int = 0
-
-
 @dataclass
-class Job:
-    """The update of one piece."""
+class SliceUpdate:
+    """The update of one slice of a parameter."""
 
     parameter: nn.Parameter
     weight: Tensor
@@ -48,23 +32,23 @@ class Job:
 
 
 @dataclass(eq=False)
-class Part:
-    """One chunk of a job.
+class ChunkUpdate:
+    """The update of one chunk of a slice.
 
     Args:
-        job: the update it is of.
+        update: the slice's.
         start: its first element in the flattened parameter.
         stop: the one after its last.
         here: what is kept of it, on the device, while it visits.
     """
 
-    job: Job
+    update: SliceUpdate
     start: int
     stop: int
     here: Mapping[str, Tensor] = field(default_factory=dict)
 
     def gradient(self) -> Tensor:
         """In float32, scaled."""
-        job = self.job
-        gradient = job.gradient[self.start - job.start : self.stop - job.start].float()
-        return gradient if job.scale is None else gradient * job.scale
+        update = self.update
+        gradient = update.gradient[self.start - update.start : self.stop - update.start].float()
+        return gradient if update.scale is None else gradient * update.scale
