@@ -13,7 +13,7 @@ from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu_or_none
-from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, scratch_bytes
+from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.registration import register_virtual_device
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
@@ -51,7 +51,7 @@ class VirtualGPU(VirtualMachine):
         register_virtual_device()
         super().__init__(
             torch.device(DEVICE_TYPE, 0),
-            scratch=functools.partial(scratch_bytes, gpu=self.spec),
+            workspace_rule=functools.partial(workspace_bytes, gpu=self.spec),
             workspaces=functools.partial(persistent_workspaces, gpu=self.spec),
         )
         self.counters = MemoryCounters(self.recorder.timeline, allocator_config_of_environment())

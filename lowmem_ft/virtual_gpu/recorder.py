@@ -40,7 +40,7 @@ from lowmem_ft.virtual_gpu.work import Work, WorkLog
 
 aten = torch.ops.aten
 
-Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
+WorkspaceRule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
 """Operator, arguments, keyword arguments and result to the sizes of the buffers its kernel takes for itself, after
 those of its result."""
 Workspaces = Callable[[Any, int], Iterator[tuple[object, int]]]
@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
         device_type: the device whose storages count as its own; ``cpu`` makes the host the device.
         attribution: says what the program is doing.
         questions: answers for values that are not known; None: nobody hears of them.
-        scratch: buffers of kernels; None for devices without such rules.
+        workspace_rule: buffers of kernels; None for devices without such rules.
         workspaces: buffers of libraries; None as well.
     """
 
@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
         attribution: Attribution,
         questions: Questions | None = None,
         *,
-        scratch: Scratch | None = None,
+        workspace_rule: WorkspaceRule | None = None,
         workspaces: Workspaces | None = None,
     ) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self.largest_assumed: set[str] = set()
         """Operators whose result depends on values: it was taken at its largest."""
         self._questions = questions or Questions(lambda choice: None)
-        self._scratch = scratch
+        self._workspace_rule = workspace_rule
         self._workspaces = workspaces
         self._held_workspaces: set[object] = set()
         self._reference: weakref.ref[Recorder] = weakref.ref(self)
@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):
         self._record_births(func, args, result)
         if func is aten.copy_.default:
             self._note_tenant(args[0], args[1])
-        scratch = self._take_scratch(func, args, kwargs, result)
+        workspaces = self._take_workspaces(func, args, kwargs, result)
         if is_pinned and self.device_type != "cpu":
             self.mark_place(result, "pinned")
         compute_values(called, args, kwargs, result)
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         if work is not None:
             work.times = self.alike.times
             self.work.add(work)
-        for index in scratch:
+        for index in workspaces:
             self.let_go(index)
         return result
 
@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
         index = self._index_of.get(tensor.untyped_storage()._cdata)
         return None if index is None else self.timeline.allocations[index].place
 
-    def _take_scratch(
+    def _take_workspaces(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> list[int]:
         if self._workspaces is not None:
@@ -237,9 +237,9 @@ class Recorder(TorchDispatchMode):
                 if key not in self._held_workspaces:
                     self._held_workspaces.add(key)
                     self.hold(size, "workspace")
-        if self._scratch is None:
+        if self._workspace_rule is None:
             return []
-        return [self.hold(size, "temporary") for size in self._scratch(func, args, kwargs, result)]
+        return [self.hold(size, "temporary") for size in self._workspace_rule(func, args, kwargs, result)]
 
     def _record_births(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if isinstance(result, Tensor):

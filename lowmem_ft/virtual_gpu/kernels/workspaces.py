@@ -29,7 +29,7 @@ _LONG = 8
 _KIB = 1024
 
 
-def scratch_bytes(
+def workspace_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, gpu: Gpu
 ) -> tuple[int, ...]:
     """Sizes of the buffers that an operator's CUDA kernel takes from torch's allocator and gives back on return.
@@ -48,7 +48,7 @@ def scratch_bytes(
     if cost is not None:
         size = cost.temporary_bytes(*args, **kwargs)
         return (size,) if size else ()
-    rule = _SCRATCH.get(func)
+    rule = _WORKSPACES.get(func)
     if rule is None:
         return ()
     return tuple(size for size in rule(_by_name(func, args, kwargs), result, gpu) if size)
@@ -339,7 +339,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 _Rule = Callable[[dict[str, Any], Any, Gpu], Iterator[int]]
 
-_SCRATCH: dict[Any, _Rule] = {
+_WORKSPACES: dict[Any, _Rule] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,

@@ -13,7 +13,7 @@ from lowmem_ft.virtual_gpu.kernels.workspaces import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
     persistent_workspaces,
-    scratch_bytes,
+    workspace_bytes,
 )
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
@@ -49,7 +49,7 @@ def attention(kernel, capability, *, dtype=BRAIN, kv_heads=H, size=D, tokens=T):
     if kernel is aten._scaled_dot_product_efficient_attention_backward.default:
         names["grad_out_"] = names.pop("grad_out")
     kwargs = {**names, "logsumexp": rows, "philox_seed": seed, "philox_offset": seed}
-    return scratch_bytes(kernel, (), kwargs, None, make_gpu(capability))
+    return workspace_bytes(kernel, (), kwargs, None, make_gpu(capability))
 
 
 FLASH = aten._scaled_dot_product_flash_attention_backward.default
@@ -72,7 +72,7 @@ def test_flash_copies_what_is_not_contiguous():
     rows = empty(B, H, T, dtype=FULL)
     operand = empty(B, H, T, D)  # transposed in the kernel's eyes
     kwargs = dict.fromkeys(("grad_out", "query", "key", "value", "out"), operand) | {"logsumexp": rows}
-    assert scratch_bytes(FLASH, (), kwargs, None, make_gpu())[2:] == (B * H * T * D * 2,) * 2
+    assert workspace_bytes(FLASH, (), kwargs, None, make_gpu())[2:] == (B * H * T * D * 2,) * 2
 
 
 def test_deterministic_flash_sums_in_separate_buffers():
@@ -89,7 +89,7 @@ def test_flash_over_documents_rounds_each_up():
     kwargs = dict.fromkeys(("grad_out", "query", "key", "value", "out"), query)
     kwargs["cum_seq_q"] = torch.empty(4, dtype=torch.int32, device="meta")
     rows = H * (1000 + 3 * 128)
-    sizes = scratch_bytes(aten._flash_attention_backward.default, (), kwargs, None, make_gpu())
+    sizes = workspace_bytes(aten._flash_attention_backward.default, (), kwargs, None, make_gpu())
     assert sizes == (rows * 4, rows * D * 4)
 
 
@@ -132,7 +132,7 @@ def test_cudnn_lays_out_one_workspace():
 def embedding(tokens, *, vocabulary=1000, width=16, dtype=BRAIN):
     gradient = empty(tokens, width, dtype=dtype)
     indices = empty(tokens, dtype=torch.long)
-    return scratch_bytes(
+    return workspace_bytes(
         aten.embedding_dense_backward.default,
         (gradient, indices, vocabulary, -1, False),
         {},
@@ -153,7 +153,7 @@ def test_embeddings_of_a_long_batch_are_summed_in_parts():
 
 def test_norms_of_many_tensors_have_room_for_the_largest():
     tensors = [empty(65536 * 3 + 1), empty(10), empty(10)]
-    assert scratch_bytes(aten._foreach_norm.Scalar, (tensors,), {}, None, make_gpu()) == (3 * 4 * 4,)
+    assert workspace_bytes(aten._foreach_norm.Scalar, (tensors,), {}, None, make_gpu()) == (3 * 4 * 4,)
 
 
 def test_copies_to_the_host_that_change_type_go_by_way_of_the_device():
@@ -161,7 +161,7 @@ def test_copies_to_the_host_that_change_type_go_by_way_of_the_device():
         on_device, on_host = empty(8, 8, dtype=FULL, device=gpu.device), empty(8, 8, device="cpu")
 
         def copy(target, source):
-            return scratch_bytes(aten.copy_.default, (target, source), {}, target, make_gpu())
+            return workspace_bytes(aten.copy_.default, (target, source), {}, target, make_gpu())
 
         assert copy(on_host, on_device) == (8 * 8 * 2,)
         assert copy(on_host.float(), on_device) == ()
@@ -172,7 +172,7 @@ def test_copies_to_the_host_that_change_type_go_by_way_of_the_device():
 
 def test_other_operators_take_nothing():
     x = empty(8, 8)
-    assert scratch_bytes(aten.mul.Tensor, (x, x), {}, x, make_gpu()) == ()
+    assert workspace_bytes(aten.mul.Tensor, (x, x), {}, x, make_gpu()) == ()
 
 
 # --- libraries --------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_forward_and_backward_have_a_workspace_each():
     assert held == [8_519_680, 8_519_680]
 
 
-def test_scratch_is_alive_beside_the_result_and_gone_after():
+def test_workspaces_are_alive_beside_the_result_and_gone_after():
     with VirtualGPU(make_gpu()) as gpu:
         query = torch.ones(B, H, T, D, device=gpu.device, dtype=BRAIN, requires_grad=True)
         output = F.scaled_dot_product_attention(query, query, query, is_causal=True)
@@ -243,17 +243,17 @@ def test_outside_the_allocator():
 def test_the_gradient_of_softmax_takes_the_product_of_its_operands():
     gradient, output = empty(4, 32, dtype=FULL), empty(4, 32, dtype=FULL)
 
-    def scratch(operator, *args):
-        return scratch_bytes(operator, (*args, -1, HALF), {}, None, make_gpu())
+    def workspace(operator, *args):
+        return workspace_bytes(operator, (*args, -1, HALF), {}, None, make_gpu())
 
-    assert scratch(aten._softmax_backward_data.default, gradient, output) == (4 * 32 * 4,)
-    assert scratch(aten._log_softmax_backward_data.default, gradient, output) == ()
-    assert scratch(aten._log_softmax_backward_data.default, gradient.t(), output.t()) == (4 * 32 * 4,) * 2
+    assert workspace(aten._softmax_backward_data.default, gradient, output) == (4 * 32 * 4,)
+    assert workspace(aten._log_softmax_backward_data.default, gradient, output) == ()
+    assert workspace(aten._log_softmax_backward_data.default, gradient.t(), output.t()) == (4 * 32 * 4,) * 2
 
 
 def test_softmax_of_rows_that_are_apart_copies_them():
     scores = empty(4, 32)
-    assert scratch_bytes(aten._softmax.default, (scores, -1, False), {}, None, make_gpu()) == ()
-    assert scratch_bytes(aten._softmax.default, (scores.t(), -1, False), {}, None, make_gpu()) == (
+    assert workspace_bytes(aten._softmax.default, (scores, -1, False), {}, None, make_gpu()) == ()
+    assert workspace_bytes(aten._softmax.default, (scores.t(), -1, False), {}, None, make_gpu()) == (
         4 * 32 * 2,
     )
