@@ -1,3 +1,5 @@
+import pytest
+
 from lowmem_ft.handle import Handle
 
 
@@ -16,3 +18,25 @@ def test_a_with_block_undoes_at_its_end():
     with Handle(lambda: undone.append(1)):
         assert not undone
     assert undone == [1]
+
+
+def test_an_undo_that_fails_keeps_no_other_from_being_called():
+    undone = []
+
+    def fail(why):
+        undone.append(why)
+        raise RuntimeError(why)
+
+    handle = Handle(
+        lambda: undone.append("first"),
+        lambda: fail("second"),
+        lambda: undone.append("third"),
+        lambda: fail("last"),
+    )
+    with pytest.raises(RuntimeError, match="second") as error:
+        handle.remove()
+    assert str(error.value.__context__) == "last"
+    assert undone == ["last", "third", "second", "first"]
+    handle.remove()
+    assert len(undone) == 4
+    assert not handle.active

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.runtime import Runtime
@@ -63,6 +64,4 @@ class Session:
         """Take every technique off again: what is left is what was trained, the plain model with its adapter if any."""
         self.techniques.flush()
         self.unwrapped_optimizer.state.clear()  # or what waits on the host would come back to a device too small for it
-        for technique in reversed(self.techniques):
-            if not technique.is_trained:
-                technique.remove()
+        Handle(*(technique.remove for technique in self.techniques if not technique.is_trained)).remove()

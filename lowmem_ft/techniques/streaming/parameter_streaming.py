@@ -167,7 +167,7 @@ class ParameterStreaming(Technique):
         )
         if loss is not None and self._head is not None:
             loss.take_head_from(self._head)
-            self._undo.append(partial(loss.take_head_from, None))
+            self.undo_first(partial(loss.take_head_from, None))
 
     @property
     def waiting(self) -> set[nn.Parameter]:
