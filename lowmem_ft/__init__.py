@@ -8,6 +8,7 @@ from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.budget import Budget
+    from lowmem_ft.errors import Interrupted, UserError
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.recipe import Recipe, load_recipe
     from lowmem_ft.training import train
@@ -15,12 +16,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Budget", "Recipe", "VirtualGPU", "estimate_memory", "load_recipe", "train"]
+__all__ = [
+    "Budget",
+    "Interrupted",
+    "Recipe",
+    "UserError",
+    "VirtualGPU",
+    "estimate_memory",
+    "load_recipe",
+    "train",
+]
 
 __getattr__ = lazy_exports(
     __name__,
     {
         "Budget": "budget",
+        "Interrupted": "errors",
+        "UserError": "errors",
         "Recipe": "recipe",
         "estimate_memory": "estimator",
         "load_recipe": "recipe",

@@ -7,7 +7,9 @@ The command line prints them without a traceback.
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3
@@ -53,6 +55,35 @@ class MissingPackageError(UserError):
         super().__init__(
             f"{asked_for_by} needs the package {package}, which is not installed. Run: pip install '{install}'"
         )
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was stopped by a signal, and all that it had done is saved.
+
+    Like Ctrl-C itself it is no ``Exception``, so that a loop over several runs which goes on after an error does not go
+    on after this.
+
+    Args:
+        signal_number: of ``SIGINT``, which Ctrl-C and a notebook's stop button send, or ``SIGTERM``.
+        checkpoint: the folder to go on from, by ``training.resume_from_checkpoint``; None: no step had been taken, or
+            the run was done.
+        model_folder: the finished model, if the signal came while it was saved; else None.
+    """
+
+    def __init__(
+        self, signal_number: int, *, checkpoint: Path | None = None, model_folder: Path | None = None
+    ) -> None:
+        self.signal_number = signal_number
+        self.checkpoint = checkpoint
+        self.model_folder = model_folder
+        saved = model_folder or checkpoint
+        kept = "Nothing was to be saved yet." if saved is None else f"Saved: {saved}."
+        super().__init__(f"Stopped by {signal.Signals(signal_number).name}. {kept}")
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as shells have it."""
+        return 128 + self.signal_number
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:

@@ -82,7 +82,7 @@ def on_cpu(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def bytes_of(recipe: Recipe) -> dict[str, Any]:
     """What a rung keeps after two steps, and the peak of the second, in bytes; the host's apart."""
     with StorageTracker() as tracker:
-        run = TrainingRun(recipe)
+        run = TrainingRun.build(recipe)
         run.folder.start(recipe, run.progress)
         run.step()
         tracker.reset_peak()
@@ -100,7 +100,7 @@ def bytes_of(recipe: Recipe) -> dict[str, Any]:
 
 def _in_turn(recipes: list[Recipe], num_steps: int) -> Iterator[dict[str, Any]]:
     """Seconds as a ratio to the first rung with the same number of passes, and losses; one step of each in turn."""
-    runs = [TrainingRun(recipe) for recipe in recipes]
+    runs = [TrainingRun.build(recipe) for recipe in recipes]
     for run, recipe in zip(runs, recipes, strict=True):
         run.folder.start(recipe, run.progress)
     seconds: list[list[float]] = [[] for _ in runs]
@@ -141,7 +141,7 @@ def _one_on_cuda(arguments: argparse.Namespace, rung: Rung, budget: str) -> dict
     with tempfile.TemporaryDirectory() as scratch:
         recipe = _cuda_recipe(rung, Path(scratch), arguments, budget)
         try:
-            run = TrainingRun(recipe)
+            run = TrainingRun.build(recipe)
             run.folder.start(recipe, run.progress)
             run.step()
             torch.cuda.synchronize()

@@ -61,7 +61,7 @@ def main() -> None:
 
 def compare_steps(recipe: Recipe, scratch: Path) -> dict[str, Any]:
     """Median step time of both and the largest difference of their losses, over alternating steps."""
-    ours = TrainingRun(recipe)
+    ours = TrainingRun.build(recipe)
     ours.folder.start(recipe, ours.progress)
     rows = [ours.data.train.read(index)[0] for index in range(ours.num_steps * ROWS)]
     alternate = _Alternate(ours)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import Interrupted, UserError
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
@@ -38,6 +38,8 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
                 for problem in error.problems:
                     print(f"error: {problem}", file=sys.stderr)
             return error.exit_code
+        except Interrupted as stop:
+            return stop.exit_code
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         except BrokenPipeError:

@@ -2,8 +2,8 @@
 
 Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoint_folders.Progress`, so that a run that was
 killed goes on as if it had not been. A run ends in one of four ways: done (a model folder), interrupted by a signal (a
-checkpoint and exit code 128 + signal), stopped because step after step was not finite, or with a user error. A signal
-before the first step ends the process at once, as there is nothing to save.
+checkpoint, and :class:`~lowmem_ft.errors.Interrupted` says where), stopped because step after step was not finite, or
+with a user error. A signal before the first step ends the process at once, as there is nothing to save.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
-from lowmem_ft.data import DataPosition, DataStream, PreparedData, eval_batches, load_data
+from lowmem_ft.data import DataStream, PreparedData, eval_batches
 from lowmem_ft.devices import has_bfloat16
-from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.memory.meter import read_device_memory
-from lowmem_ft.models import load_tokenizer, max_positions, vocab_size
+from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoint import load_checkpoint, save_checkpoint
-from lowmem_ft.training.checkpoint_folders import Progress, delete_old_checkpoints, read_progress
+from lowmem_ft.training.checkpoint_folders import Progress, delete_old_checkpoints
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.evaluation import EvaluationResult, evaluate
 from lowmem_ft.training.finished_model import save_finished_model
@@ -43,6 +43,7 @@ from lowmem_ft.training.progress import ProgressDisplay
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
+from lowmem_ft.training.start import num_training_steps, progress_at, read_data, stream_from
 from lowmem_ft.training.step import StepResult, train_step
 from lowmem_ft.training.threads import warn_of_idle_cores
 from lowmem_ft.upstream.tested import warn_if_untested
@@ -83,7 +84,8 @@ def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime |
     Raises:
         UserError: if the recipe, its model, its data or the folder cannot be used, or nothing finite comes out.
         DoesNotFitError: if the device's memory runs out; says what would need less.
-        SystemExit: after SIGINT (130) or SIGTERM (143), once a checkpoint (or the finished model) is saved.
+        Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
+        KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
     """
     check_recipe(recipe)
     with deterministic_kernels(recipe.training.full_determinism):
@@ -94,7 +96,7 @@ def _train(recipe: Recipe, folder: RunFolder | None, runtime: RunRuntime | None)
     run: TrainingRun | None = None
     warn_if_untested()
     try:
-        run = TrainingRun(recipe, folder, runtime)
+        run = TrainingRun.build(recipe, folder, runtime)
         return run.train()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -115,61 +117,90 @@ def _train(recipe: Recipe, folder: RunFolder | None, runtime: RunRuntime | None)
         lift_cap(recipe.budget)
 
 
+@dataclass(kw_only=True)
 class TrainingRun:
-    """One call of :func:`train`: what its parts share."""
+    """What the parts of one run share, ready to step; :meth:`build` makes it of a recipe.
 
-    def __init__(
-        self, recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None
-    ) -> None:
-        config = recipe.training
-        self.recipe = recipe
+    Args:
+        recipe: what is trained.
+        folder: where the run writes, and what it goes on from.
+        runtime: the device and the processes.
+        budget_watch: what the device and the host may take.
+        tokenizer: saved beside the weights.
+        data: tokenized.
+        stream: its training part in windows, from where the run stands.
+        progress: where it stands.
+        num_steps: at which step it ends.
+        session: the model with its optimizer.
+    """
+
+    recipe: Recipe
+    folder: RunFolder
+    runtime: RunRuntime
+    budget_watch: BudgetWatch
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+    stream: DataStream
+    progress: Progress
+    num_steps: int
+    session: Session
+
+    def __post_init__(self) -> None:
+        """The run begins with its last checkpoint, if it goes on from one."""
         self.interruption = Interruption()
-        self.folder = folder or RunFolder.open(recipe)
+        self.checkpoint = self.folder.resume_from
+        self.saved_step = self.progress.step
+        self.health = RunHealth(self.folder.path, self.progress, self.checkpoint, self.recipe.model.dtype)
+
+    @classmethod
+    def build(
+        cls, recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None
+    ) -> TrainingRun:
+        """Tokenize the data, load the model, and go on from the folder's checkpoint.
+
+        Args:
+            recipe: see :func:`train`, as for the others.
+            folder: None: opened here.
+            runtime: None: made here.
+
+        Returns:
+            The run, no step of which is taken yet.
+        """
+        config = recipe.training
+        folder = folder or RunFolder.open(recipe)
         if config.push_to_hub:
             check_upload()
-        self.runtime: RunRuntime = runtime or AccelerateRuntime.create(config, self.folder.path)
+        runtime = runtime or AccelerateRuntime.create(config, folder.path)
         set_seed(config.seed, deterministic=config.full_determinism)
-        apply_budget(recipe.budget, self.runtime.device)
-        self.budget_watch = BudgetWatch(recipe.budget, self.runtime.device)
-        resume_from = self.folder.resume_from
+        apply_budget(recipe.budget, runtime.device)
+        budget_watch = BudgetWatch(recipe.budget, runtime.device)
+        resume_from = folder.resume_from
         built = recipe if resume_from is None else resumed(recipe, resume_from)
-        plan = plan_session(built, self.runtime)
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(built.model)
-        # The other processes find what the main one has tokenized in the cache.
-        with self.runtime.main_process_first():
-            self.data: PreparedData = load_data(
-                recipe.data,
-                self.tokenizer,
-                max_positions=max_positions(plan.hf_config),
-                vocab_size=vocab_size(plan.hf_config),
-                seed=config.seed,
-                attn_implementation=plan.attention.implementation,
-            )
-        data_tokens = None if self.data.summary is None else self.data.summary.num_tokens
-        if resume_from is None:
-            self.progress = Progress(position=DataPosition(seed=config.seed), data_tokens=data_tokens)
-        else:
-            self.progress = read_progress(resume_from)
-            _refuse_other_data(resume_from, self.progress.data_tokens, data_tokens)
-        self.stream = DataStream(
-            self.data.train,
-            position=self.progress.position,
-            per_device_batch_size=config.per_device_train_batch_size,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            num_processes=self.runtime.num_processes,
-            process_index=self.runtime.process_index,
-            collate=self.data.collate,
-        )
-        self.num_steps = self._num_training_steps()
-        self.session: Session = build_session(built, self.runtime, plan, num_training_steps=self.num_steps)
-        refuse_bidirectional_weights(self.session, recipe.model.name_or_path or "")
+        plan = plan_session(built, runtime)
+        tokenizer = load_tokenizer(built.model)
+        data = read_data(recipe, runtime, tokenizer, plan)
+        progress = progress_at(resume_from, recipe, data)
+        stream = stream_from(recipe, runtime, data, progress.position)
+        num_steps = num_training_steps(recipe, stream, progress, resume_from)
+        session = build_session(built, runtime, plan, num_training_steps=num_steps)
+        refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
         # Loading and wrapping may draw random numbers; dropout must not depend on how many.
-        set_seed(config.seed + self.runtime.process_index, deterministic=config.full_determinism)
+        set_seed(config.seed + runtime.process_index, deterministic=config.full_determinism)
         if resume_from is not None:
-            load_checkpoint(resume_from, self.session, self.runtime)
-            logger.info("Going on from %s at step %d.", resume_from, self.progress.step)
-        self.saved_step = self.progress.step
-        self.health = RunHealth(self.folder.path, self.progress, resume_from, recipe.model.dtype)
+            load_checkpoint(resume_from, session, runtime)
+            logger.info("Going on from %s at step %d.", resume_from, progress.step)
+        return cls(
+            recipe=recipe,
+            folder=folder,
+            runtime=runtime,
+            budget_watch=budget_watch,
+            tokenizer=tokenizer,
+            data=data,
+            stream=stream,
+            progress=progress,
+            num_steps=num_steps,
+            session=session,
+        )
 
     def train(self) -> TrainResult:
         """Steps, evaluations and checkpoints, then the finished model."""
@@ -312,14 +343,16 @@ class TrainingRun:
         return result
 
     def _save_checkpoint(self) -> None:
-        folder = save_checkpoint(self.folder.path, self.session, self.runtime, self.tokenizer, self.progress)
+        self.checkpoint = save_checkpoint(
+            self.folder.path, self.session, self.runtime, self.tokenizer, self.progress
+        )
         self.saved_step = self.progress.step
         # While steps are skipped, the older checkpoints may be the only ones that are whole.
         if self.runtime.is_main and not self.progress.skipped_in_a_row:
             delete_old_checkpoints(
                 self.folder.path, self.recipe.training.save_total_limit, step=self.progress.step
             )
-        logger.info("Saved %s.", folder)
+        logger.info("Saved %s.", self.checkpoint)
 
     def _stop_if_interrupted(self) -> None:
         """Save what is not saved yet and leave, in all processes, if a signal has come to one of them."""
@@ -330,7 +363,7 @@ class TrainingRun:
             self._save_checkpoint()
         self.runtime.end_trackers()
         logger.warning("Stopped. Go on with training.resume_from_checkpoint=auto.")
-        raise SystemExit(128 + number)
+        raise Interrupted(number, checkpoint=self.checkpoint)
 
     def _signal_number(self) -> int:
         """Of the signal that has come to any process; 0 if none has."""
@@ -368,7 +401,7 @@ class TrainingRun:
                 f"{self.health.way_back()}"
             )
         if number:
-            raise SystemExit(128 + number)
+            raise Interrupted(number, model_folder=self.folder.model_folder)
         return TrainResult(
             model_folder=self.folder.model_folder,
             output_dir=self.folder.path,
@@ -382,28 +415,6 @@ class TrainingRun:
             self.folder.write_metrics(record)
         if to_trackers:
             self.runtime.log(record)
-
-    def _num_training_steps(self) -> int:
-        """Steps in all: those taken, and what is left of the epochs at the present number of rows a step."""
-        config, taken = self.recipe.training, self.progress.step
-        if config.max_steps > 0:
-            num_steps = config.max_steps
-        else:
-            assert self.stream.steps_per_epoch is not None, "check_recipe wants max_steps with a stream"
-            in_all = math.ceil(config.num_train_epochs * self.stream.steps_per_epoch)
-            num_steps = taken + in_all - self.stream.steps_done
-        if config.warmup_steps > num_steps:
-            raise UserError(
-                f"training.warmup_steps={config.warmup_steps:.0f} is more than the {num_steps} steps of this run: the "
-                "learning rate would never reach training.learning_rate. Lower it, or give a share of all steps, such "
-                "as 0.03."
-            )
-        if num_steps < taken:
-            raise CheckpointError(
-                f"{self.folder.resume_from} stands at step {taken}, but the recipe ends at step {num_steps}. Set "
-                "training.max_steps or training.num_train_epochs higher, or resume from an earlier checkpoint."
-            )
-        return num_steps
 
     def _log_start(self) -> None:
         warn_if_untested()  # of what only some recipes import
@@ -423,15 +434,6 @@ class TrainingRun:
             self.progress.step + 1,
             self.num_steps,
             examples,
-        )
-
-
-def _refuse_other_data(checkpoint: Path, saved_tokens: int | None, present_tokens: int | None) -> None:
-    """A position in the data means nothing in other data; paths may change, as a run moves to another machine."""
-    if saved_tokens != present_tokens:
-        raise CheckpointError(
-            f"{checkpoint} stands in training data of {saved_tokens or 'streamed'} tokens, and the recipe's data now "
-            f"has {present_tokens or 'streamed'}. Give back the data it was, or choose another training.output_dir."
         )
 
 

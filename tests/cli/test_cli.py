@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import lowmem_ft
 from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli import train as train_command
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.needs import needs_of_shipped_recipes
 from lowmem_ft.training import loop
@@ -101,7 +102,16 @@ class DoesNotFitError(UserError):
     exit_code = 3
 
 
-@pytest.mark.parametrize("raised,code", [(DoesNotFitError("too big"), 3), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    "raised,code",
+    [
+        (DoesNotFitError("too big"), 3),
+        (KeyboardInterrupt(), 130),
+        (Interrupted(signal.SIGINT), 130),
+        (Interrupted(signal.SIGTERM), 143),
+    ],
+    ids=repr,
+)
 def test_the_exit_code_says_whose_fault_it_is(trained, monkeypatch, raised, code):
     def fail(recipe: object, folder: object) -> None:
         raise raised

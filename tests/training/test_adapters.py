@@ -17,7 +17,7 @@ pytest.importorskip("bitsandbytes")
 
 import peft
 
-from lowmem_ft.errors import CheckpointError, RecipeError
+from lowmem_ft.errors import CheckpointError, Interrupted, RecipeError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
 from lowmem_ft.training.merging import merge_into_base
@@ -81,7 +81,7 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(adapted, metrics, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "write_metrics", write_and_stop)
-        with pytest.raises(SystemExit):
+        with pytest.raises(Interrupted):
             train(adapted(*kind, output_dir=stopped))
     train(adapted(*kind, "training.resume_from_checkpoint=auto", output_dir=stopped))
     assert metrics(stopped) == metrics(whole)

@@ -39,7 +39,7 @@ def assert_begun_with(weights, run, lost):
 @pytest.mark.parametrize("master", LOST)
 def test_masters_begin_with_the_checkpoint(master, checkpoint, tiny, recipes_folder):
     folder, weights = checkpoint
-    run = TrainingRun(
+    run = TrainingRun.build(
         tiny(
             f"model={folder}",
             "model.weights=pretrained",
@@ -54,7 +54,7 @@ def test_masters_begin_with_the_checkpoint(master, checkpoint, tiny, recipes_fol
 def test_masters_that_wait_on_the_host_begin_with_it_too(checkpoint, tiny, recipes_folder):
     folder, weights = checkpoint
     lowest = [setting for setting in settings_of(RUNGS[-1]) if not setting.startswith("tiling")]
-    run = TrainingRun(
+    run = TrainingRun.build(
         tiny(
             f"model={folder}",
             "model.weights=pretrained",

@@ -13,7 +13,7 @@ from ground_truth.comparison import estimated_peaks
 from ground_truth.real_run import run_for_real
 from safetensors.torch import load_file
 
-from lowmem_ft.errors import RecipeError, UserError
+from lowmem_ft.errors import Interrupted, RecipeError, UserError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import step as step_module
@@ -97,7 +97,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tiny, run, metrics, tmp_path, monkeyp
     whole = run("whole", *overrides)
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3)
-        with pytest.raises(SystemExit):
+        with pytest.raises(Interrupted):
             run("stopped", *overrides)
     stopped = run("stopped", *overrides, "training.resume_from_checkpoint=auto")
     assert metrics(stopped) == metrics(whole)

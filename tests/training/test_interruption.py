@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
-from lowmem_ft.training import interruption, loop, train
+from lowmem_ft.errors import Interrupted
+from lowmem_ft.training import interruption, loop, start, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.interruption import Interruption
 
@@ -46,9 +48,10 @@ def test_the_handlers_are_put_back():
 
 def test_a_signal_before_the_first_step_ends_the_process_at_once(tiny, tmp_path, monkeypatch):
     """There is nothing to save, and reading data or weights can take long."""
-    monkeypatch.setattr(loop, "load_data", lambda *args, **kwargs: send(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(start, "load_data", lambda *args, **kwargs: send(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as stop:
         train(tiny(*SHORT, output_dir=tmp_path / "run"))
+    assert stop.type is KeyboardInterrupt
     assert not (tmp_path / "run").exists()
 
 
@@ -60,19 +63,39 @@ def test_a_signal_while_the_finished_model_is_saved_lets_that_end(tiny, tmp_path
         save(*args, **kwargs)
 
     monkeypatch.setattr(loop, "save_finished_model", interrupted)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(Interrupted) as stop:
         train(tiny(*SHORT, output_dir=tmp_path / "run"))
-    assert stop.value.code == 143
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert (stop.value.exit_code, stop.value.checkpoint) == (143, None)
+    assert stop.value.model_folder == tmp_path / "run" / "model"
+    assert (stop.value.model_folder / "model.safetensors").exists()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 def test_a_signal_to_another_process_stops_this_one_too(tiny, tmp_path, monkeypatch):
     largest = iter([0, 0, 15])  # asked once a step
     monkeypatch.setattr(AccelerateRuntime, "max_over_processes", lambda self, value: next(largest, value))
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(Interrupted) as stop:
         train(tiny("training.eval_steps=null", "training.save_steps=null", output_dir=tmp_path / "run"))
-    assert stop.value.code == 143
+    assert stop.value.exit_code == 143
+
+
+def test_a_signal_says_what_to_go_on_from_even_if_no_step_was_taken(tiny, tmp_path, monkeypatch):
+    settings = ("training.max_steps=6", "training.eval_steps=null", "training.save_steps=4")
+    train(tiny(*settings, output_dir=tmp_path / "run"))
+    from_start = ("training.max_steps=6", "training.eval_on_start=true", "training.eval_steps=4")
+    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: send(signal.SIGTERM))
+    with pytest.raises(Interrupted) as anew:
+        train(tiny(*from_start, output_dir=tmp_path / "anew"))
+    assert (anew.value.checkpoint, anew.value.model_folder) == (None, None)
+    with pytest.raises(Interrupted) as further:
+        train(tiny(*from_start, "training.resume_from_checkpoint=auto", output_dir=tmp_path / "run"))
+    assert further.value.checkpoint == tmp_path / "run" / "checkpoint-4"
+
+
+def test_a_loop_over_runs_that_goes_on_after_an_error_does_not_go_on_after_ctrl_c():
+    assert not issubclass(Interrupted, Exception)
+    assert "SIGINT" in str(Interrupted(signal.SIGINT, checkpoint=Path("runs/a/checkpoint-3")))
+    assert "runs/a/checkpoint-3" in str(Interrupted(signal.SIGINT, checkpoint=Path("runs/a/checkpoint-3")))
 
 
 def test_a_step_is_not_saved_twice(tiny, tmp_path, monkeypatch):
@@ -86,7 +109,7 @@ def test_a_step_is_not_saved_twice(tiny, tmp_path, monkeypatch):
         return saved[-1]
 
     monkeypatch.setattr(loop, "save_checkpoint", counted)
-    with pytest.raises(SystemExit):
+    with pytest.raises(Interrupted):
         train(tiny("training.save_steps=2", output_dir=tmp_path / "run"))
     assert [folder.name for folder in saved] == ["checkpoint-2"]
 
@@ -108,7 +131,7 @@ def test_an_evaluation_that_was_cut_short_is_made_when_the_run_goes_on(tiny, tmp
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "evaluation_loss", interrupted)
-        with pytest.raises(SystemExit):
+        with pytest.raises(Interrupted):
             train(tiny(*SHORT, output_dir=tmp_path / "stopped"))
     train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=tmp_path / "stopped"))
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")

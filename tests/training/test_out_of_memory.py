@@ -97,7 +97,7 @@ def test_what_others_hold_of_the_device_is_said(tiny, tmp_path, monkeypatch, cud
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     driver = cuda_driver()
-    monkeypatch.setattr(loop, "TrainingRun", out_of_memory)
+    monkeypatch.setattr(loop.TrainingRun, "build", out_of_memory)
     recipe = tiny(output_dir=tmp_path / "run")
     with pytest.raises(DoesNotFitError) as alone:
         train(recipe)
@@ -111,7 +111,7 @@ def test_one_of_several_processes_is_told_nothing_that_works_in_one_only(tiny, t
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(loop, "TrainingRun", out_of_memory)
+    monkeypatch.setattr(loop.TrainingRun, "build", out_of_memory)
     recipe = tiny(output_dir=tmp_path / "run")
     for world_size, is_told in (("1", True), ("2", False)):
         monkeypatch.setenv("WORLD_SIZE", world_size)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.errors import CheckpointError, Interrupted, UserError
 from lowmem_ft.training import train
 from lowmem_ft.training.run_folder import RunFolder
 
@@ -79,9 +79,10 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     train(tiny(*arguments, output_dir=whole))
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5, number)
-        with pytest.raises(SystemExit) as stop:
+        with pytest.raises(Interrupted) as stop:
             train(tiny(*arguments, output_dir=stopped))
-    assert stop.value.code == code
+    assert stop.value.exit_code == code
+    assert stop.value.checkpoint == stopped / "checkpoint-5"
     assert (stopped / "checkpoint-5" / "checkpoint.json").exists()
     train(tiny(*arguments, "training.resume_from_checkpoint=auto", output_dir=stopped))
     for key in ("loss", "grad_norm", "learning_rate", "tokens"):
@@ -101,9 +102,9 @@ def test_dropout_makes_the_random_state_matter(tiny, metrics, with_dropout, tmp_
 
 def test_ctrl_c_saves_and_exits_130(tiny, monkeypatch, tmp_path):
     interrupt_at(monkeypatch, 2, signal.SIGINT)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(Interrupted) as stop:
         train(tiny(output_dir=tmp_path / "run"))
-    assert stop.value.code == 130
+    assert stop.value.exit_code == 130
     assert (tmp_path / "run" / "checkpoint-2" / "checkpoint.json").exists()
 
 
@@ -117,9 +118,9 @@ def test_a_signal_during_evaluation_stops_it_and_saves(tiny, monkeypatch, tmp_pa
         return forward(session, batches)
 
     monkeypatch.setattr(evaluation, "evaluation_loss", interrupted)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(Interrupted) as stop:
         train(tiny("training.eval_steps=3", output_dir=tmp_path / "run"))
-    assert stop.value.code == 143
+    assert stop.value.exit_code == 143
     assert (tmp_path / "run" / "checkpoint-3" / "checkpoint.json").exists()
 
 

@@ -42,7 +42,7 @@ def test_the_held_out_loss_is_the_saved_models(tiny, tmp_path):
     recipe = tiny(*SHORT, output_dir=tmp_path / "run")
     result = train(recipe)
     model = AutoModelForCausalLM.from_pretrained(result.model_folder)
-    run = loop.TrainingRun(
+    run = loop.TrainingRun.build(
         load_recipe(
             "tiny",
             [f"training.output_dir={tmp_path / 'again'}", "training.use_cpu=true", "loss.chunk_tokens=null"],
@@ -209,7 +209,7 @@ def test_lost_updates_of_bf16_weights_are_measured(tiny, metrics, tmp_path, capl
 
 
 def test_techniques_are_taken_off_the_finished_model(tiny, tmp_path):
-    run = loop.TrainingRun(tiny(*SHORT, output_dir=tmp_path / "run"))
+    run = loop.TrainingRun.build(tiny(*SHORT, output_dir=tmp_path / "run"))
     model = run.session.unwrapped_model
     run.train()
     assert "forward" not in vars(model)

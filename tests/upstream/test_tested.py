@@ -89,7 +89,7 @@ def test_training_with_another_version_warns_before_anything_fails(versions, cap
     def fail(*args):
         raise RuntimeError("as an untested version may")
 
-    monkeypatch.setattr(loop, "TrainingRun", fail)
+    monkeypatch.setattr(loop.TrainingRun, "build", fail)
     versions["accelerate"] = "2.0.0"
     with pytest.raises(RuntimeError):
         loop.train(load_recipe("tiny", ["training.use_cpu=true"]))
