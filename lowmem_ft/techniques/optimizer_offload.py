@@ -28,7 +28,7 @@ _ALIGNMENT = 256
 """Bytes; what CUDA's own allocations have."""
 
 
-class KeepsState(Protocol):
+class SupportsStateOffload(Protocol):
     """An optimizer whose state can wait elsewhere, such as ``optimizers.ChunkedOptimizer``."""
 
     home: Any  # of the type optimizers.StateStorage, which HostStorage is by its methods
@@ -48,7 +48,7 @@ class KeepsState(Protocol):
         ...
 
 
-def enable_optimizer_offload(optimizer: KeepsState, memory: HostMemory) -> OptimizerOffload:
+def enable_optimizer_offload(optimizer: SupportsStateOffload, memory: HostMemory) -> OptimizerOffload:
     """Keeps the optimizer's state and master weights on the host, and updates them on the device as before.
 
     Frees: all that the optimizer keeps beside the weights, but three chunks of it.
@@ -106,7 +106,7 @@ class OptimizerOffload(Technique):
         home: the new one.
     """
 
-    def __init__(self, optimizer: KeepsState, home: HostStorage) -> None:
+    def __init__(self, optimizer: SupportsStateOffload, home: HostStorage) -> None:
         super().__init__(partial(_move_state, optimizer, optimizer.home), home.synchronize)
         _move_state(optimizer, home)
         self._home = home
@@ -234,7 +234,7 @@ class HostStorage:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.memory.device)
 
 
-def _move_state(optimizer: KeepsState, home: Any) -> None:
+def _move_state(optimizer: SupportsStateOffload, home: Any) -> None:
     """Give what an optimizer keeps another home."""
     optimizer.home = home
     for parameter, state in optimizer.state.items():

@@ -70,7 +70,7 @@ hyperparameters; returns what to call after the update."""
 
 
 @runtime_checkable
-class AnnouncesUpdates(Protocol):
+class SupportsUpdateHooks(Protocol):
     """An optimizer that says which part of which parameter it updates, in a step or in backward."""
 
     def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
@@ -93,7 +93,7 @@ class LostUpdateMeter(Technique):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
-        if isinstance(optimizer, AnnouncesUpdates):
+        if isinstance(optimizer, SupportsUpdateHooks):
             super().__init__(self._log_total, optimizer.register_update_hook(self._before_update).remove)
         else:
             super().__init__(

@@ -4,6 +4,9 @@ The order matters and is all here. What can fail fast comes first: precision and
 only then the weights. Techniques that change the model's forward come before the optimizer sees its parameters, from
 the inside out: tiles of an MLP inside a checkpointed layer, that inside the loop over micro-batches, that inside the
 visit of streamed weights. Accelerate wraps last.
+
+A technique joins a run by its entry in :func:`techniques_in_forward`, :func:`techniques_of_state` or
+:func:`techniques_in_step`, and nowhere else; another loop switches the same ones on by them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -145,7 +147,8 @@ def build_session(
         host=host_memory if recipe.offload.parameters == "stream" else None,
     )
     model.train()
-    in_forward = Techniques(*_in_forward(model, recipe, plan, host_memory))
+    rows = _rows_per_micro_batch(recipe, plan)
+    in_forward = Techniques(*techniques_in_forward(model, recipe, host_memory, rows))
     optimizer = create_optimizer(
         model,
         recipe.optimizer,
@@ -153,10 +156,12 @@ def build_session(
         seed=recipe.training.seed,
     )
     with in_forward.at_rest():  # the state begins with the weights' values
-        on_state = list(_on_state(optimizer, recipe, host_memory))
+        of_state = list(techniques_of_state(optimizer, recipe, host_memory))
         _initialize_masters(optimizer, model, recipe, runtime, plan)
-    in_step = _in_step(optimizer, recipe, runtime.device, host_memory, in_forward.find(ParameterStreaming))
-    techniques = Techniques(*on_state, *in_step, *in_forward)
+    streaming = in_forward.find(ParameterStreaming)
+    in_step = techniques_in_step(optimizer, recipe, host_memory, streaming)
+    # Streamed weights are outermost: they make the updates that wait, and come to rest before the state comes back.
+    techniques = Techniques(*of_state, *in_step, *in_forward)
     scheduler = _scheduler(optimizer, recipe.training, num_training_steps)
     prepared_model, prepared_optimizer = runtime.prepare(model, optimizer)
     _log_size(model)
@@ -173,10 +178,10 @@ def build_session(
     )
 
 
-def _in_forward(
-    model: PreTrainedModel, recipe: Recipe, plan: Plan, host_memory: HostMemory
+def techniques_in_forward(
+    model: PreTrainedModel, recipe: Recipe, host_memory: HostMemory, rows_per_micro_batch: int
 ) -> Iterator[Technique]:
-    """What changes the way through the model, from the inside out."""
+    """Switches on what changes the way through the model, from the inside out."""
     if recipe.adapter.name == "lora":
         base_name = hub_id_of(recipe.model.name_or_path or "")
         yield enable_lora(model, recipe.adapter, base_name=base_name, base_revision=recipe.model.revision)
@@ -188,8 +193,7 @@ def _in_forward(
         yield enable_activation_offload(model, recipe.offload, host_memory)
     if recipe.accumulation.order == "vertical":
         keeps_inputs_alone = recipe.checkpointing.mode == "full"
-        rows = _rows_per_micro_batch(recipe, plan)
-        yield enable_vertical_accumulation(model, rows, keeps_inputs_alone=keeps_inputs_alone)
+        yield enable_vertical_accumulation(model, rows_per_micro_batch, keeps_inputs_alone=keeps_inputs_alone)
     loss = None
     if recipe.loss.chunk_tokens is None:
         _refuse_mean_of_means(model)
@@ -208,8 +212,8 @@ def _in_forward(
         )
 
 
-def _on_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory) -> Iterator[Technique]:
-    """Where the optimizer's state will wait, and the state itself; bitsandbytes' optimizers make it in a first step."""
+def techniques_of_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory) -> Iterator[Technique]:
+    """Settles where the optimizer's state waits, and makes it; bitsandbytes' optimizers do so in their first step."""
     if not isinstance(optimizer, ChunkedOptimizer):
         return
     if recipe.offload.optimizer == "host":
@@ -217,14 +221,10 @@ def _on_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory) -> 
     optimizer.allocate_state()
 
 
-def _in_step(
-    optimizer: Optimizer,
-    recipe: Recipe,
-    device: torch.device,
-    host_memory: HostMemory,
-    streaming: ParameterStreaming | None,
+def techniques_in_step(
+    optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory, streaming: ParameterStreaming | None
 ) -> Iterator[Technique]:
-    """How gradients are summed, applied and watched."""
+    """Switches on how gradients are summed, applied and watched; those of streamed weights go the same way."""
     if recipe.accumulation.dtype == "float32" and recipe.training.gradient_accumulation_steps > 1:
         takes_float32 = isinstance(optimizer, ChunkedOptimizer)
         yield enable_float32_accumulation(optimizer, takes_float32=takes_float32)
@@ -235,7 +235,7 @@ def _in_step(
         memory = host_memory if recipe.offload.optimizer == "host" else None
         max_grad_norm = recipe.training.max_grad_norm
         in_backward = enable_optimizer_in_backward(
-            optimizer, device=device, max_grad_norm=max_grad_norm, memory=memory
+            optimizer, device=host_memory.device, max_grad_norm=max_grad_norm, memory=memory
         )
         if streaming is not None:
             streaming.update_with(in_backward)
