@@ -92,7 +92,6 @@ class LostUpdateMeter(Technique):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
         if isinstance(optimizer, SupportsUpdateHooks):
             super().__init__(self._log_total, optimizer.register_update_hook(self._before_update).remove)
         else:
@@ -106,6 +105,7 @@ class LostUpdateMeter(Technique):
         self._last: dict[torch.device, Tensor] = {}
         self._total: dict[torch.device, Tensor] = {}
         self._last_rate = self._peak_rate = 0.0
+        self._dtypes: set[torch.dtype] = set()
         self._warned = False
 
     @property
@@ -138,6 +138,8 @@ class LostUpdateMeter(Technique):
 
     def _log_total(self) -> None:
         """The last that is heard of a meter that is taken off."""
+        if not self._total:
+            return
         logger.warning(
             "%.1f %% of the sampled weight updates rounded away in %s (model.dtype); float32 weights lose none.",
             100 * self.total_fraction,
@@ -161,6 +163,7 @@ class LostUpdateMeter(Technique):
             return None
         self._last_rate = max(self._last_rate, rate)
         self._peak_rate = max(self._peak_rate, hyperparameters.get("initial_lr", rate))
+        self._dtypes.add(weight.dtype)
         sample = _Sample.take(weight, gradient, row_length=parameter.shape[-1] if parameter.ndim else 1)
 
         def count() -> None:

@@ -189,9 +189,9 @@ def test_a_tracker_gets_the_metrics(tiny, tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_says_how_to_install_it(tiny, tmp_path, monkeypatch):
-    from lowmem_ft.training import runtime
+    from lowmem_ft.training import accelerate_runtime
 
-    monkeypatch.setitem(runtime._TRACKER_AVAILABLE, "wandb", lambda: False)
+    monkeypatch.setitem(accelerate_runtime._TRACKER_AVAILABLE, "wandb", lambda: False)
     with pytest.raises(MissingPackageError, match=r"pip install 'lowmem-ft\[track\]'"):
         train(tiny("training.report_to=[wandb]", output_dir=tmp_path / "run"))
 
