@@ -1,12 +1,70 @@
-"""A recipe field that documents itself: ``lowmem-ft recipes NAME`` prints what each one does, frees and costs."""
+"""A recipe field that documents itself: what it does, frees and costs in words, and what programs read of it.
+
+``lowmem-ft recipes NAME`` prints the words; ``docs/memory_ladder.md`` has the table of both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Cost = Literal["nothing", "time", "host link", "disk"]
+"""What is paid for memory, from the least to the most.
+
+nothing: as fast, but for smaller kernels; time: something is computed again or converted; host link: bytes cross PCIe
+in each step; disk: bytes come from a disk and go back to it in each step.
+"""
+
+Fidelity = Literal["exact", "unbiased rounding", "other mathematics"]
+"""What becomes of the numbers, from the best to the worst; each is one of the three and never something between.
+
+exact: float32 AdamW's own, up to the order of sums; unbiased rounding: errors go either way and do not add up from step
+to step (numbers are rounded at random where they are kept, to nearest where they are used once); other mathematics:
+another model, other data or another update, or a rounding that loses what is small.
+"""
+
+Checkpointed = Literal["no layer", "some layers", "every layer"]
+"""Which decoder layers are checkpointed, or have to be."""
+
+COSTS: tuple[Cost, ...] = get_args(Cost)
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
 
-def knob(default: Any, help: str, *, frees: str | None = None, costs: str | None = None) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What comes with a value of a memory knob; rules, remediations and tables read it instead of naming the knob.
+
+    Args:
+        cost: what is paid for the memory.
+        fidelity: what becomes of the numbers.
+        needs_checkpointed: which layers have to be checkpointed.
+        one_process_only: whether it reads gradients before they have been summed over all processes.
+    """
+
+    cost: Cost = "nothing"
+    fidelity: Fidelity = "exact"
+    needs_checkpointed: Checkpointed = "no layer"
+    one_process_only: bool = False
+
+
+NO_EFFECT = Effect()
+
+Effects = Mapping[Any, Effect] | Effect
+"""The effect of each value that has one, or one for every value but that which switches the knob off."""
+
+
+def knob(
+    default: Any,
+    help: str,
+    *,
+    frees: str | None = None,
+    costs: str | None = None,
+    effects: Effects | None = None,
+    off: Any = None,
+    counts_layers: bool = False,
+) -> Any:
     """A dataclass field with its documentation.
 
     Args:
@@ -14,11 +72,22 @@ def knob(default: Any, help: str, *, frees: str | None = None, costs: str | None
         help: one sentence, with the unit and the meaning of special values.
         frees: for a memory knob, the bytes it gives back.
         costs: for a memory knob, what it takes in time or fidelity.
+        effects: for a memory knob, what comes with its values.
+        off: where one effect stands for all values: the value without it.
+        counts_layers: whether its value is a number of decoder layers. An estimate traces a model with fewer of them,
+            and has to know how far into the stack a recipe reaches.
 
     Returns:
-        A ``dataclasses.field`` whose metadata holds the three texts.
+        A ``dataclasses.field`` whose metadata holds all of it.
     """
-    metadata = {"help": help, "frees": frees, "costs": costs}
+    metadata = {
+        "help": help,
+        "frees": frees,
+        "costs": costs,
+        "effects": effects,
+        "off": off,
+        "counts_layers": counts_layers,
+    }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

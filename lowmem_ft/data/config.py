@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lowmem_ft.knob import knob
+from lowmem_ft.knob import Effect, knob
 
 FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca", "text"]
 LossOn = Literal["completion", "assistant", "all"]
@@ -63,6 +63,7 @@ class DataConfig:
         "Longest example in tokens; longer ones are cut (text: split) and counted; null: the model's limit.",
         frees="activations grow with the tokens of a micro-batch",
         costs="what lies beyond the limit is not learnt",
+        effects=Effect(fidelity="other mathematics"),
     )
     packing: bool = knob(
         False,

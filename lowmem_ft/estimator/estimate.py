@@ -17,7 +17,6 @@ from lowmem_ft.estimator.host import host_outside
 from lowmem_ft.estimator.target import allocator_cap, budget_beyond, choose_gpu, limits, processor_name
 from lowmem_ft.estimator.tracing import TracedRecipe, trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.optimizers.table import OPTIMIZERS
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
@@ -176,7 +175,7 @@ def _untraced_micro_batches(recipe: Recipe) -> int | None:
 
 
 def _uses_bitsandbytes(recipe: Recipe) -> bool:
-    return recipe.model.quantization != "none" or OPTIMIZERS[recipe.optimizer.name].needs_bitsandbytes
+    return recipe.model.quantization != "none" or recipe.optimizer.row.bitsandbytes is not None
 
 
 def _window(recipe: Recipe) -> str:

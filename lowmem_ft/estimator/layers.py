@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.layer_extrapolation import Layers
 
@@ -51,7 +52,7 @@ class ShallowModel:
 def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     """The smallest stand-in whose trace can be extended to the model's; None if that would not be less work.
 
-    What a recipe says in numbers of layers (keys with ``layers`` in their name, such as
+    What a recipe says in numbers of layers (knobs with ``counts_layers``, such as
     ``checkpointing.skip_last_layers``) must not reach beyond the stand-in: it counts as a margin and as a period.
 
     Args:
@@ -134,12 +135,5 @@ def _sends_for_the_next_layer(recipe: Recipe) -> bool:
 
 def _layer_counts(recipe: Recipe) -> list[int]:
     """What the recipe says in numbers of layers, where that is not what every recipe says."""
-    groups = [getattr(recipe, field.name) for field in dataclasses.fields(recipe)]
-    settings = [
-        (getattr(group, key.name), key.default)
-        for group in groups
-        if dataclasses.is_dataclass(group)
-        for key in dataclasses.fields(group)
-        if "layers" in key.name
-    ]
-    return [value for value, default in settings if isinstance(value, int) and value > 0 and value != default]
+    counts = [(key.value_in(recipe), key.default) for key in recipe_keys().values() if key.counts_layers]
+    return [count for count, default in counts if count > 0 and count != default]

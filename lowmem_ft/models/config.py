@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lowmem_ft.knob import knob
+from lowmem_ft.knob import Effect, knob
+
+_IN_16_BITS = Effect(fidelity="unbiased rounding")
+_QUANTIZED = Effect(cost="time", fidelity="other mathematics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +30,14 @@ class ModelConfig:
         "Type the weights are kept in; auto: the checkpoint's own.",
         frees="bfloat16: 2 bytes a parameter for weights and 2 for gradients",
         costs="bfloat16: activations and gradients of 8 bits; master weights beside them (see optimizer.master)",
+        effects={"bfloat16": _IN_16_BITS, "float16": _IN_16_BITS, "auto": _IN_16_BITS},
     )
     quantization: Literal["none", "nf4", "int8"] = knob(
         "none",
         "Frozen weights of the decoder layers in 4 bits (NF4, double quantisation) or 8 (LLM.int8); needs an adapter.",
         frees="nf4: 1.48 of bf16's 2 bytes a weight of a linear layer; int8: 1",
         costs="rounded weights, unpacked anew for each use",
+        effects={"nf4": _QUANTIZED, "int8": _QUANTIZED},
     )
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = knob(
         "auto", "Attention kernel; auto picks the leanest that is installed and logs why."

@@ -10,10 +10,15 @@ from lowmem_ft.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
     from lowmem_ft.optimizers.config import OptimizerConfig
-    from lowmem_ft.optimizers.create import create_optimizer, may_lose_updates, parameter_groups
+    from lowmem_ft.optimizers.create import (
+        check_optimizer,
+        create_optimizer,
+        may_lose_updates,
+        parameter_groups,
+    )
     from lowmem_ft.optimizers.state import OptimizerState, export_optimizer_state, import_optimizer_state
     from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
-    from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer
+    from lowmem_ft.optimizers.table import OPTIMIZERS
 
 __all__ = [
     "OPTIMIZERS",
@@ -39,7 +44,7 @@ __getattr__ = lazy_exports(
         "OptimizerConfig": "config",
         "OptimizerState": "state",
         "StateStorage": "state_storage",
-        "check_optimizer": "table",
+        "check_optimizer": "create",
         "create_optimizer": "create",
         "export_optimizer_state": "state",
         "import_optimizer_state": "state",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
+
+from lowmem_ft.optimizers.table import Bitsandbytes
 
 
 def is_bitsandbytes_installed() -> bool:
@@ -16,42 +16,27 @@ def is_bitsandbytes_installed() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None
 
 
-def bitsandbytes_builder(algorithm: str, *, bits: int, paged: bool) -> Callable[..., Optimizer]:
-    """A builder, as the table of optimizers wants it, of one of bitsandbytes' optimizers.
-
-    Args:
-        algorithm: bitsandbytes' class, ``AdamW`` or ``Lion``.
-        bits: 8 quantises the state blockwise (256 elements a block), except of tensors below 4096 elements;
-            32 keeps it in float32 whatever the weights are.
-        paged: put the state in CUDA's managed memory, which moves to the host when the device is full.
-
-    Returns:
-        :func:`build_bitsandbytes` with these three filled in.
-
-    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; paging: "QLoRA", 2023.
-    """
-    return functools.partial(build_bitsandbytes, algorithm=algorithm, bits=bits, paged=paged)
-
-
-def build_bitsandbytes(
-    groups: list[dict[str, Any]], *, algorithm: str, bits: int, paged: bool, **hyperparameters: Any
-) -> Optimizer:
+def build_bitsandbytes(groups: list[dict[str, Any]], form: Bitsandbytes, **hyperparameters: Any) -> Optimizer:
     """One of bitsandbytes' optimizers, sharing no settings with any other.
+
+    8 bits quantise the state blockwise (256 elements a block), except of tensors below 4096 elements; 32 keep it in
+    float32 whatever the weights are. Paged state is in CUDA's managed memory, which moves to the host when the device
+    is full.
 
     Args:
         groups: parameter groups with their weight decay.
-        algorithm: bitsandbytes' class, ``AdamW`` or ``Lion``.
-        bits: 8 or 32 bits a state.
-        paged: whether the state lives in managed memory.
+        form: which optimizer.
         **hyperparameters: ``lr``, ``betas`` and, for AdamW, ``eps``.
 
     Returns:
         The optimizer.
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; paging: "QLoRA", 2023.
     """
     import bitsandbytes
 
-    optimizer = getattr(bitsandbytes.optim, algorithm)(
-        groups, optim_bits=bits, is_paged=paged, **hyperparameters
+    optimizer = getattr(bitsandbytes.optim, form.algorithm)(
+        groups, optim_bits=form.bits, is_paged=form.paged, **hyperparameters
     )
     # bitsandbytes keeps overrides in one manager for the whole process, by the id() of a parameter: a later
     # model whose parameter lands on a freed id would inherit them. A manager of its own prevents that.

@@ -1,4 +1,4 @@
-"""Which optimizer a run uses, and its hyperparameters; the rows behind the names are in ``table.py``."""
+"""Which optimizer a run uses, and its hyperparameters; its row is in ``table.py``."""
 
 from __future__ import annotations
 
@@ -7,28 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowmem_ft.knob import knob
+from lowmem_ft.knob import Effect, knob
+from lowmem_ft.optimizers.table import (
+    DEFAULT_OPTIMIZER,
+    OPTIMIZERS,
+    Capability,
+    OptimizerName,
+    OptimizerRow,
+    StateName,
+    listed,
+    optimizers_that,
+)
 
-_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
-_LION: dict[str, Any] = {"betas": (0.9, 0.99)}
-
-HYPERPARAMETERS: dict[str, dict[str, Any]] = {
-    "adamw": _ADAMW,
-    "sgd": {"momentum": 0.9},
-    "adafactor": {},
-    "lion": _LION,
-    "adamw_bnb_8bit": _ADAMW,
-    "paged_adamw_32bit": _ADAMW,
-    "paged_adamw_8bit": _ADAMW,
-    "lion_32bit": _LION,
-    "lion_8bit": _LION,
-    "paged_lion_32bit": _LION,
-    "paged_lion_8bit": _LION,
-}
-"""What each optimizer takes beside learning rate and weight decay, and its defaults."""
-
-OWN_OPTIMIZERS = ("adamw", "sgd", "adafactor", "lion")
-"""Those that are not bitsandbytes': they keep weights and state in any format, and step in backward too."""
+_ROUNDED = Effect(cost="time", fidelity="unbiased rounding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,85 +29,86 @@ class OptimizerConfig:
     A hyperparameter left at null takes the optimizer's own default; one it does not have is refused.
     """
 
-    name: Literal[
-        "adamw",
-        "sgd",
-        "adafactor",
-        "lion",
-        "adamw_bnb_8bit",
-        "paged_adamw_32bit",
-        "paged_adamw_8bit",
-        "lion_32bit",
-        "lion_8bit",
-        "paged_lion_32bit",
-        "paged_lion_8bit",
-    ] = knob(
-        "adamw",
+    name: OptimizerName = knob(
+        DEFAULT_OPTIMIZER,
         "Optimizer; 8bit and 32bit ones are bitsandbytes', paged ones spill to host memory (CUDA only).",
         frees="of AdamW's 8 bytes a parameter: 8bit AdamW 6, lion and sgd 4, lion_8bit 7, adafactor all 8",
         costs="8bit: state rounded to 256 levels; lion, sgd and adafactor: other mathematics and learning rates",
+        effects={name: row.effect for name, row in OPTIMIZERS.items()},
     )
     betas: tuple[float, float] | None = knob(
         None, "Decay of the running averages; null: 0.9, 0.999 for AdamW and 0.9, 0.99 for Lion."
     )
     eps: float | None = knob(None, "AdamW's term against division by zero; null: 1e-8.")
     momentum: float | None = knob(None, "Momentum of sgd, 0 keeps no state; null: 0.9.")
-    state: Literal["fp32", "bf16", "8bit"] = knob(
+    state: StateName = knob(
         "fp32",
-        "How adamw, sgd, adafactor and lion keep their running averages.",
+        f"How {listed(optimizers_that('takes_formats'), 'and')} keep their running averages.",
         frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4",
         costs="values rounded at random, without bias, by up to 1/8 of themselves (8bit) or 1/128 (bf16)",
+        effects={"bf16": _ROUNDED, "8bit": _ROUNDED},
     )
     master: Literal["fp32", "split16", "split24", "stochastic_rounding", "none"] = knob(
         "fp32",
         "What bfloat16 weights keep beside them, so that small updates are not lost; split16 and fp32 are exact.",
         frees="of fp32's 4 bytes a parameter beside the weight: split16 2, split24 3, stochastic_rounding and none 4",
         costs="split24: 24 of 32 bits, without bias; stochastic_rounding: noise; none: small updates are lost",
+        effects={
+            "split16": Effect(),
+            "split24": _ROUNDED,
+            "stochastic_rounding": _ROUNDED,
+            "none": Effect(fidelity="other mathematics"),
+        },
     )
     in_backward: bool = knob(
         False,
         "Update each weight as soon as backward has finished its gradient, or keep the gradient compactly until then.",
         frees="the gradients but those of one layer (without clipping), or all of them with offload to the host",
+        effects={True: Effect(cost="time", one_process_only=True)},
     )
     weight_decay: float = knob(
         0.0, "Decoupled decay of weights (sgd: L2 penalty), spared on biases and norms."
     )
 
+    @property
+    def row(self) -> OptimizerRow:
+        """What the table says about the optimizer."""
+        return OPTIMIZERS[self.name]
+
     def hyperparameters(self) -> dict[str, Any]:
         """What the optimizer is built with beside rate and decay: the values set here over its own defaults."""
         return {
             name: default if getattr(self, name) is None else getattr(self, name)
-            for name, default in HYPERPARAMETERS[self.name].items()
+            for name, default in self.row.hyperparameters.items()
         }
 
     def problems(self) -> list[str]:
         """What is wrong with these values on any device: not taken by the optimizer, or out of range."""
-        return [*_unused(self), *_formats_of_others(self), *_out_of_range(self)]
+        return [*_unused(self), *_beyond_its_capabilities(self), *_out_of_range(self)]
 
 
 def _unused(config: OptimizerConfig) -> Iterator[str]:
-    for name in ("betas", "eps", "momentum"):
-        if getattr(config, name) is not None and name not in HYPERPARAMETERS[config.name]:
-            takes_it = next(other for other, taken in HYPERPARAMETERS.items() if name in taken)
+    for name in dict.fromkeys(name for row in OPTIMIZERS.values() for name in row.hyperparameters):
+        if getattr(config, name) is not None and name not in config.row.hyperparameters:
+            takes_it = next(other for other, row in OPTIMIZERS.items() if name in row.hyperparameters)
             yield (
                 f"optimizer.{name} is not taken by optimizer.name={config.name}, got {getattr(config, name)}. "
                 f"Remove it or set optimizer.name={takes_it}."
             )
 
 
-def _formats_of_others(config: OptimizerConfig) -> Iterator[str]:
-    """Bitsandbytes' optimizers have formats of their own, and step over whole parameters after backward."""
-    if config.name in OWN_OPTIMIZERS:
-        return
-    for field, value, default in (
-        ("state", config.state, "fp32"),
-        ("master", config.master, "fp32"),
-        ("in_backward", str(config.in_backward).lower(), "false"),
-    ):
-        if value != default:
+def _beyond_its_capabilities(config: OptimizerConfig) -> Iterator[str]:
+    asked: tuple[tuple[str, str, str, Capability], ...] = (
+        ("state", config.state, "fp32", "takes_formats"),
+        ("master", config.master, "fp32", "takes_formats"),
+        ("in_backward", str(config.in_backward).lower(), "false", "steps_in_backward"),
+    )
+    for field, value, default, capability in asked:
+        if value != default and not getattr(config.row, capability):
             yield (
-                f"optimizer.{field}={value} needs optimizer.name={'|'.join(OWN_OPTIMIZERS)}, got {config.name}. "
-                f"Set optimizer.name={'lion' if 'lion' in config.name else 'adamw'} or optimizer.{field}={default}."
+                f"optimizer.{field}={value} needs optimizer.name={'|'.join(optimizers_that(capability))}, got "
+                f"{config.name}. Set optimizer.name={config.row.stand_in or DEFAULT_OPTIMIZER} or "
+                f"optimizer.{field}={default}."
             )
 
 

@@ -10,11 +10,16 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers.trainer_pt_utils import get_parameter_names
 
-from lowmem_ft.errors import UserError
-from lowmem_ft.optimizers.bitsandbytes_optimizers import keep_embeddings_in_32bit
+from lowmem_ft.devices import kernels_of
+from lowmem_ft.errors import MissingPackageError, UserError
+from lowmem_ft.optimizers.bitsandbytes_optimizers import (
+    build_bitsandbytes,
+    is_bitsandbytes_installed,
+    keep_embeddings_in_32bit,
+)
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
-from lowmem_ft.optimizers.config import OWN_OPTIMIZERS, OptimizerConfig
-from lowmem_ft.optimizers.table import OPTIMIZERS, check_optimizer
+from lowmem_ft.optimizers.config import OptimizerConfig
+from lowmem_ft.optimizers.table import optimizers_that
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +32,7 @@ def create_optimizer(
 ) -> Optimizer:
     """An optimizer over the trainable parameters of a model, grouped as ``transformers.Trainer`` groups them.
 
-    It refuses what :func:`lowmem_ft.optimizers.check_optimizer` refuses, and a model with nothing to train.
+    It refuses what :func:`check_optimizer` refuses, and a model with nothing to train.
 
     Args:
         model: on its final device; move it before, not after.
@@ -41,9 +46,8 @@ def create_optimizer(
     groups = parameter_groups(model, config.weight_decay)
     check_optimizer(config, groups[0]["params"][0].device)
     _check_master(config, groups)
-    row = OPTIMIZERS[config.name]
-    optimizer = row.create(groups, config, learning_rate=learning_rate, seed=seed)
-    if row.needs_bitsandbytes:
+    optimizer = _built(groups, config, learning_rate=learning_rate, seed=seed)
+    if config.row.bitsandbytes is not None:
         keep_embeddings_in_32bit(optimizer, model)
     if may_lose_updates(optimizer):
         logger.warning(
@@ -51,7 +55,7 @@ def create_optimizer(
             "lost, and the run counts them. %s keep them with optimizer.master=split24 (1 byte a parameter) or "
             "split16 (2).",
             config.name,
-            ", ".join(OWN_OPTIMIZERS),
+            ", ".join(optimizers_that("takes_formats")),
         )
     for group in optimizer.param_groups:
         num_parameters = sum(parameter.numel() for parameter in group["params"])
@@ -61,9 +65,25 @@ def create_optimizer(
             f"{num_parameters:,}",
             len(group["params"]),
             group["weight_decay"],
-            row.summary,
+            config.row.summary,
         )
     return optimizer
+
+
+def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
+    """Refuse an optimizer that cannot run here, before a model is loaded for it.
+
+    Args:
+        config: the optimizer and its hyperparameters.
+        device: where the trained weights will be.
+
+    Raises:
+        UserError: naming every hyperparameter that is out of range or that the optimizer does not have, a device
+            it does not run on, and bitsandbytes if it is needed and not installed.
+    """
+    problems = [*config.problems(), *_wrong_device(config, device), *_missing_package(config)]
+    if problems:
+        raise UserError(*problems)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -99,10 +119,38 @@ def may_lose_updates(optimizer: Optimizer) -> bool:
     return is_16_bit and (not isinstance(optimizer, ChunkedOptimizer) or optimizer.master_format == "none")
 
 
+def _built(
+    groups: list[dict[str, Any]], config: OptimizerConfig, *, learning_rate: float, seed: int
+) -> Optimizer:
+    """The optimizer over parameter groups, each with its ``weight_decay``."""
+    defaults = {"lr": learning_rate, **config.hyperparameters()}
+    form = config.row.bitsandbytes
+    if form is not None:
+        return build_bitsandbytes(groups, form, **defaults)
+    rule = config.row.update_rule()
+    return ChunkedOptimizer(groups, rule, defaults, state=config.state, master=config.master, seed=seed)
+
+
+def _wrong_device(config: OptimizerConfig, device: torch.device) -> list[str]:
+    row = config.row
+    if row.devices is None or kernels_of(device) in row.devices:
+        return []
+    return [
+        f"optimizer.name={config.name} runs on {', '.join(row.devices)}, got device {device.type}. "
+        f"Set optimizer.name={row.elsewhere}."
+    ]
+
+
+def _missing_package(config: OptimizerConfig) -> tuple[str, ...]:
+    if config.row.bitsandbytes is None or is_bitsandbytes_installed():
+        return ()
+    return MissingPackageError(f"optimizer.name={config.name}", "bitsandbytes", "bitsandbytes").problems
+
+
 def _check_master(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:
     """Refuse weights that ``optimizer.master`` is not for."""
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-    if OPTIMIZERS[config.name].rule is None:
+    if config.row.bitsandbytes is not None:
         return
     seen = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if config.master != "fp32" and torch.bfloat16 not in dtypes:

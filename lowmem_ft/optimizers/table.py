@@ -1,168 +1,215 @@
-"""The optimizers, one row each. A new one adds a row here, and its name and hyperparameters in ``config.py``."""
+"""The optimizers, one row each: what it is, what it takes, and what it goes together with.
+
+Recipes are checked by these rows before torch is imported, so a row names its update and does not hold it. A new
+optimizer adds its name to :data:`OptimizerName` and a row to :data:`OPTIMIZERS`; nothing else lists optimizers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch.optim import Optimizer
+from lowmem_ft.knob import NO_EFFECT, Effect
 
-from lowmem_ft.devices import kernels_of
-from lowmem_ft.errors import MissingPackageError, UserError
-from lowmem_ft.optimizers.adafactor import Adafactor
-from lowmem_ft.optimizers.adamw import AdamW
-from lowmem_ft.optimizers.bitsandbytes_optimizers import bitsandbytes_builder, is_bitsandbytes_installed
-from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
-from lowmem_ft.optimizers.config import OptimizerConfig
-from lowmem_ft.optimizers.lion import Lion
-from lowmem_ft.optimizers.sgd import SGD
-from lowmem_ft.optimizers.update_rule import UpdateRule, WholeParameterRule
+if TYPE_CHECKING:
+    from lowmem_ft.optimizers.update_rule import UpdateRule, WholeParameterRule
+
+OptimizerName = Literal[
+    "adamw",
+    "sgd",
+    "adafactor",
+    "lion",
+    "adamw_bnb_8bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "lion_32bit",
+    "lion_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+]
+"""What a recipe may say. A type checker holds the keys of :data:`OPTIMIZERS` against it, a test the reverse."""
+
+StateName = Literal["fp32", "bf16", "8bit"]
+
+DEFAULT_OPTIMIZER: OptimizerName = "adamw"
+
+AVERAGE_BYTES: Mapping[StateName, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}
+"""Of one element of a running average; 8 bits have a float32 scale for each block of 256."""
+
+Capability = Literal["takes_formats", "steps_in_backward", "keeps_state_on_host", "trains_streamed_weights"]
+"""The fields of a row that rules ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bitsandbytes:
+    """One of bitsandbytes' optimizers: its class, the bits of its state, and whether that is in managed memory."""
+
+    algorithm: Literal["AdamW", "Lion"]
+    bits: Literal[8, 32]
+    paged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRow:
-    """One optimizer of the table: ours by its rule, bitsandbytes' by its builder.
+    """One optimizer of the table: ours by its rule, or one of bitsandbytes'.
+
+    An update that works on any chunk of a parameter, at any time, has all the capabilities; those are the defaults.
 
     Args:
         summary: one line for people.
-        state_bytes: bytes of state a parameter, given those of one running average (see ``state_formats``).
-        rule: the update, in any format of weights and state.
-        build: takes parameter groups, ``lr`` and the optimizer's hyperparameters.
+        hyperparameters: what it takes beside learning rate and weight decay, and its defaults.
+        num_averages: how many running averages it keeps of each element.
+        effect: what it costs, and whether it is AdamW's mathematics.
+        rule: where its update is, as ``module:name``: a class of one of the protocols in ``update_rule.py``, made
+            without arguments.
+        bitsandbytes: which of bitsandbytes' optimizers it is, if it has no rule.
         devices: device types it runs on; None is all of them.
         elsewhere: the name to suggest on other devices.
+        stand_in: the name to suggest for what it is not capable of.
+        takes_formats: whether it keeps state and master weights in every format.
+        steps_in_backward: whether it updates one weight while backward still makes the gradients of others.
+        keeps_state_on_host: whether its state may wait in host memory and visit the device chunk by chunk.
+        trains_streamed_weights: whether it updates a weight from parts of its gradient, one after the other.
     """
 
     summary: str
-    state_bytes: Callable[[float], float]
-    rule: UpdateRule | WholeParameterRule | None = None
-    build: Callable[..., Optimizer] | None = None
+    hyperparameters: Mapping[str, Any]
+    num_averages: int
+    effect: Effect = NO_EFFECT
+    rule: str | None = None
+    bitsandbytes: Bitsandbytes | None = None
     devices: tuple[str, ...] | None = None
-    elsewhere: str = "adamw"
+    elsewhere: OptimizerName = DEFAULT_OPTIMIZER
+    stand_in: OptimizerName | None = None
+    takes_formats: bool = True
+    steps_in_backward: bool = True
+    keeps_state_on_host: bool = True
+    trains_streamed_weights: bool = True
 
-    @property
-    def needs_bitsandbytes(self) -> bool:
-        """Whether the package must be installed."""
-        return self.build is not None
+    def update_rule(self) -> UpdateRule | WholeParameterRule:
+        """The update of one of ours; imports torch."""
+        assert self.rule is not None
+        module, _, name = self.rule.partition(":")
+        return getattr(importlib.import_module(module), name)()
 
-    def create(
-        self, groups: list[dict[str, Any]], config: OptimizerConfig, *, learning_rate: float, seed: int
-    ) -> Optimizer:
-        """The optimizer over parameter groups, each with its ``weight_decay``."""
-        defaults = {"lr": learning_rate, **config.hyperparameters()}
-        if self.rule is None:
-            assert self.build is not None
-            return self.build(groups, **defaults)
-        return ChunkedOptimizer(
-            groups, self.rule, defaults, state=config.state, master=config.master, seed=seed
-        )
+    def state_bytes(self, state: StateName = "fp32") -> float:
+        """Bytes of state for each element, its averages kept in this format if it takes any."""
+        if self.bitsandbytes is not None:
+            state = "8bit" if self.bitsandbytes.bits == 8 else "fp32"
+        return self.num_averages * AVERAGE_BYTES[state]
 
 
-_BLOCKWISE_8BIT = 1 + 4 / 256  # a byte an element, and a float32 scale for each block of 256
+def optimizers_that(capability: Capability) -> tuple[str, ...]:
+    """The names of those with a capability, in the table's order."""
+    return tuple(name for name, row in OPTIMIZERS.items() if getattr(row, capability))
 
-OPTIMIZERS: dict[str, OptimizerRow] = {
+
+def listed(names: tuple[str, ...], word: str) -> str:
+    """Names as a sentence lists them: ``a, b or c``."""
+    *others, last = names
+    return f"{', '.join(others)} {word} {last}" if others else last
+
+
+def _row_of_bitsandbytes(
+    form: Bitsandbytes,
+    summary: str,
+    devices: tuple[str, ...] = ("cuda",),
+    elsewhere: OptimizerName = DEFAULT_OPTIMIZER,
+) -> OptimizerRow:
+    """They have formats of their own, and step over whole parameters after backward."""
+    ours: OptimizerName = "adamw" if form.algorithm == "AdamW" else "lion"
+    # State in 8 bits is rounded to nearest: what changes an average by less is lost, each step anew.
+    is_exact = form.algorithm == "AdamW" and form.bits == 32
+    return OptimizerRow(
+        summary=summary,
+        hyperparameters=_HYPERPARAMETERS[form.algorithm],
+        num_averages=2 if form.algorithm == "AdamW" else 1,
+        effect=Effect(
+            cost="host link" if form.paged else "nothing",
+            fidelity="exact" if is_exact else "other mathematics",
+        ),
+        bitsandbytes=form,
+        devices=devices,
+        elsewhere=elsewhere,
+        stand_in=ours,
+        takes_formats=False,
+        steps_in_backward=False,
+        keeps_state_on_host=False,
+        trains_streamed_weights=False,
+    )
+
+
+_HYPERPARAMETERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "Lion": {"betas": (0.9, 0.99)},
+}
+_NOT_PAGED = ("cuda", "xpu", "cpu")
+
+OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
     "adamw": OptimizerRow(
-        rule=AdamW(),
+        rule="lowmem_ft.optimizers.adamw:AdamW",
         summary="two running averages",
-        state_bytes=lambda average: 2 * average,
+        hyperparameters=_HYPERPARAMETERS["AdamW"],
+        num_averages=2,
     ),
     "sgd": OptimizerRow(
-        rule=SGD(),
+        rule="lowmem_ft.optimizers.sgd:SGD",
         summary="momentum alone",
-        state_bytes=lambda average: average,
+        hyperparameters={"momentum": 0.9},
+        num_averages=1,
+        effect=Effect(fidelity="other mathematics"),
     ),
     "adafactor": OptimizerRow(
-        rule=Adafactor(),
+        rule="lowmem_ft.optimizers.adafactor:Adafactor",
         summary="second moment as one row and one column a matrix, no first moment",
-        state_bytes=lambda average: 0,
+        hyperparameters={},
+        num_averages=0,
+        effect=Effect(fidelity="other mathematics"),
+        trains_streamed_weights=False,  # it reads the whole gradient of a parameter first
     ),
     "lion": OptimizerRow(
-        rule=Lion(),
+        rule="lowmem_ft.optimizers.lion:Lion",
         summary="sign of an interpolated momentum; learning rate 3 to 10 times below AdamW's",
-        state_bytes=lambda average: average,
+        hyperparameters=_HYPERPARAMETERS["Lion"],
+        num_averages=1,
+        effect=Effect(fidelity="other mathematics"),
     ),
-    "adamw_bnb_8bit": OptimizerRow(
-        build=bitsandbytes_builder("AdamW", bits=8, paged=False),
-        summary="AdamW with 8-bit state, embeddings in 32 bits",
-        state_bytes=lambda average: 2 * _BLOCKWISE_8BIT,
-        devices=("cuda", "xpu", "cpu"),
+    "adamw_bnb_8bit": _row_of_bitsandbytes(
+        Bitsandbytes(algorithm="AdamW", bits=8),
+        "AdamW with 8-bit state, embeddings in 32 bits",
+        devices=_NOT_PAGED,
     ),
-    "paged_adamw_32bit": OptimizerRow(
-        build=bitsandbytes_builder("AdamW", bits=32, paged=True),
-        summary="AdamW with float32 state in memory that spills to the host",
-        state_bytes=lambda average: 8,
-        devices=("cuda",),
+    "paged_adamw_32bit": _row_of_bitsandbytes(
+        Bitsandbytes(algorithm="AdamW", bits=32, paged=True),
+        "AdamW with float32 state in memory that spills to the host",
     ),
-    "paged_adamw_8bit": OptimizerRow(
-        build=bitsandbytes_builder("AdamW", bits=8, paged=True),
-        summary="AdamW with 8-bit state in memory that spills to the host, embeddings in 32 bits",
-        state_bytes=lambda average: 2 * _BLOCKWISE_8BIT,
-        devices=("cuda",),
+    "paged_adamw_8bit": _row_of_bitsandbytes(
+        Bitsandbytes(algorithm="AdamW", bits=8, paged=True),
+        "AdamW with 8-bit state in memory that spills to the host, embeddings in 32 bits",
         elsewhere="adamw_bnb_8bit",
     ),
-    "lion_32bit": OptimizerRow(
-        build=bitsandbytes_builder("Lion", bits=32, paged=False),
-        summary="Lion with float32 momentum whatever the weights are",
-        state_bytes=lambda average: 4,
-        devices=("cuda", "xpu", "cpu"),
+    "lion_32bit": _row_of_bitsandbytes(
+        Bitsandbytes(algorithm="Lion", bits=32),
+        "Lion with float32 momentum whatever the weights are",
+        devices=_NOT_PAGED,
         elsewhere="lion",
     ),
-    "lion_8bit": OptimizerRow(
-        build=bitsandbytes_builder("Lion", bits=8, paged=False),
-        summary="Lion with 8-bit momentum, embeddings in 32 bits",
-        state_bytes=lambda average: _BLOCKWISE_8BIT,
-        devices=("cuda", "xpu", "cpu"),
+    "lion_8bit": _row_of_bitsandbytes(
+        Bitsandbytes(algorithm="Lion", bits=8),
+        "Lion with 8-bit momentum, embeddings in 32 bits",
+        devices=_NOT_PAGED,
         elsewhere="lion",
     ),
-    "paged_lion_32bit": OptimizerRow(
-        build=bitsandbytes_builder("Lion", bits=32, paged=True),
-        summary="Lion with float32 momentum in memory that spills to the host",
-        state_bytes=lambda average: 4,
-        devices=("cuda",),
+    "paged_lion_32bit": _row_of_bitsandbytes(
+        Bitsandbytes(algorithm="Lion", bits=32, paged=True),
+        "Lion with float32 momentum in memory that spills to the host",
         elsewhere="lion_32bit",
     ),
-    "paged_lion_8bit": OptimizerRow(
-        build=bitsandbytes_builder("Lion", bits=8, paged=True),
-        summary="Lion with 8-bit momentum in memory that spills to the host, embeddings in 32 bits",
-        state_bytes=lambda average: _BLOCKWISE_8BIT,
-        devices=("cuda",),
+    "paged_lion_8bit": _row_of_bitsandbytes(
+        Bitsandbytes(algorithm="Lion", bits=8, paged=True),
+        "Lion with 8-bit momentum in memory that spills to the host, embeddings in 32 bits",
         elsewhere="lion_8bit",
     ),
 }
-
-
-def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
-    """Refuse an optimizer that cannot run here, before a model is loaded for it.
-
-    Args:
-        config: the optimizer and its hyperparameters.
-        device: where the trained weights will be.
-
-    Raises:
-        UserError: naming every hyperparameter that is out of range or that the optimizer does not have, a device
-            it does not run on, and bitsandbytes if it is needed and not installed.
-    """
-    problems = [
-        *config.problems(),
-        *_wrong_device(config, device),
-        *_missing_package(config),
-    ]
-    if problems:
-        raise UserError(*problems)
-
-
-def _wrong_device(config: OptimizerConfig, device: torch.device) -> list[str]:
-    row = OPTIMIZERS[config.name]
-    if row.devices is None or kernels_of(device) in row.devices:
-        return []
-    return [
-        f"optimizer.name={config.name} runs on {', '.join(row.devices)}, got device {device.type}. "
-        f"Set optimizer.name={row.elsewhere}."
-    ]
-
-
-def _missing_package(config: OptimizerConfig) -> tuple[str, ...]:
-    if not OPTIMIZERS[config.name].needs_bitsandbytes or is_bitsandbytes_installed():
-        return ()
-    return MissingPackageError(f"optimizer.name={config.name}", "bitsandbytes", "bitsandbytes").problems

@@ -1,20 +1,19 @@
 """Rules across parts: what one key asks of another.
 
-A new rule is a function in ``memory_rules.py`` or ``run_rules.py``, and a row of :data:`CONFLICTS`.
+A new rule is a function in ``memory_rules.py`` or ``run_rules.py``, marked with the keys that it reads.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.errors import RecipeError
 from lowmem_ft.recipe import memory_rules, run_rules
 from lowmem_ft.recipe.keys import accepts_none, recipe_groups, recipe_keys
+from lowmem_ft.recipe.rule import Conflict
 from lowmem_ft.recipe.tree import Recipe
 
 LARGEST_WHOLE_NUMBER = 2**32 - 1
@@ -56,109 +55,17 @@ def recipe_problems(recipe: Recipe, unreliable: Collection[str] = ()) -> list[st
     for conflict in CONFLICTS:
         involved = {*conflict.keys, *(key.partition(".")[0] for key in conflict.keys)}
         if involved.isdisjoint(unreliable):
-            problem = conflict.rule(recipe)
-            problems += [problem] if problem else []
+            problems += conflict.problems(recipe)
     return problems
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """A rule over a recipe, and the keys it reads: it returns what is wrong, or None."""
-
-    rule: Callable[[Recipe], str | None]
-    keys: tuple[str, ...]
-
-
-CONFLICTS: tuple[Conflict, ...] = (
-    Conflict(run_rules.model_is_named, ("model.name_or_path",)),
-    Conflict(run_rules.budget_is_readable, ("budget.device", "budget.host")),
-    Conflict(
-        memory_rules.fp16_needs_float32_weights, ("training.mixed_precision", "model.dtype", "adapter.name")
-    ),
-    Conflict(memory_rules.quantization_needs_an_adapter, ("model.quantization", "adapter.name")),
-    Conflict(
-        memory_rules.quantization_needs_safetensors,
-        ("model.quantization", "model.name_or_path", "model.gguf_file"),
-    ),
-    Conflict(memory_rules.master_needs_bfloat16_weights, ("optimizer.master", "model.dtype", "adapter.name")),
-    Conflict(
-        memory_rules.in_backward_needs_finished_gradients,
-        ("optimizer.in_backward", "training.gradient_accumulation_steps", "accumulation.order"),
-    ),
-    Conflict(
-        memory_rules.loss_scaling_needs_two_phases,
-        ("optimizer.in_backward", "training.mixed_precision", "training.max_grad_norm"),
-    ),
-    Conflict(
-        memory_rules.vertical_needs_checkpointing,
-        (
-            "accumulation.order",
-            "checkpointing.mode",
-            "checkpointing.every_n_layers",
-            "checkpointing.skip_last_layers",
-        ),
-    ),
-    Conflict(memory_rules.host_state_needs_chunks, ("offload.optimizer", "optimizer.name")),
-    Conflict(
-        memory_rules.streamed_weights_need_their_updates,
-        (
-            "offload.parameters",
-            "adapter.name",
-            "optimizer.in_backward",
-            "offload.optimizer",
-            "checkpointing.mode",
-            "checkpointing.every_n_layers",
-            "checkpointing.skip_last_layers",
-            "optimizer.name",
-        ),
-    ),
-    Conflict(
-        memory_rules.streamed_head_has_no_loss_scale,
-        ("offload.parameters", "adapter.name", "training.mixed_precision"),
-    ),
-    Conflict(run_rules.streaming_needs_max_steps, ("data.streaming", "training.max_steps")),
-    Conflict(
-        run_rules.evaluation_needs_data,
-        (
-            "training.eval_steps",
-            "training.eval_on_start",
-            "data.eval_path",
-            "data.eval_split",
-            "data.eval_size",
-        ),
-    ),
-    Conflict(
-        run_rules.hub_settings_need_push,
-        ("training.push_to_hub", "training.hub_model_id", "training.hub_private_repo"),
-    ),
-    Conflict(
-        run_rules.resume_needs_the_old_run,
-        ("training.resume_from_checkpoint", "training.overwrite_output_dir"),
-    ),
-    Conflict(
-        memory_rules.layer_choice_needs_checkpointing,
-        ("checkpointing.mode", "checkpointing.every_n_layers", "checkpointing.skip_last_layers"),
-    ),
-    Conflict(
-        memory_rules.selective_needs_fused_attention, ("checkpointing.mode", "model.attn_implementation")
-    ),
-    Conflict(memory_rules.offloaded_inputs_need_checkpointing, ("offload.activations", "checkpointing.mode")),
-    Conflict(memory_rules.head_tiles_need_chunked_loss, ("tiling.head", "loss.chunk_tokens")),
-    Conflict(memory_rules.tiled_mlp_treats_tokens_alone, ("tiling.mlp", "model.quantization")),
-    Conflict(
-        run_rules.constant_schedule_has_no_warmup, ("training.lr_scheduler_type", "training.warmup_steps")
-    ),
-    Conflict(
-        run_rules.schedule_takes_its_arguments,
-        ("training.lr_scheduler_type", "training.lr_scheduler_kwargs"),
-    ),
-    Conflict(run_rules.warmup_ends_within_the_run, ("training.warmup_steps", "training.max_steps")),
-    Conflict(run_rules.columns_differ, tuple(f"data.{name}" for name in run_rules.COLUMNS)),
-    Conflict(
-        memory_rules.tiles_hold_tokens,
-        ("tiling.mlp", "data.max_length", "training.per_device_train_batch_size"),
-    ),
+CONFLICTS: tuple[Conflict, ...] = tuple(
+    rule
+    for module in (run_rules, memory_rules)
+    for rule in vars(module).values()
+    if isinstance(rule, Conflict)
 )
+"""All of them, in the order of the files."""
 
 
 def _empty_names(recipe: Recipe) -> list[str]:
@@ -166,18 +73,15 @@ def _empty_names(recipe: Recipe) -> list[str]:
     return [
         f"{path} is empty. Give it a value, or set {path}=null."
         for path, key in recipe_keys().items()
-        if accepts_none(key.type_hint)
-        and operator.attrgetter(path)(recipe) == ""
-        and path != "data.system_prompt"
+        if accepts_none(key.type_hint) and key.value_in(recipe) == "" and path != "data.system_prompt"
     ]
 
 
 def _extreme_numbers(recipe: Recipe) -> dict[str, str]:
     """Numbers that no rule of a key's own needs to think of, each with what is wrong, by key."""
     problems = {}
-    for path in recipe_keys():
-        value = operator.attrgetter(path)(recipe)
-        for number in _numbers_in(value):
+    for path, key in recipe_keys().items():
+        for number in _numbers_in(key.value_in(recipe)):
             if isinstance(number, float) and not math.isfinite(number):
                 problems[path] = f"{path} must be finite, got {number}."
             elif isinstance(number, int) and abs(number) > LARGEST_WHOLE_NUMBER:

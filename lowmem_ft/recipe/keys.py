@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import operator
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lowmem_ft.knob import FIDELITIES, NO_EFFECT, Effect, Effects
 from lowmem_ft.recipe.tree import Recipe
 
 SHORT_FORMS = {"model": "model.name_or_path", "data": "data.path", "budget": "budget.device"}
@@ -45,15 +47,43 @@ class RecipeKey:
     config_class: type
     name: str
     type_hint: Any
+    default: Any = field(hash=False)
     help: str
     frees: str | None
     costs: str | None
+    effects: Effects | None = field(hash=False)
+    off: Any
+    counts_layers: bool
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The values of a ``Literal`` key; empty for any other type."""
         hint = without_none(self.type_hint)
         return get_args(hint) if get_origin(hint) is Literal else ()
+
+    def value_in(self, recipe: Recipe) -> Any:
+        """What a recipe says."""
+        return operator.attrgetter(self.path)(recipe)
+
+    def effect_of(self, value: Any) -> Effect:
+        """What comes with a value; nothing for a key that is no memory knob, or is switched off."""
+        if isinstance(self.effects, Effect):
+            return NO_EFFECT if value == self.off else self.effects
+        return (self.effects or {}).get(value, NO_EFFECT)
+
+    def effect_of_change(self, recipe: Recipe, value: Any) -> Effect:
+        """What comes with a new value: of two optimizers with other mathematics, say, the second gives up no more."""
+        before, after = self.effect_of(self.value_in(recipe)), self.effect_of(value)
+        if value == self.value_in(recipe):
+            return NO_EFFECT
+        is_choice = not isinstance(self.effects, Effect)
+        if is_choice and FIDELITIES.index(after.fidelity) <= FIDELITIES.index(before.fidelity):
+            return dataclasses.replace(after, fidelity="exact")
+        return after
+
+    def setting(self, value: Any) -> str:
+        """A value of the key as it is typed."""
+        return f"{self.path}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 @functools.cache
@@ -71,7 +101,7 @@ def recipe_groups() -> dict[str, type]:
 def recipe_keys() -> dict[str, RecipeKey]:
     """Every key by its dotted path, in the recipe's order."""
     keys: dict[str, RecipeKey] = {}
-    for name in (field.name for field in dataclasses.fields(Recipe)):
+    for name in (knob.name for knob in dataclasses.fields(Recipe)):
         group = recipe_groups().get(name)
         found = _keys_of(group, prefix=f"{name}.") if group else _keys_of(Recipe, only=name)
         keys.update((key.path, key) for key in found)
@@ -80,15 +110,24 @@ def recipe_keys() -> dict[str, RecipeKey]:
 
 def _keys_of(config_class: type, prefix: str = "", only: str | None = None) -> Iterator[RecipeKey]:
     hints = get_type_hints(config_class)
-    for field in dataclasses.fields(config_class):
-        if only is None or field.name == only:
+    for knob in dataclasses.fields(config_class):
+        if only is None or knob.name == only:
             yield RecipeKey(
-                path=prefix + field.name,
+                path=prefix + knob.name,
                 config_class=config_class,
-                name=field.name,
-                type_hint=hints[field.name],
-                **field.metadata,
+                name=knob.name,
+                type_hint=hints[knob.name],
+                default=knob.default if knob.default_factory is MISSING else knob.default_factory(),
+                **knob.metadata,
             )
+
+
+def memory_knobs(recipe: Recipe) -> Iterator[tuple[RecipeKey, Any, Effect]]:
+    """Each memory knob of a recipe with its value and what comes with that."""
+    for key in recipe_keys().values():
+        if key.effects is not None:
+            value = key.value_in(recipe)
+            yield key, value, key.effect_of(value)
 
 
 def unknown_key(path: str) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from lowmem_ft.optimizers.table import DEFAULT_OPTIMIZER, listed, optimizers_that
+from lowmem_ft.recipe.keys import memory_knobs
+from lowmem_ft.recipe.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
 
+@reads("training.mixed_precision", "model.dtype", "adapter.name")
 def fp16_needs_float32_weights(recipe: Recipe) -> str | None:
     """The loss scaler cannot unscale half-precision gradients; those of adapters are float32."""
     dtype, trained = recipe.model.dtype, recipe.adapter.name == "none"
@@ -22,6 +28,7 @@ def fp16_needs_float32_weights(recipe: Recipe) -> str | None:
     )
 
 
+@reads("model.quantization", "adapter.name")
 def quantization_needs_an_adapter(recipe: Recipe) -> str | None:
     """A weight in 4 or 8 bits has no room for an update."""
     quantization = recipe.model.quantization
@@ -33,6 +40,7 @@ def quantization_needs_an_adapter(recipe: Recipe) -> str | None:
     )
 
 
+@reads("model.quantization", "model.name_or_path", "model.gguf_file")
 def quantization_needs_safetensors(recipe: Recipe) -> str | None:
     """A GGUF file is quantised in a way of its own, and is unpacked to plain weights."""
     quantization, name = recipe.model.quantization, recipe.model.name_or_path or ""
@@ -44,6 +52,7 @@ def quantization_needs_safetensors(recipe: Recipe) -> str | None:
     )
 
 
+@reads("optimizer.master", "model.dtype", "adapter.name")
 def master_needs_bfloat16_weights(recipe: Recipe) -> str | None:
     """Float32 weights are their own master, and the formats below it are made of bfloat16's bits."""
     dtype, master = recipe.model.dtype, recipe.optimizer.master
@@ -60,6 +69,7 @@ def master_needs_bfloat16_weights(recipe: Recipe) -> str | None:
     return None
 
 
+@reads("optimizer.in_backward", "training.gradient_accumulation_steps", "accumulation.order")
 def in_backward_needs_finished_gradients(recipe: Recipe) -> str | None:
     """In horizontal order the first micro-batch's gradient is not the step's."""
     steps = recipe.training.gradient_accumulation_steps
@@ -71,6 +81,7 @@ def in_backward_needs_finished_gradients(recipe: Recipe) -> str | None:
     return None
 
 
+@reads("optimizer.in_backward", "training.mixed_precision", "training.max_grad_norm")
 def loss_scaling_needs_two_phases(recipe: Recipe) -> str | None:
     """An overflow of fp16 is known at the end of backward; what was updated by then would stay so."""
     training = recipe.training
@@ -82,41 +93,59 @@ def loss_scaling_needs_two_phases(recipe: Recipe) -> str | None:
     return None
 
 
-def vertical_needs_checkpointing(recipe: Recipe) -> str | None:
-    """The inputs of all micro-batches wait in each layer; what a layer computes from them must not."""
+@reads("checkpointing.mode", "checkpointing.every_n_layers", "checkpointing.skip_last_layers")
+def layers_are_checkpointed_where_they_have_to_be(recipe: Recipe) -> Iterator[str]:
+    """Vertical order, say, has the inputs of all micro-batches wait in each layer: what it makes of them must not."""
     config = recipe.checkpointing
-    all_layers = config.mode != "none" and config.every_n_layers == 1 and config.skip_last_layers == 0
-    if recipe.accumulation.order == "horizontal" or all_layers:
-        return None
-    return (
-        "accumulation.order=vertical needs every layer checkpointed: checkpointing.mode=full or selective with "
-        f"every_n_layers=1 and skip_last_layers=0, got {config.mode} with every_n_layers={config.every_n_layers} and "
-        f"skip_last_layers={config.skip_last_layers}. Set checkpointing.mode=full or accumulation.order=horizontal."
-    )
+    for key, value, effect in memory_knobs(recipe):
+        setting, way_out = key.setting(value), f"Set checkpointing.mode=full or {key.setting(key.default)}."
+        if effect.needs_checkpointed == "every layer" and config.checkpointed != "every layer":
+            yield (
+                f"{setting} needs every layer checkpointed: checkpointing.mode=full or selective with every_n_layers=1 "
+                f"and skip_last_layers=0, got {config.mode} with every_n_layers={config.every_n_layers} and "
+                f"skip_last_layers={config.skip_last_layers}. {way_out}"
+            )
+        elif effect.needs_checkpointed == "some layers" and config.checkpointed == "no layer":
+            yield f"{setting} needs checkpointing.mode=full or selective, got none. {way_out}"
 
 
+@reads("offload.optimizer", "optimizer.name")
 def host_state_needs_chunks(recipe: Recipe) -> str | None:
     """The optimizers of bitsandbytes keep their state themselves, and the paged ones have their own way to the host."""
-    name = recipe.optimizer.name
-    if recipe.offload.optimizer == "device" or name in ("adamw", "sgd", "lion", "adafactor"):
+    if recipe.offload.optimizer == "device" or recipe.optimizer.row.keeps_state_on_host:
         return None
     return (
-        f"offload.optimizer=host needs optimizer.name=adamw, sgd, lion or adafactor, got {name}. "
-        "Set optimizer.name=adamw (with optimizer.state=8bit) or offload.optimizer=device."
+        f"offload.optimizer=host needs optimizer.name={listed(optimizers_that('keeps_state_on_host'), 'or')}, got "
+        f"{recipe.optimizer.name}. Set optimizer.name={DEFAULT_OPTIMIZER} (with optimizer.state=8bit) or "
+        "offload.optimizer=device."
     )
 
 
+@reads(
+    "offload.parameters",
+    "adapter.name",
+    "optimizer.in_backward",
+    "offload.optimizer",
+    "checkpointing.mode",
+    "checkpointing.every_n_layers",
+    "checkpointing.skip_last_layers",
+    "optimizer.name",
+)
 def streamed_weights_need_their_updates(recipe: Recipe) -> str | None:
     """Trained weights are on the device for a moment only: gradient, state and update come and go with them."""
     if recipe.offload.parameters == "device" or recipe.adapter.name != "none":
         return None
     config, optimizer = recipe.checkpointing, recipe.optimizer
-    all_layers = config.mode != "none" and config.every_n_layers == 1 and config.skip_last_layers == 0
+    able = optimizers_that("trains_streamed_weights")
     wanted = [
         ("optimizer.in_backward=true", "false", optimizer.in_backward),
         ("offload.optimizer=host", recipe.offload.optimizer, recipe.offload.optimizer == "host"),
-        ("checkpointing.mode=full (or selective), for every layer", config.mode, all_layers),
-        ("optimizer.name=adamw, sgd or lion", optimizer.name, optimizer.name in ("adamw", "sgd", "lion")),
+        (
+            "checkpointing.mode=full (or selective), for every layer",
+            config.mode,
+            config.checkpointed == "every layer",
+        ),
+        (f"optimizer.name={listed(able, 'or')}", optimizer.name, optimizer.name in able),
     ]
     missing = [(setting, value) for setting, value, is_met in wanted if not is_met]
     if not missing:
@@ -127,6 +156,7 @@ def streamed_weights_need_their_updates(recipe: Recipe) -> str | None:
     )
 
 
+@reads("offload.parameters", "adapter.name", "training.mixed_precision")
 def streamed_head_has_no_loss_scale(recipe: Recipe) -> str | None:
     """The gradient of a streamed head is made and taken before backward, which brings the scale, begins."""
     if (
@@ -141,6 +171,7 @@ def streamed_head_has_no_loss_scale(recipe: Recipe) -> str | None:
     )
 
 
+@reads("checkpointing.mode", "checkpointing.every_n_layers", "checkpointing.skip_last_layers")
 def layer_choice_needs_checkpointing(recipe: Recipe) -> str | None:
     """A choice of layers says nothing while no layer is checkpointed."""
     config = recipe.checkpointing
@@ -153,6 +184,7 @@ def layer_choice_needs_checkpointing(recipe: Recipe) -> str | None:
     )
 
 
+@reads("checkpointing.mode", "model.attn_implementation")
 def selective_needs_fused_attention(recipe: Recipe) -> str | None:
     """Unfused attention keeps its scores for backward: to keep its output besides would spare nothing."""
     attention = recipe.model.attn_implementation
@@ -164,16 +196,7 @@ def selective_needs_fused_attention(recipe: Recipe) -> str | None:
     )
 
 
-def offloaded_inputs_need_checkpointing(recipe: Recipe) -> str | None:
-    """The inputs that wait are those which checkpointed layers keep."""
-    if recipe.offload.activations != "inputs" or recipe.checkpointing.mode != "none":
-        return None
-    return (
-        "offload.activations=inputs needs checkpointing.mode=full or selective, got none. "
-        "Set checkpointing.mode=full or offload.activations=none."
-    )
-
-
+@reads("tiling.head", "loss.chunk_tokens")
 def head_tiles_need_chunked_loss(recipe: Recipe) -> str | None:
     """A model's own loss takes all logits at once."""
     if recipe.tiling.head == 1 or recipe.loss.chunk_tokens is not None:
@@ -184,6 +207,7 @@ def head_tiles_need_chunked_loss(recipe: Recipe) -> str | None:
     )
 
 
+@reads("tiling.mlp", "model.quantization")
 def tiled_mlp_treats_tokens_alone(recipe: Recipe) -> str | None:
     """LLM.int8 keeps a column of the activations in 16 bits if any of the tokens at hand has an outlier in it."""
     if recipe.tiling.mlp == 1 or recipe.model.quantization != "int8":
@@ -194,6 +218,7 @@ def tiled_mlp_treats_tokens_alone(recipe: Recipe) -> str | None:
     )
 
 
+@reads("tiling.mlp", "data.max_length", "training.per_device_train_batch_size")
 def tiles_hold_tokens(recipe: Recipe) -> str | None:
     """Beyond one token a piece, more pieces would do nothing; ``data.max_length=null`` depends on the model."""
     length = recipe.data.max_length

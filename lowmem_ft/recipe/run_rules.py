@@ -6,12 +6,14 @@ import inspect
 from typing import Any
 
 from lowmem_ft.errors import UserError, did_you_mean
+from lowmem_ft.recipe.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.units import parse_bytes
 
 SCHEDULES_THAT_NEED_ARGUMENTS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 
+@reads("model.name_or_path")
 def model_is_named(recipe: Recipe) -> str | None:
     """There is no default model."""
     if recipe.model.name_or_path is None:
@@ -19,6 +21,7 @@ def model_is_named(recipe: Recipe) -> str | None:
     return None
 
 
+@reads("budget.device", "budget.host")
 def budget_is_readable(recipe: Recipe) -> str | None:
     """Both budgets are sizes."""
     for name in ("device", "host"):
@@ -31,6 +34,7 @@ def budget_is_readable(recipe: Recipe) -> str | None:
     return None
 
 
+@reads("data.streaming", "training.max_steps")
 def streaming_needs_max_steps(recipe: Recipe) -> str | None:
     """A stream has no length, and a schedule needs the number of steps."""
     if recipe.data.streaming and recipe.training.max_steps == -1:
@@ -41,6 +45,7 @@ def streaming_needs_max_steps(recipe: Recipe) -> str | None:
     return None
 
 
+@reads("training.eval_steps", "training.eval_on_start", "data.eval_path", "data.eval_split", "data.eval_size")
 def evaluation_needs_data(recipe: Recipe) -> str | None:
     """An evaluation that was asked for is never skipped."""
     data, training = recipe.data, recipe.training
@@ -54,6 +59,7 @@ def evaluation_needs_data(recipe: Recipe) -> str | None:
     )
 
 
+@reads("training.push_to_hub", "training.hub_model_id", "training.hub_private_repo")
 def hub_settings_need_push(recipe: Recipe) -> str | None:
     """A hub name without an upload is a forgotten switch."""
     training = recipe.training
@@ -66,6 +72,7 @@ def hub_settings_need_push(recipe: Recipe) -> str | None:
     )
 
 
+@reads("training.resume_from_checkpoint", "training.overwrite_output_dir")
 def resume_needs_the_old_run(recipe: Recipe) -> str | None:
     """Replacing a run folder deletes the checkpoints in it."""
     training = recipe.training
@@ -77,6 +84,7 @@ def resume_needs_the_old_run(recipe: Recipe) -> str | None:
     return None
 
 
+@reads("training.lr_scheduler_type", "training.warmup_steps")
 def constant_schedule_has_no_warmup(recipe: Recipe) -> str | None:
     """The schedule ``constant`` would ignore a warmup."""
     warmup = recipe.training.warmup_steps
@@ -88,6 +96,7 @@ def constant_schedule_has_no_warmup(recipe: Recipe) -> str | None:
     return None
 
 
+@reads("training.warmup_steps", "training.max_steps")
 def warmup_ends_within_the_run(recipe: Recipe) -> str | None:
     """Where the number of steps follows from the data, training compares it once the data is read."""
     training = recipe.training
@@ -102,6 +111,7 @@ def warmup_ends_within_the_run(recipe: Recipe) -> str | None:
 COLUMNS = ("messages_column", "prompt_column", "input_column", "completion_column", "text_column")
 
 
+@reads(*(f"data.{name}" for name in COLUMNS))
 def columns_differ(recipe: Recipe) -> str | None:
     """A prompt that is its own completion is a slip; columns that are left out follow from the format."""
     named = {key: getattr(recipe.data, key) for key in COLUMNS if getattr(recipe.data, key) is not None}
@@ -114,6 +124,7 @@ def columns_differ(recipe: Recipe) -> str | None:
     )
 
 
+@reads("training.lr_scheduler_type", "training.lr_scheduler_kwargs")
 def schedule_takes_its_arguments(recipe: Recipe) -> str | None:
     """The schedule is built once on a stand-in, so that transformers itself judges its arguments."""
     name = recipe.training.lr_scheduler_type

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowmem_ft.knob import knob
+from lowmem_ft.knob import NO_EFFECT, Effect, knob
 
 MOST_EPOCHS = 1_000_000
 
@@ -26,6 +26,7 @@ class TrainingConfig:
         "Examples (packed rows) of one micro-batch on one device.",
         frees="a smaller micro-batch: activations, in proportion to its tokens",
         costs="a smaller micro-batch: less work per kernel; gradient_accumulation_steps keeps the sum",
+        effects=NO_EFFECT,
     )
     per_device_eval_batch_size: int | None = knob(
         None, "The same for evaluation; null: per_device_train_batch_size."
@@ -35,6 +36,8 @@ class TrainingConfig:
         "Micro-batches of one optimizer step; the loss is the mean over all their tokens.",
         frees="against one micro-batch of the same total size: activations, to 1/n",
         costs="n smaller passes in place of one; the gradients stay allocated between them",
+        effects=NO_EFFECT,
+        off=1,
     )
 
     learning_rate: float = knob(2e-5, "Peak learning rate.")
@@ -70,6 +73,10 @@ class TrainingConfig:
         "Type that matrix products compute in, by autocast; weights keep model.dtype.",
         frees="bf16, fp16: about half of the activations kept for the backward pass",
         costs="products round to 8 (bf16) or 11 (fp16) bits; fp16 adds a loss scaler",
+        effects={
+            "bf16": Effect(fidelity="unbiased rounding"),
+            "fp16": Effect(fidelity="unbiased rounding"),
+        },
     )
     use_cpu: bool = knob(False, "Train on the CPU where there is an accelerator too.")
     seed: int = knob(42, "Seed of the data order, random weights and dropout.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lowmem_ft.knob import knob
+from lowmem_ft.knob import NO_EFFECT, Checkpointed, Effect, knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,17 +18,29 @@ class CheckpointingConfig:
         "attention's output too, which is not computed again.",
         frees="a layer's activations but its input: about 47 bytes * tokens * hidden in bf16 (Llama 3's shape, sdpa)",
         costs="one more forward of each checkpointed layer: about a third more time with all of them",
+        effects={"full": Effect(cost="time"), "selective": Effect(cost="time")},
     )
     every_n_layers: int = knob(
         1,
         "Checkpoint layers 0, n, 2n, ...; 1 checkpoints every layer.",
         costs="memory: the layers in between keep their activations",
+        effects={1: Effect(cost="time")},
+        counts_layers=True,
     )
     skip_last_layers: int = knob(
         0,
         "Leave the last n layers alone: backward reaches them first, so their activations live shortest.",
         costs="memory: the activations of n layers",
+        effects={0: Effect(cost="time")},
+        counts_layers=True,
     )
+
+    @property
+    def checkpointed(self) -> Checkpointed:
+        """Which layers are."""
+        if self.mode == "none":
+            return "no layer"
+        return "every layer" if (self.every_n_layers, self.skip_last_layers) == (1, 0) else "some layers"
 
     def problems(self) -> list[str]:
         """What is wrong with these values whatever the model; how many layers it has is checked when it is there."""
@@ -55,6 +67,7 @@ class LossConfig:
         "Label tokens whose logits exist at once; null: the model's own loss, over all logits at once.",
         frees="12 bytes * tokens * vocabulary at the peak become 6 bytes * chunk_tokens * vocabulary",
         costs="with a half-precision head, 2 bytes * label tokens * vocabulary, at most 4 * hidden * vocabulary",
+        effects=NO_EFFECT,
     )
     label_smoothing_factor: float = knob(
         0.0,
@@ -91,23 +104,31 @@ class OffloadConfig:
         "inputs: the inputs of checkpointed layers; all: every activation that backward needs.",
         frees="inputs: 2 bytes * tokens * hidden a checkpointed layer in bf16",
         costs="two copies over PCIe; hidden behind compute for inputs, rarely for all",
+        effects={
+            "inputs": Effect(cost="host link", needs_checkpointed="some layers"),
+            "all": Effect(cost="host link"),
+        },
     )
     optimizer: Literal["device", "host"] = knob(
         "device",
         "host: optimizer state and master weights wait in host memory; the step runs on the device, chunk by chunk.",
         frees="all of the optimizer's state and the low halves of master weights, but a few chunks",
         costs="the state crosses PCIe twice a step",
+        effects={"host": Effect(cost="host link", one_process_only=True)},
     )
     parameters: Literal["device", "stream"] = knob(
         "device",
         "stream: weights live in host memory and visit the device layer by layer.",
         frees="all weights but two layers and resident_layers",
         costs="the weights cross PCIe twice a step (once with their updates)",
+        effects={"stream": Effect(cost="host link", one_process_only=True)},
     )
     resident_layers: int = knob(
         0,
         "With parameters=stream, so many of the last decoder layers stay on the device.",
         costs="memory: the weights of n layers",
+        effects={0: Effect(cost="host link")},
+        counts_layers=True,
     )
     folder: str | None = knob(
         None,
@@ -115,6 +136,7 @@ class OffloadConfig:
         "local disk: in memory-mapped files there, which may be larger than RAM.",
         frees="host memory: all that waits, but what the kernel has room to keep",
         costs="what RAM cannot keep comes from the disk and goes back to it each step; copies are not pinned",
+        effects=Effect(cost="disk"),
     )
 
     def problems(self) -> list[str]:
@@ -148,12 +170,14 @@ class AccumulationConfig:
         "after the other.",
         frees="vertical: gradients are finished layer by layer, so that the optimizer can step inside backward",
         costs="vertical: the layers' inputs of all micro-batches live at once",
+        effects={"vertical": Effect(needs_checkpointed="every layer")},
     )
     dtype: Literal["float32", "weights"] = knob(
         "float32",
         "Type in which the gradients of several micro-batches are summed; weights: the weights' own.",
         frees="weights: 2 bytes a parameter with bfloat16 weights and horizontal order",
         costs="weights: each micro-batch's share is rounded to the sum's 8 bits",
+        effects={"weights": Effect(fidelity="other mathematics")},
     )
 
 
@@ -166,12 +190,16 @@ class TilingConfig:
         "Pieces of the sequence that pass through each MLP one after the other; 1: all at once.",
         frees="the MLP's inner activations but those of one piece, while a layer is recomputed",
         costs="smaller matrix products",
+        effects=Effect(cost="time"),
+        off=1,
     )
     head: int = knob(
         1,
         "Pieces of the vocabulary that the head is worked on with; 1: all at once.",
         frees="what is held beside the head's weight and gradient for its logits, but for one piece",
         costs="the head's logits are computed twice",
+        effects=Effect(cost="time"),
+        off=1,
     )
 
     def problems(self) -> list[str]:
@@ -192,6 +220,7 @@ class AdapterConfig:
         "lora: the model's own weights are frozen, and low-rank matrices beside them are trained.",
         frees="gradients and optimizer state of all but the adapters (less than 1 % of the parameters)",
         costs="other mathematics: the update of each matrix has rank r",
+        effects={"lora": Effect(fidelity="other mathematics")},
     )
     r: int = knob(16, "Rank of the adapters.")
     lora_alpha: float = knob(32.0, "The adapters' product counts lora_alpha / r times (rsLoRA: / sqrt(r)).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import memory_knobs
 
 
 def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
@@ -18,11 +19,8 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
     if num_processes == 1:
         return []
     return [
-        f"{key}={value} works in one process, got {num_processes}. Set {key}={instead}, or start one process."
-        for key, value, instead, is_set in (
-            ("optimizer.in_backward", "true", "false", recipe.optimizer.in_backward),
-            ("offload.optimizer", "host", "device", recipe.offload.optimizer == "host"),
-            ("offload.parameters", "stream", "device", recipe.offload.parameters == "stream"),
-        )
-        if is_set
+        f"{key.setting(value)} works in one process, got {num_processes}. Set {key.setting(key.default)}, or start one "
+        "process."
+        for key, value, effect in memory_knobs(recipe)
+        if effect.one_process_only
     ]

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowmem_ft.optimizers.config import OWN_OPTIMIZERS
+from lowmem_ft.knob import COSTS, FIDELITIES
+from lowmem_ft.optimizers.table import OPTIMIZERS, Capability, OptimizerRow
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.training.distributed_rules import problems_with_processes
 
 CHUNK_TOKENS = 1024
@@ -23,6 +25,12 @@ Half = Literal["bf16", "fp16"]
 """The 16-bit type that a run can compute in."""
 
 _DTYPES: dict[Half, str] = {"bf16": "bfloat16", "fp16": "float16"}
+
+_FOR_STREAMING: tuple[Capability, ...] = (
+    "trains_streamed_weights",
+    "steps_in_backward",
+    "keeps_state_on_host",
+)
 
 Settings = dict[str, Any]
 """New values by dotted key."""
@@ -43,10 +51,7 @@ class Remediation:
     @property
     def overrides(self) -> tuple[str, ...]:
         """The settings as they are typed."""
-        return tuple(
-            f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-            for key, value in self.settings.items()
-        )
+        return tuple(recipe_keys()[key].setting(value) for key, value in self.settings.items())
 
     @property
     def overrides_text(self) -> str:
@@ -61,11 +66,21 @@ class Remediation:
             recipe = dataclasses.replace(recipe, **{group: changed})
         return recipe
 
+    def price(self, recipe: Recipe) -> tuple[int, int]:
+        """What it costs a recipe, to sort by: what is paid, then rounding; other mathematics is above all of it."""
+        effects = [
+            recipe_keys()[path].effect_of_change(recipe, value) for path, value in self.settings.items()
+        ]
+        fidelity = max(FIDELITIES.index(effect.fidelity) for effect in effects)
+        if FIDELITIES[fidelity] == "other mathematics":
+            return len(COSTS), 0
+        return max(COSTS.index(effect.cost) for effect in effects), fidelity
+
 
 def remediations_for(
     recipe: Recipe, *, num_processes: int = 1, has_bfloat16: bool = True
 ) -> Iterator[Remediation]:
-    """Changes that need less device memory, from no cost in time or fidelity to the most.
+    """Changes that need less device memory, from no cost in time or fidelity to the most, as the knobs state it.
 
     Each brings along what it needs (``optimizer.in_backward``, say, the checkpointing of every layer), so that it works
     alone as well as after any of those before it; of two values for one key the later counts.
@@ -80,7 +95,7 @@ def remediations_for(
     """
     known = set(problems_with_processes(recipe, num_processes))
     half: Half = "bf16" if has_bfloat16 and recipe.training.mixed_precision != "fp16" else "fp16"
-    for way in _remediations_for(recipe, half):
+    for way in sorted(_remediations_for(recipe, half), key=lambda way: way.price(recipe)):
         if known.issuperset(problems_with_processes(way.applied_to(recipe), num_processes)):
             yield way
 
@@ -149,15 +164,16 @@ def _for_time(recipe: Recipe) -> Iterator[Remediation]:
 def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[Remediation]:
     """What lies beside trained weights: gradients, averages, and the lower bits of the weights themselves."""
     optimizer = recipe.optimizer
-    if not optimizer.in_backward and _may_step_in_backward(recipe, half):
+    may_step = _can(recipe, "steps_in_backward") and _may_step_in_backward(recipe, half)
+    if not optimizer.in_backward and may_step:
         yield Remediation(
             settings=_in_backward(recipe),
             why="gradients are spent as backward finishes them; with max_grad_norm they wait in the weights' type",
         )
-    has_averages = optimizer.name != "adafactor" and optimizer.momentum != 0
-    if has_averages and optimizer.state != "8bit" and not optimizer.name.endswith("8bit"):
+    state_bytes = optimizer.row.state_bytes(optimizer.state) if optimizer.momentum != 0 else 0
+    if _can(recipe, "takes_formats") and _stand_in(recipe).state_bytes("8bit") < state_bytes:
         yield Remediation(
-            settings={**_own_optimizer(recipe), "optimizer.state": "8bit"},
+            settings={**_with(recipe, "takes_formats"), "optimizer.state": "8bit"},
             why="6 of AdamW's 8 state bytes a parameter; averages are rounded, without bias",
         )
     if half == "bf16" and _master_bytes(recipe) > 1:
@@ -175,12 +191,12 @@ def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[Remediation]:
             settings={**_every_layer(recipe), "offload.activations": "inputs"},
             why="the inputs of checkpointed layers wait on the host",
         )
-    if trained and offload.optimizer == "device":
+    if trained and offload.optimizer == "device" and _can(recipe, "keeps_state_on_host"):
         yield Remediation(
-            settings={**_own_optimizer(recipe), "offload.optimizer": "host"},
+            settings={**_with(recipe, "keeps_state_on_host"), "offload.optimizer": "host"},
             why="state and master wait on the host, and cross PCIe twice a step",
         )
-    may_stream = recipe.optimizer.name != "adafactor" and _may_step_in_backward(recipe, half)
+    may_stream = _can(recipe, *_FOR_STREAMING) and _may_step_in_backward(recipe, half)
     if offload.parameters == "device" and (not trained or may_stream):
         unscaled = trained and half == "fp16"
         yield Remediation(
@@ -237,31 +253,45 @@ def _every_layer(recipe: Recipe) -> Settings:
     return {"checkpointing.every_n_layers": 1, "checkpointing.skip_last_layers": 0}
 
 
-def _own_optimizer(recipe: Recipe) -> Settings:
-    """Ours in place of bitsandbytes', with state of the same size, which alone has the formats and the hooks."""
+def _stand_in(recipe: Recipe) -> OptimizerRow:
+    """The row that would train where the recipe's own optimizer is not able to."""
+    return OPTIMIZERS[recipe.optimizer.row.stand_in or recipe.optimizer.name]
+
+
+def _has(row: OptimizerRow, capabilities: tuple[Capability, ...]) -> bool:
+    return all(getattr(row, capability) for capability in capabilities)
+
+
+def _can(recipe: Recipe, *capabilities: Capability) -> bool:
+    """Whether the recipe's optimizer, or the one that would stand in for it, has them all."""
+    return _has(recipe.optimizer.row, capabilities) or _has(_stand_in(recipe), capabilities)
+
+
+def _with(recipe: Recipe, *capabilities: Capability) -> Settings:
+    """What brings the capabilities: the optimizer that stands in, with state of the same size."""
     optimizer = recipe.optimizer
-    if optimizer.name in OWN_OPTIMIZERS:
+    if _has(optimizer.row, capabilities):
         return {}
-    own: Settings = {"optimizer.name": "lion" if "lion" in optimizer.name else "adamw"}
-    if optimizer.name.endswith("8bit"):
-        own["optimizer.state"] = "8bit"
+    settings: Settings = {"optimizer.name": optimizer.row.stand_in}
+    if optimizer.row.state_bytes() < _stand_in(recipe).state_bytes():
+        settings["optimizer.state"] = "8bit"
     if recipe.model.dtype == "bfloat16" and recipe.adapter.name == "none":
-        own["optimizer.master"] = "split16"
-    return own
+        settings["optimizer.master"] = "split16"
+    return settings
 
 
 def _master_bytes(recipe: Recipe) -> int:
     """Bytes beside 16 bits of a trained weight: float32 weights count as bfloat16 ones with a whole copy."""
     if recipe.model.dtype != "bfloat16":
         return 4 if recipe.optimizer.master == "fp32" else 2
-    if recipe.optimizer.name not in OWN_OPTIMIZERS:
+    if not recipe.optimizer.row.takes_formats:
         return 0
     return {"fp32": 4, "split16": 2, "split24": 1}.get(recipe.optimizer.master, 0)
 
 
 def _bfloat16_with_master(recipe: Recipe, master: str) -> Settings:
     """Without autocast: weights and products are bfloat16 already."""
-    settings = {**_own_optimizer(recipe), "optimizer.master": master}
+    settings = {**_with(recipe, "takes_formats"), "optimizer.master": master}
     if recipe.model.dtype != "bfloat16":
         settings |= {"model.dtype": "bfloat16", "training.mixed_precision": "no"}
     return settings
@@ -295,7 +325,11 @@ def _finished_gradients(recipe: Recipe) -> Settings:
 def _in_backward(recipe: Recipe) -> Settings:
     if recipe.optimizer.in_backward:
         return {}
-    return {**_own_optimizer(recipe), **_finished_gradients(recipe), "optimizer.in_backward": True}
+    return {
+        **_with(recipe, "steps_in_backward"),
+        **_finished_gradients(recipe),
+        "optimizer.in_backward": True,
+    }
 
 
 def _streamed(recipe: Recipe, half: Half) -> Settings:
@@ -303,7 +337,7 @@ def _streamed(recipe: Recipe, half: Half) -> Settings:
     on_host = {} if recipe.offload.optimizer == "host" else {"offload.optimizer": "host"}
     unscaled = {"training.mixed_precision": "no"} if half == "fp16" else {}
     return {
-        **_own_optimizer(recipe),
+        **_with(recipe, *_FOR_STREAMING),
         **_every_layer(recipe),
         **_in_backward(recipe),
         **on_host,

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ground_truth.families import FAMILIES
 
+from lowmem_ft.optimizers.table import OPTIMIZERS
+
 Choice = tuple[str, ...]
 """Settings as they are typed; the model's folder is left to whoever runs them."""
 
@@ -15,7 +17,8 @@ FACTORS: dict[str, dict[str, Choice]] = {
     "family": {name: (f"model={name}",) for name in FAMILIES},
     "optimizer": {
         name: (f"optimizer.name={name}",)
-        for name in ("adamw", "sgd", "adafactor", "lion", "adamw_bnb_8bit", "lion_32bit", "lion_8bit")
+        for name, row in OPTIMIZERS.items()
+        if row.devices is None or "cpu" in row.devices
     },
     "precision": {
         "fp32": (),

@@ -1,7 +1,8 @@
 """Every technique of the memory ladder with every other: few runs in which any two choices that go together meet.
 
-What does not go together is said twice: by the recipe's own rules (``recipe/conflicts.py``), which refuse it, and here
-by ``NEEDS``, which steers the search. A test holds the two against each other.
+What an optimizer can do is read from its row, and what a technique asks of checkpointing from its knob. What else does
+not go together is said twice: by the recipe's own rules (``recipe/conflicts.py``), which refuse it, and here by
+``NEEDS``, which steers the search. A test holds the two against each other.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from ground_truth.cpu_matrix import Choice, Levels
 
-_CHECKPOINTED = {"full", "selective"}
-_OURS = {"adamw", "sgd", "lion", "adafactor"}
+from lowmem_ft.knob import Checkpointed, Effect
+from lowmem_ft.optimizers.table import OPTIMIZERS, Capability, optimizers_that
+from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.overrides import parse_overrides
+from lowmem_ft.techniques.config import CheckpointingConfig
+
+_AVERAGES: dict[str, int] = {name: row.num_averages for name, row in OPTIMIZERS.items()}
+# Most state first: in this order the seeds of random runs make the runs that once found something.
+_OURS = sorted(optimizers_that("takes_formats"), key=lambda name: -_AVERAGES[name])
 
 FACTORS: dict[str, dict[str, Choice]] = {
     "family": {name: (f"model={name}",) for name in ("llama", "qwen2", "gemma2", "gpt2", "qwen3_moe")},
-    "optimizer": {
-        name: (f"optimizer.name={name}",) for name in ("adamw", "sgd", "lion", "adafactor", "adamw_bnb_8bit")
-    },
+    "optimizer": {name: (f"optimizer.name={name}",) for name in (*_OURS, "adamw_bnb_8bit")},
     "weights": {
         "fp32": (),
         "fp32-autocast": ("training.mixed_precision=bf16",),
@@ -67,18 +74,59 @@ FACTORS: dict[str, dict[str, Choice]] = {
     },
 }
 
-NEEDS: dict[tuple[str, str], dict[str, set[str]]] = {
-    ("update", "in_backward"): {"optimizer": _OURS, "window": {"one", "three-vertical"}},
-    ("optimizer_home", "host"): {"optimizer": _OURS},
-    ("window", "three-vertical"): {"checkpointing": _CHECKPOINTED},
-    ("activations", "inputs"): {"checkpointing": _CHECKPOINTED | {"half"}},
-    **{("state", kind): {"optimizer": _OURS} for kind in ("bf16", "8bit")},
-    **{
-        ("weights", f"bf16-{master}"): {"adapter": {"none"}, "optimizer": _OURS}
+Needs = tuple[str, str, Mapping[str, set[str]]]
+"""A factor, one of its choices, and what that asks of other factors."""
+
+
+def _optimizers(capability: Capability) -> dict[str, set[str]]:
+    return {"optimizer": set(optimizers_that(capability)) & FACTORS["optimizer"].keys()}
+
+
+def _checkpointing(need: Checkpointed) -> dict[str, set[str]]:
+    """The choices of checkpointing that do for a need."""
+    levels: tuple[Checkpointed, ...] = get_args(Checkpointed)
+    enough = levels[levels.index(need) :]
+    configs = {
+        choice: CheckpointingConfig(**parse_overrides(settings)[0].get("checkpointing", {}))
+        for choice, settings in FACTORS["checkpointing"].items()
+    }
+    return {"checkpointing": {choice for choice, config in configs.items() if config.checkpointed in enough}}
+
+
+def effects_of(settings: Choice) -> Iterator[Effect]:
+    """What comes with each of the settings, by its knob."""
+    for group, values in parse_overrides(settings)[0].items():
+        yield from (recipe_keys()[f"{group}.{name}"].effect_of(value) for name, value in values.items())
+
+
+def _needs_of_knobs() -> Iterator[Needs]:
+    for factor, choices in FACTORS.items():
+        for choice, settings in choices.items():
+            for effect in effects_of(settings):
+                if effect.needs_checkpointed != "no layer":
+                    yield factor, choice, _checkpointing(effect.needs_checkpointed)
+
+
+NEEDS: tuple[Needs, ...] = (
+    *_needs_of_knobs(),
+    ("update", "in_backward", {**_optimizers("steps_in_backward"), "window": {"one", "three-vertical"}}),
+    ("optimizer_home", "host", _optimizers("keeps_state_on_host")),
+    *(("state", kind, _optimizers("takes_formats")) for kind in ("bf16", "8bit")),
+    *(
+        ("weights", f"bf16-{master}", {"adapter": {"none"}, **_optimizers("takes_formats")})
         for master in ("split16", "split24", "stochastic_rounding", "none")
-    },
-}
+    ),
+)
 """What a choice asks of other factors, whatever else is chosen."""
+
+_STREAMED: dict[str, set[str]] = {
+    **_checkpointing("every layer"),
+    **_optimizers("trains_streamed_weights"),
+    "update": {"in_backward"},
+    "optimizer_home": {"host"},
+    "window": {"one", "three-vertical"},
+}
+"""What streamed weights ask of other factors, if they are trained."""
 
 NOT_WITH_FAMILY: set[tuple[str, str, str]] = {
     (
@@ -107,7 +155,7 @@ def is_possible(levels: Levels) -> bool:
 
 def is_allowed(levels: Levels) -> bool:
     """Whether the recipe's rules allow these choices."""
-    for (factor, choice), needed in NEEDS.items():
+    for factor, choice, needed in NEEDS:
         if levels.get(factor) == choice and any(
             other in levels and levels[other] not in allowed for other, allowed in needed.items()
         ):
@@ -116,17 +164,10 @@ def is_allowed(levels: Levels) -> bool:
 
 
 def _streaming_is_possible(levels: Levels) -> bool:
-    """Streamed weights that are trained need the whole machinery, a frozen base nothing."""
+    """A frozen base asks for nothing."""
     if levels.get("parameters", "device") == "device" or levels.get("adapter") != "none":
         return True
-    needed = {
-        "checkpointing": _CHECKPOINTED,
-        "update": {"in_backward"},
-        "optimizer_home": {"host"},
-        "optimizer": _OURS - {"adafactor"},
-        "window": {"one", "three-vertical"},
-    }
-    return all(factor not in levels or levels[factor] in allowed for factor, allowed in needed.items())
+    return all(factor not in levels or levels[factor] in allowed for factor, allowed in _STREAMED.items())
 
 
 def plain(levels: Levels) -> Levels:

@@ -5,10 +5,12 @@ import random
 import pytest
 from ground_truth.families import FAMILIES
 from ground_truth.ladder_matrix import (
+    CHANGES_THE_ORDER_OF_SUMS,
     FACTORS,
     KEEPS_EVERY_BIT,
     NOT_WITH_FAMILY,
     covering,
+    effects_of,
     is_allowed,
     overrides_of,
     plain,
@@ -98,6 +100,13 @@ def test_all_that_moves_bytes_is_among_them():
     changed = {item for changes in MOVES_BYTES_ONLY for item in changes.items()}
     first = {(factor, next(iter(FACTORS[factor]))) for factor in KEEPS_EVERY_BIT}
     assert {(f, choice) for f in KEEPS_EVERY_BIT for choice in FACTORS[f]} - first == changed
+
+
+@pytest.mark.parametrize("factor", [*KEEPS_EVERY_BIT, *CHANGES_THE_ORDER_OF_SUMS])
+def test_knobs_whose_runs_are_held_to_the_plain_numbers_say_that_they_are_exact(factor):
+    effects = [effect for settings in FACTORS[factor].values() for effect in effects_of(settings)]
+    assert effects
+    assert {effect.fidelity for effect in effects} == {"exact"}
 
 
 def test_what_is_not_run_is_refused_with_a_way_out(families):

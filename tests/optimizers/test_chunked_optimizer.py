@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
-from lowmem_ft.optimizers.config import HYPERPARAMETERS, OWN_OPTIMIZERS
+from lowmem_ft.optimizers.table import optimizers_that
 
+OWN_OPTIMIZERS = optimizers_that("takes_formats")
 MASTERS = ("fp32", "split16", "split24", "stochastic_rounding", "none")
 STATES = ("fp32", "bf16", "8bit")
-ELEMENTWISE = ("adamw", "sgd", "lion")
+ELEMENTWISE = optimizers_that("trains_streamed_weights")
 
 
 def build(
@@ -22,9 +23,11 @@ def build(
 ):
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-    defaults = {"lr": 1e-3, "weight_decay": 0.1, **HYPERPARAMETERS[name]}
+    defaults = {"lr": 1e-3, "weight_decay": 0.1, **OPTIMIZERS[name].hyperparameters}
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 2e-3}]
-    return ChunkedOptimizer(groups, OPTIMIZERS[name].rule, defaults, state=state, master=master, seed=5)
+    return ChunkedOptimizer(
+        groups, OPTIMIZERS[name].update_rule(), defaults, state=state, master=master, seed=5
+    )
 
 
 def parameters_of(optimizer):
@@ -200,9 +203,9 @@ def test_a_transposed_weight_is_updated_in_place(name):
     start = torch.randn(50, 40)
     straight, turned = nn.Parameter(start.clone()), nn.Parameter(start.t().contiguous().t())
     assert not turned.is_contiguous()
-    defaults = {"lr": 1e-3, "weight_decay": 0.1, **HYPERPARAMETERS[name]}
+    defaults = {"lr": 1e-3, "weight_decay": 0.1, **OPTIMIZERS[name].hyperparameters}
     for parameter in (straight, turned):
-        optimizer = ChunkedOptimizer([parameter], OPTIMIZERS[name].rule, defaults)
+        optimizer = ChunkedOptimizer([parameter], OPTIMIZERS[name].update_rule(), defaults)
         for step in range(3):
             parameter.grad = torch.randn(50, 40, generator=torch.Generator().manual_seed(step))
             optimizer.step()

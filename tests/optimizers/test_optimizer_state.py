@@ -16,8 +16,9 @@ from lowmem_ft.optimizers import (
     export_optimizer_state,
     import_optimizer_state,
 )
-from lowmem_ft.optimizers.config import OWN_OPTIMIZERS
+from lowmem_ft.optimizers.table import optimizers_that
 
+OWN_OPTIMIZERS = optimizers_that("takes_formats")
 ON_CPU = [name for name, row in OPTIMIZERS.items() if row.devices is None or "cpu" in row.devices]
 EVERY_ROW = [pytest.param(name, "cpu", id=name) for name in ON_CPU] + [
     pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in OPTIMIZERS

@@ -19,9 +19,11 @@ from lowmem_ft.optimizers import (
     may_lose_updates,
     parameter_groups,
 )
-from lowmem_ft.optimizers.config import OWN_OPTIMIZERS
+from lowmem_ft.optimizers.table import OptimizerName, StateName, optimizers_that
+from lowmem_ft.optimizers.update_rule import WholeParameterRule
 from lowmem_ft.virtual_gpu import VirtualGPU
 
+OWN_OPTIMIZERS = optimizers_that("takes_formats")
 CPU = torch.device("cpu")
 CPU_NAMES = [name for name, row in OPTIMIZERS.items() if row.devices is None or "cpu" in row.devices]
 EVERY_ROW = [pytest.param(name, "cpu", id=name) for name in CPU_NAMES] + [
@@ -68,7 +70,18 @@ def build(name, device="cpu", dtype=torch.float32, **fields):
 
 
 def test_every_name_has_a_row_and_every_row_a_name():
-    assert sorted(OPTIMIZERS) == sorted(get_args(get_type_hints(OptimizerConfig)["name"]))
+    assert sorted(OPTIMIZERS) == sorted(get_args(OptimizerName))
+
+
+def test_every_row_is_an_update_of_ours_or_an_optimizer_of_bitsandbytes():
+    for row in OPTIMIZERS.values():
+        assert (row.rule is None) == (row.bitsandbytes is not None) == (row.stand_in is not None)
+
+
+@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
+def test_streamed_weights_are_trained_by_updates_that_need_no_whole_gradient(name):
+    row = OPTIMIZERS[name]
+    assert row.trains_streamed_weights != isinstance(row.update_rule(), WholeParameterRule)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -106,9 +119,9 @@ def test_weight_decay_shrinks_weights_and_spares_biases_and_norms(name, device):
         assert torch.equal(after[key], before[key])
 
 
-@pytest.mark.parametrize("state,average", [("fp32", 4), ("bf16", 2), ("8bit", 1 + 4 / 256)])
+@pytest.mark.parametrize("state", get_args(StateName))
 @pytest.mark.parametrize("name,device", EVERY_ROW)
-def test_the_table_states_the_bytes_of_state(name, device, state, average):
+def test_the_table_states_the_bytes_of_state(name, device, state):
     """On one matrix; what the table leaves out (step counters, Adafactor's row and column) is below 2 % here."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
@@ -125,7 +138,7 @@ def test_the_table_states_the_bytes_of_state(name, device, state, average):
         for key, value in optimizer.state[model.weight].items()
         if isinstance(value, torch.Tensor) and not key.startswith("qmap")  # shared by all parameters
     )
-    stated = OPTIMIZERS[name].state_bytes(average)
+    stated = OPTIMIZERS[name].state_bytes(state)
     assert held / model.weight.numel() == pytest.approx(stated, abs=0.02)
 
 

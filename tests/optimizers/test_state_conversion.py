@@ -14,8 +14,9 @@ from lowmem_ft.optimizers import (
     export_optimizer_state,
     import_optimizer_state,
 )
-from lowmem_ft.optimizers.config import OWN_OPTIMIZERS
+from lowmem_ft.optimizers.table import optimizers_that
 
+OWN_OPTIMIZERS = optimizers_that("takes_formats")
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 EXACT = [(FLOAT32, "fp32"), (BFLOAT16, "fp32"), (BFLOAT16, "split16")]
 STATES = ("fp32", "bf16", "8bit")

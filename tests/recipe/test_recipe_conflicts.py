@@ -57,17 +57,13 @@ BROKEN_AND_MENDED = {
         [*IN_BACKWARD, "training.mixed_precision=fp16", "training.max_grad_norm=null"],
         [*IN_BACKWARD, "training.mixed_precision=fp16", "training.max_grad_norm=1.0"],
     ),
-    "vertical_needs_checkpointing": (
+    "layers_are_checkpointed_where_they_have_to_be": (
         ["accumulation.order=vertical", "checkpointing.mode=none"],
         ["accumulation.order=vertical", "checkpointing.mode=full"],
     ),
     "selective_needs_fused_attention": (
         ["checkpointing.mode=selective", "model.attn_implementation=eager"],
         ["checkpointing.mode=selective", "model.attn_implementation=auto"],
-    ),
-    "offloaded_inputs_need_checkpointing": (
-        ["offload.activations=inputs", "checkpointing.mode=none"],
-        ["offload.activations=inputs", "checkpointing.mode=full"],
     ),
     "head_tiles_need_chunked_loss": (
         ["tiling.head=4", "loss.chunk_tokens=null"],
@@ -130,6 +126,22 @@ def test_a_rule_refuses_what_breaks_it_and_its_way_out_works(rule):
     keys = next(conflict.keys for conflict in CONFLICTS if conflict.rule.__name__ == rule)
     assert any(key in problem for key in keys)
     load_recipe("tiny", mended)
+
+
+def test_all_that_needs_checkpointed_layers_is_told_at_once():
+    settings = ["checkpointing.mode=none", "offload.activations=inputs", "accumulation.order=vertical"]
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("tiny", settings)
+    assert caught.value.problems == (
+        "offload.activations=inputs needs checkpointing.mode=full or selective, got none. "
+        "Set checkpointing.mode=full or offload.activations=none.",
+        "accumulation.order=vertical needs every layer checkpointed: checkpointing.mode=full or selective with "
+        "every_n_layers=1 and skip_last_layers=0, got none with every_n_layers=1 and skip_last_layers=0. "
+        "Set checkpointing.mode=full or accumulation.order=horizontal.",
+    )
+    load_recipe("tiny", [*settings, "checkpointing.mode=selective"])
+    with pytest.raises(RecipeError, match=r"every layer checkpointed.*got full with every_n_layers=2"):
+        load_recipe("tiny", [*settings, "checkpointing.mode=full", "checkpointing.every_n_layers=2"])
 
 
 def test_rules_read_keys_that_exist():

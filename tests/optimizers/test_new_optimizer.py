@@ -1,0 +1,140 @@
+"""An optimizer that nobody has heard of, added as CONTRIBUTING says, does all that ours do: no rule names it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import pytest
+import torch
+from ground_truth.families import FAMILIES
+from ground_truth.ladder_run import outcome_of
+from transformers import AutoConfig
+
+from lowmem_ft.errors import RecipeError
+from lowmem_ft.knob import Effect
+from lowmem_ft.optimizers import config, table
+from lowmem_ft.recipe import keys, load_recipe
+from lowmem_ft.training.remediations import remediations_for
+
+
+class SignedGradient:
+    """The file of its own: each weight moves against the sign of a running average."""
+
+    def averages(self, shape, hyperparameters):
+        return {"average": True}
+
+    def step(self, number, hyperparameters):
+        def update(weight, chunk):
+            average = chunk.averages["average"]
+            torch.lerp(chunk.gradient, average, hyperparameters["momentum"], out=average)
+            weight.sub_(average.sign(), alpha=hyperparameters["lr"])
+
+        return update
+
+
+ROW = table.OptimizerRow(
+    rule=f"{__name__}:SignedGradient",
+    summary="sign of the momentum",
+    hyperparameters={"momentum": 0.9},
+    num_averages=1,
+    effect=Effect(fidelity="other mathematics"),
+)
+
+IN_BACKWARD = ["optimizer.in_backward=true", "checkpointing.mode=full", "accumulation.order=vertical"]
+LOWER_RUNGS = {
+    "host": ["offload.optimizer=host"],
+    "in_backward": IN_BACKWARD,
+    "streamed": [*IN_BACKWARD, "offload.optimizer=host", "offload.parameters=stream"],
+}
+FORMATS = {
+    "fp32": [],
+    "split24": ["model.dtype=bfloat16", "optimizer.master=split24", "optimizer.state=8bit"],
+}
+
+
+@pytest.fixture
+def add_optimizer(monkeypatch):
+    """Puts a row into the table, with its name, and has recipes read both."""
+
+    def add(name, row):
+        monkeypatch.setitem(table.OPTIMIZERS, name, row)
+        monkeypatch.setattr(config, "OptimizerName", Literal[tuple(table.OPTIMIZERS)])
+        keys.recipe_keys.cache_clear()
+
+    yield add
+    monkeypatch.undo()
+    keys.recipe_keys.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    AutoConfig.for_model(model_type="llama", **FAMILIES["llama"]).save_pretrained(folder)
+    return f"model={folder}"
+
+
+def recipe_of(model, *settings):
+    always = [
+        model,
+        "data=any",
+        "data.max_length=32",
+        "data.packing=false",
+        "model.weights=random",
+        "training.use_cpu=true",
+        "training.gradient_accumulation_steps=2",
+        "training.max_grad_norm=null",
+        "training.lr_scheduler_type=constant",
+        "training.learning_rate=1e-3",
+    ]
+    return load_recipe(None, [*always, *settings])
+
+
+@pytest.mark.parametrize("kept", FORMATS)
+def test_it_trains_the_same_wherever_state_and_weights_are(kept, add_optimizer, model, tmp_path):
+    add_optimizer("signed_gradient", ROW)
+
+    def outcome(*settings):
+        order = IN_BACKWARD[1:]  # of the sums
+        return outcome_of(recipe_of(model, *FORMATS[kept], *order, *settings), tmp_path)
+
+    ours = "optimizer.name=signed_gradient"
+    plain = outcome(ours)
+    assert plain.losses != outcome("optimizer.name=adamw").losses
+    for settings in LOWER_RUNGS.values():
+        lower = outcome(ours, *settings)
+        assert lower.losses == plain.losses
+        assert all(torch.equal(lower.weights[name], weight) for name, weight in plain.weights.items())
+
+
+def test_messages_and_remediations_know_it(add_optimizer, model):
+    add_optimizer("signed_gradient", ROW)
+    with pytest.raises(RecipeError, match="sgd, adafactor, lion or signed_gradient, got lion_8bit"):
+        recipe_of(model, "optimizer.name=lion_8bit", "offload.optimizer=host")
+    recipe = recipe_of(model, "optimizer.name=signed_gradient")
+    told = {key for way in remediations_for(recipe) for key in way.settings}
+    assert told >= {"optimizer.state", "optimizer.in_backward", "offload.optimizer", "offload.parameters"}
+    assert "optimizer.name" not in told
+
+
+@pytest.mark.parametrize(
+    "capability,settings",
+    [
+        ("keeps_state_on_host", ["offload.optimizer=host"]),
+        ("steps_in_backward", IN_BACKWARD),
+        ("trains_streamed_weights", LOWER_RUNGS["streamed"]),
+        ("takes_formats", ["optimizer.state=8bit"]),
+    ],
+)
+def test_what_its_row_denies_is_refused_with_those_that_can_and_not_suggested(
+    capability, settings, add_optimizer, model
+):
+    add_optimizer("odd", dataclasses.replace(ROW, **{capability: False}))
+    recipe = recipe_of(model, "optimizer.name=odd")
+    with pytest.raises(RecipeError, match=r"optimizer\.name=adamw.* got odd") as caught:
+        recipe_of(model, "optimizer.name=odd", *settings)
+    assert len(caught.value.problems) == 1
+    denied = settings[-1].partition("=")[0] if capability != "steps_in_backward" else "optimizer.in_backward"
+    told = [way.settings for way in remediations_for(recipe)]
+    assert told
+    assert not any(denied in changed for changed in told)
