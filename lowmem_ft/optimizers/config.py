@@ -64,6 +64,7 @@ class OptimizerConfig:
         False,
         "Update each weight as soon as backward has finished its gradient, or keep the gradient compactly until then.",
         frees="the gradients but those of one layer (without clipping), or all of them with offload to the host",
+        costs="smaller kernels inside backward; with clipping and state on the host, gradients cross PCIe twice a step",
         effects={True: Effect(cost="time", one_process_only=True)},
     )
     weight_decay: float = knob(

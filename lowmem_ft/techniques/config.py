@@ -17,7 +17,8 @@ class CheckpointingConfig:
         "full: a checkpointed layer keeps only its input and runs forward again in backward; selective: it keeps the "
         "attention's output too, which is not computed again.",
         frees="a layer's activations but its input: about 47 bytes * tokens * hidden in bf16 (Llama 3's shape, sdpa)",
-        costs="one more forward of each checkpointed layer: about a third more time with all of them",
+        costs="one more forward of each checkpointed layer: about a third more time with all of them; selective: less, "
+        "for 2 bytes * tokens * hidden a layer in bf16",
         effects={"full": Effect(cost="time"), "selective": Effect(cost="time")},
     )
     every_n_layers: int = knob(
@@ -65,7 +66,7 @@ class LossConfig:
     chunk_tokens: int | None = knob(
         1024,
         "Label tokens whose logits exist at once; null: the model's own loss, over all logits at once.",
-        frees="12 bytes * tokens * vocabulary at the peak become 6 bytes * chunk_tokens * vocabulary",
+        frees="12 bytes * tokens * vocabulary at the peak become 6 (float32: 4) bytes * chunk_tokens * vocabulary",
         costs="with a half-precision head, 2 bytes * label tokens * vocabulary, at most 4 * hidden * vocabulary",
         effects=NO_EFFECT,
     )
@@ -120,7 +121,7 @@ class OffloadConfig:
         "device",
         "stream: weights live in host memory and visit the device layer by layer.",
         frees="all weights but two layers and resident_layers",
-        costs="the weights cross PCIe twice a step (once with their updates)",
+        costs="the weights cross PCIe twice a step, and once more with their updates",
         effects={"stream": Effect(cost="host link", one_process_only=True)},
     )
     resident_layers: int = knob(
@@ -189,7 +190,7 @@ class TilingConfig:
         1,
         "Pieces of the sequence that pass through each MLP one after the other; 1: all at once.",
         frees="the MLP's inner activations but those of one piece, while a layer is recomputed",
-        costs="smaller matrix products",
+        costs="each piece is computed once more in backward; smaller matrix products",
         effects=Effect(cost="time"),
         off=1,
     )

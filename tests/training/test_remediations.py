@@ -202,6 +202,20 @@ def test_a_change_leaves_the_rest_of_the_recipe_alone():
     assert changed.data == recipe.data
 
 
+def test_a_change_is_as_dear_as_what_it_brings_along():
+    """A smaller micro-batch costs nothing, but here it needs vertical order, and that a second forward pass."""
+    texts = overrides(*HAND_MADE["in-backward"])
+    (smaller,) = [text for text in texts if "per_device_train_batch_size" in text]
+    assert "checkpointing.mode=full" in smaller
+    assert texts.index("training.mixed_precision=bf16") < texts.index(smaller)
+
+
+def test_what_a_recipe_has_given_up_already_costs_nothing_again():
+    settings = ["model=any", "optimizer.master=split24", "optimizer.state=8bit", "model.dtype=auto"]
+    first, *_ = overrides(*settings)
+    assert first == "optimizer.master=split24 model.dtype=bfloat16 training.mixed_precision=no"
+
+
 # --- several processes ------------------------------------------------------------------------------------------------
 
 

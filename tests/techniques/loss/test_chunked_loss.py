@@ -14,6 +14,7 @@ from transformers import modeling_flash_attention_utils as flash_attention
 
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.config import TilingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
@@ -267,6 +268,32 @@ def test_kept_bytes_do_not_grow_with_the_vocabulary_times_tokens(autocast):
     )
     assert kept[True] < logits_bytes / 4
     assert peak[True] < peak[False] - logits_bytes
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_logit_costs_the_bytes_that_the_knob_says(dtype, autocast):
+    """12 at the peak of a step that drops the outputs before backward, and 6 or 4 if it is one of a chunk."""
+    vocabulary, tokens, more = 20_000, 32, 32
+    sizes = {"vocab_size": vocabulary, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    config = hf.LlamaConfig(**{**LLAMA, **sizes, **heads})
+
+    def peak_bytes(num_tokens, chunk_tokens):
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
+        ids = torch.arange(num_tokens).reshape(1, num_tokens)
+        enable_chunked_loss(model, LossConfig(chunk_tokens=chunk_tokens))
+        with StorageTracker() as tracker, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        return tracker.peak_bytes
+
+    a_logit = (peak_bytes(tokens + more, None) - peak_bytes(tokens, None)) / (more * vocabulary)
+    assert a_logit == pytest.approx(12, rel=0.01)
+    in_a_chunk = (peak_bytes(128, 32 + more) - peak_bytes(128, 32)) / (more * vocabulary)
+    assert in_a_chunk == pytest.approx(4 if dtype == torch.float32 and not autocast else 6, rel=0.01)
+    frees = recipe_keys()["loss.chunk_tokens"].frees
+    assert frees.startswith("12 bytes * tokens * vocabulary at the peak become 6 (float32: 4) bytes")
 
 
 def test_bytes_kept_for_the_loss_are_exactly_the_gradients():

@@ -1,0 +1,61 @@
+"""Write the table of memory knobs into ``docs/memory_ladder.md``, from what the knobs say of themselves.
+
+    python scripts/knob_table.py
+
+Run it when a knob has changed; a test compares. ``lowmem-ft recipes NAME`` prints the same words key by key.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowmem_ft.knob import Effect
+from lowmem_ft.recipe.keys import RecipeKey, recipe_keys
+
+PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
+BEGIN, END = "<!-- written by scripts/knob_table.py -->\n", "<!-- end of the table -->\n"
+HEADER = "| knob | frees | costs | paid with; the numbers; only with |\n|---|---|---|---|\n"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_table(page: str) -> str:
+    """A page with the present table between its marks."""
+    before, mark, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert mark, f"{PAGE} has no line {BEGIN}"
+    assert end, f"{PAGE} has no line {END}"
+    rows = "".join(_row(key) for key in recipe_keys().values() if key.effects is not None)
+    return f"{before}{BEGIN}{HEADER}{rows}{END}{after}"
+
+
+def _row(key: RecipeKey) -> str:
+    return f"| `{key.path}` | {key.frees or ''} | {key.costs or ''} | {'. '.join(_by_value(key))} |\n"
+
+
+def _by_value(key: RecipeKey) -> Iterator[str]:
+    """What comes with the values, each thing once with all the values that it holds for."""
+    if isinstance(key.effects, Effect):
+        yield _words(key.effects)
+        return
+    values: dict[Effect, list[str]] = defaultdict(list)
+    for value, effect in (key.effects or {}).items():
+        values[effect].append(f"`{str(value).lower()}`")
+    for effect, alike in values.items():
+        yield f"{', '.join(alike)}: {_words(effect)}"
+
+
+def _words(effect: Effect) -> str:
+    needs = ["one process"] if effect.one_process_only else []
+    if effect.needs_checkpointed != "no layer":
+        needs.append(f"{effect.needs_checkpointed} checkpointed")
+    return "; ".join([effect.cost, effect.fidelity, *needs])
+
+
+if __name__ == "__main__":
+    main()
