@@ -359,10 +359,8 @@ ACCELERATE = (
         "",
         "a second run in a process has its own precision",
     ),
-    *_data(
-        "accelerate.Accelerator().prepare_model()", "_original_forward", "the wrapper of forward is taken off"
-    ),
-    *_data("accelerate.Accelerator().prepare_model()", "_is_accelerate_prepared", "and its mark", "bool"),
+    *_data("accelerate.Accelerator().prepare()", "_original_forward", "the wrapper of forward is taken off"),
+    *_data("accelerate.Accelerator().prepare()", "_is_accelerate_prepared", "and its mark", "bool"),
 )
 
 PEFT = (

@@ -40,7 +40,7 @@ def make_prepared_model():
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()
-    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(nn.Linear(1, 1))
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare(nn.Linear(1, 1))
     AcceleratorState._reset_state()
     return prepared
 
@@ -58,7 +58,7 @@ OBJECTS = {
     "torch._subclasses.fake_tensor.FakeTensorMode()": torch._subclasses.fake_tensor.FakeTensorMode,
     "torch._ops.OpOverload()": lambda: torch.ops.aten.add.Tensor,
     "transformers.modeling_layers.GradientCheckpointingLayer()": make_checkpointed_layer,
-    "accelerate.Accelerator().prepare_model()": make_prepared_model,
+    "accelerate.Accelerator().prepare()": make_prepared_model,
     "datasets.Dataset()": make_dataset,
 }
 """How to come by an object whose attributes are relied on."""
