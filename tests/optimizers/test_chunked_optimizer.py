@@ -1,5 +1,6 @@
 """Chunks, slices and homes change no bit; temporaries stay a few chunks large."""
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -11,6 +12,7 @@ from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.table import optimizers_that
+from lowmem_ft.virtual_gpu import machine
 
 OWN_OPTIMIZERS = optimizers_that("takes_formats")
 MASTERS = ("fp32", "split16", "split24", "stochastic_rounding", "none")
@@ -264,3 +266,18 @@ def test_other_seeds_round_otherwise():
         take_steps(optimizer)
         results.append(parameters_of(optimizer)[0].detach())
     assert not torch.equal(*results)
+
+
+def test_a_trace_of_a_few_chunks_takes_what_all_of_them_take(monkeypatch):
+    def kernels():
+        with machine.VirtualMachine() as virtual:
+            optimizer = build(shapes=((64, 64),))
+            optimizer.chunk_elements = 512
+            take_steps(optimizer, num_steps=1)
+        return [work for work in virtual.work.entries if work.kind == "kernel"]
+
+    few = kernels()
+    monkeypatch.setattr(machine, "abridged_for", lambda _: contextlib.nullcontext())
+    every = kernels()
+    assert len(few) < len(every)
+    assert sum(work.num_bytes * work.times for work in few) == sum(work.num_bytes for work in every)
