@@ -83,7 +83,7 @@ def rows_read_right_after_their_update(device: LateDevice) -> None:
     head = StreamedHead(linear, DEVICE, memory, is_tied=False)
     embedding = StreamedEmbedding(table, DEVICE, lambda: None)
 
-    def take(weight: nn.Parameter, gradient: Tensor, start: int, times: int) -> None:
+    def take(weight: nn.Parameter, gradient: Tensor, start: int) -> None:
         _update(home, weight, gradient, start)
 
     for part in (head, embedding):
