@@ -231,7 +231,8 @@ def test_it_sees_steps_that_go_through_accelerate(accelerator_of):
 class Announcing:
     """An optimizer that says which part of a weight it updates when, in backward for one."""
 
-    def __init__(self):
+    def __init__(self, *parameters):
+        self.param_groups = [{"params": parameters}]
         self.hooks = OrderedDict()
 
     def register_update_hook(self, hook):
@@ -249,10 +250,8 @@ class Announcing:
 
 
 def test_updates_slice_by_slice_are_counted_as_one_step():
-    optimizer, first, second = (
-        Announcing(),
-        *(nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in "ab"),
-    )
+    first, second = (nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in "ab")
+    optimizer = Announcing(first, second)
     meter = enable_lost_update_meter(optimizer)
     for _ in range(2):  # a new step begins when a part comes again
         optimizer.update(first, 0, 32, 1.0)
