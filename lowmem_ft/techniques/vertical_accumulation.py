@@ -110,7 +110,8 @@ def _norms_beside(layers: nn.ModuleList, model: nn.Module) -> list[nn.Module]:
 def _checkpoints_all_of(layer: nn.Module) -> bool:
     """Whether a forward that is set on a layer runs inside its checkpoint: all micro-batches are recomputed at once.
 
-    So it is in transformers 5.17, whose layers checkpoint their ``__call__``; later ones checkpoint their own forward.
+    So it is in transformers 5.17 to 5.22, whose layers checkpoint their ``__call__``; in 5.23 they checkpoint their own
+    forward.
     """
     return getattr(layer, "gradient_checkpointing", False) and "__call__" in vars(GradientCheckpointingLayer)
 

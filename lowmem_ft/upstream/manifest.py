@@ -317,7 +317,7 @@ TRANSFORMERS = (
     *_data(
         "transformers.modeling_layers.GradientCheckpointingLayer()",
         "_gradient_checkpointing_func",
-        "how a layer is recomputed. Up to 5.20 layers checkpoint their `__call__`, in 5.23 their `forward`; vertical "
+        "how a layer is recomputed. Up to 5.22 layers checkpoint their `__call__`, in 5.23 their `forward`; vertical "
         "order asks which",
     ),
     _replaced(

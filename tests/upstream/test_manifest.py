@@ -25,7 +25,7 @@ def make_scheduler():
 
 
 def make_checkpointed_layer():
-    """As transformers leaves one for recomputation: asked by its name up to 5.20 or since."""
+    """As transformers leaves one for recomputation: asked by its name since 5.23, or before."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}

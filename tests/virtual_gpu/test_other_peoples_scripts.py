@@ -273,7 +273,7 @@ def tiny_model() -> nn.Module:
         return AutoModelForCausalLM.from_config(TINY)
 
 
-# As scripts for transformers 5.17 to 5.20 call it, which know no other name.
+# As scripts for transformers 5.17 to 5.22 call it, which know no other name.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 def test_a_stock_trainer_trains_evaluates_and_saves_nothing(tmp_path):
     model = tiny_model()
