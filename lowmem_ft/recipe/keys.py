@@ -69,7 +69,7 @@ class RecipeKey:
         """What comes with a value; nothing for a key that is no memory knob, or is switched off."""
         if isinstance(self.effects, Effect):
             return NO_EFFECT if value == self.off else self.effects
-        return (self.effects or {}).get(value, NO_EFFECT)
+        return NO_EFFECT if self.effects is None else self.effects.get(value, NO_EFFECT)
 
     def effect_of_change(self, recipe: Recipe, value: Any) -> Effect:
         """What comes with a new value: of two optimizers with other mathematics, say, the second gives up no more."""

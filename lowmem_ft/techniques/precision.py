@@ -121,7 +121,7 @@ class LostUpdateMeter(Technique):
             logger.warning(
                 "%.1f %% of the updates of the last step changed no weight: at learning rate %.2g they are smaller "
                 "than the rounding of the weights' type, and the model hardly learns. Set optimizer.master=split24 or "
-                "=split16 (adamw, sgd, adafactor, lion), or raise training.learning_rate.",
+                "=split16, or raise training.learning_rate.",
                 100 * fraction,
                 self._last_rate,
             )

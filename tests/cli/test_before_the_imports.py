@@ -10,6 +10,7 @@ HEAVY = {"torch", "transformers", "datasets", "accelerate", "pyarrow", "pandas"}
 COMMANDS = [
     ["train", "recipe=nothing"],
     ["train", "recipe=tiny", "training.sed=1"],
+    ["train", "recipe=tiny", "optimizer.name=lion_8bit", "offload.optimizer=host"],
     ["train", "recipe=tiny", "data=nowhere.jsonl"],
     ["train", "recipe=tiny", "data.eval_size=null", "data.eval_path=nowhere.jsonl"],
     ["train", "recipe=tiny", "model=./nowhere"],

@@ -40,6 +40,7 @@ def test_an_effect_holds_for_its_value_or_for_all_but_the_one_that_is_off():
     assert keys["tiling.mlp"].effect_of(1) == NO_EFFECT
     assert keys["offload.folder"].effect_of(None) == NO_EFFECT
     assert keys["training.seed"].effect_of(7) == NO_EFFECT
+    assert keys["training.lr_scheduler_kwargs"].effect_of({"min_lr_rate": 0.1}) == NO_EFFECT
 
 
 def test_a_change_gives_up_only_what_was_not_given_up_before():
