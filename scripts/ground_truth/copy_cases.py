@@ -139,17 +139,17 @@ def build(case: CopyCase, folder: Path, disk_folder: Path) -> Session:
     return build_session(recipe, runtime, plan, num_training_steps=8)
 
 
-def batch(seed: int) -> Batch:
-    """Two rows of random tokens."""
-    ids_BT = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(seed))
+def batch(seed: int, num_tokens: int = 12) -> Batch:
+    """Two rows of random tokens, so many each."""
+    ids_BT = torch.randint(3, VOCABULARY, (2, num_tokens), generator=torch.Generator().manual_seed(seed))
     labels_BT = torch.cat([torch.full((2, 1), -100), ids_BT[:, 1:]], dim=1)
     return Batch(
         input_ids_BT=ids_BT,
         labels_BT=labels_BT,
         position_ids_BT=None,
         sample_ids=(0, 1),
-        num_label_tokens=22,
-        num_tokens=24,
+        num_label_tokens=2 * (num_tokens - 1),
+        num_tokens=2 * num_tokens,
     )
 
 
