@@ -127,7 +127,7 @@ def _at_no_cost(recipe: Recipe, half: Half) -> Iterator[Remediation]:
         yield Remediation(settings={"training.mixed_precision": half}, why="about half of the activations")
     if recipe.adapter.name != "none" and recipe.model.dtype != _DTYPES[half]:
         yield Remediation(settings=_frozen_in(half), why="2 of 4 bytes a frozen weight")
-    if half == "bf16" and recipe.adapter.name == "none" and _master_bytes(recipe) > 2:
+    if half == "bf16" and recipe.adapter.name == "none" and _can_spare_master_bytes(recipe, to=2):
         yield Remediation(
             settings=_bfloat16_with_master(recipe, "split16"),
             why="float32 weights in two halves: gradients and products take one, master keeps the other",
@@ -176,7 +176,7 @@ def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[Remediation]:
             settings={**_with(recipe, "takes_formats"), "optimizer.state": "8bit"},
             why="6 of AdamW's 8 state bytes a parameter; averages are rounded, without bias",
         )
-    if half == "bf16" and _master_bytes(recipe) > 1:
+    if half == "bf16" and _can_spare_master_bytes(recipe, to=1):
         yield Remediation(
             settings=_bfloat16_with_master(recipe, "split24"),
             why="1 of the 2 bytes beside a bfloat16 weight; 24 of 32 bits stay, without bias",
@@ -287,6 +287,10 @@ def _master_bytes(recipe: Recipe) -> int:
     if not recipe.optimizer.row.takes_formats:
         return 0
     return {"fp32": 4, "split16": 2, "split24": 1}.get(recipe.optimizer.master, 0)
+
+
+def _can_spare_master_bytes(recipe: Recipe, *, to: int) -> bool:
+    return _can(recipe, "takes_formats") and _master_bytes(recipe) > to
 
 
 def _bfloat16_with_master(recipe: Recipe, master: str) -> Settings:
