@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,11 +26,9 @@ from lowmem_ft.models import (
 )
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
-from lowmem_ft.training.loss_scaling import unscale
+from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recorder import Recorder
-
-_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_on_meta(
@@ -101,7 +98,7 @@ class VirtualFiles:
 class VirtualRuntime:
     """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, no values.
 
-    It takes each decision as ``AccelerateRuntime`` does: autocast without its weight cache, fp16 with a loss scaler.
+    Its precision is that of ``AccelerateRuntime``, autocast and loss scale included.
 
     Args:
         machine: where the model goes.
@@ -112,11 +109,7 @@ class VirtualRuntime:
         self.machine = machine
         self.device = machine.device
         self.num_processes = 1
-        self._mixed_precision = config.mixed_precision
-        self._autocast_dtype = _AUTOCAST_DTYPES.get(config.mixed_precision)
-        self._scaler = (
-            torch.amp.GradScaler(self.device.type) if config.mixed_precision == "fp16" else None  # type: ignore[attr-defined]
-        )
+        self._mixed_precision = MixedPrecision(config.mixed_precision, self.device)
         self._optimizer: torch.optim.Optimizer | None = None
 
     def load_model(
@@ -149,7 +142,7 @@ class VirtualRuntime:
         return model
 
     def _quantize(self, model: PreTrainedModel, config: ModelConfig, hf_config: PretrainedConfig) -> None:
-        dtype = compute_dtype(weights_dtype(config, hf_config), self._mixed_precision)
+        dtype = compute_dtype(weights_dtype(config, hf_config), self._mixed_precision.name)
         bits = quantization_config(config, dtype)
         if bits is not None:
             quantize_linear_layers(model, bits)
@@ -177,10 +170,8 @@ class VirtualRuntime:
         """There is one process."""
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Torch's autocast, without its weight cache."""
-        if self._autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False)  # type: ignore[return-value]
+        """As in a real run."""
+        return self._mixed_precision.autocast()
 
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """Notes where each micro-batch begins and ends."""
@@ -188,19 +179,17 @@ class VirtualRuntime:
 
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()``, times the loss scale under fp16."""
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        self._mixed_precision.backward(loss)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
         """As in a real run; fp16 gradients are unscaled first."""
-        if self._scaler is not None:
-            assert self._optimizer is not None
-            self._scaler.unscale_(self._optimizer)
+        assert self._optimizer is not None
+        self._mixed_precision.unscale_gradients(self._optimizer)
         return clip_grad_norm(parameters, max_norm)
 
     def unscale(self, values: torch.Tensor) -> None:
         """By torch's ``GradScaler`` under fp16."""
-        if self._scaler is not None:
-            unscale(self._scaler, values)
+        self._mixed_precision.unscale(values)
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """The value: there is one process."""
@@ -218,13 +207,8 @@ class VirtualRuntime:
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
         """Step; under fp16 through the loss scaler."""
-        if self._scaler is None:
-            optimizer.step()
-        else:
-            self._scaler.step(optimizer)
-            self.update_loss_scale()
+        self._mixed_precision.update_weights(optimizer)
 
     def update_loss_scale(self) -> None:
         """Under fp16."""
-        if self._scaler is not None:
-            self._scaler.update()
+        self._mixed_precision.update_scale()

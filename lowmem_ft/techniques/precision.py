@@ -236,8 +236,7 @@ def _fp16_on_cpu_problems(mixed_precision: str, device: torch.device) -> list[st
     if mixed_precision != "fp16" or device.type != "cpu":
         return []
     return [
-        "training.mixed_precision=fp16 needs a GPU, got device cpu, where Accelerate would train without it and "
-        "not say so. Set training.mixed_precision=bf16 or no."
+        "training.mixed_precision=fp16 needs a GPU, got device cpu. Set training.mixed_precision=bf16 or no."
     ]
 
 

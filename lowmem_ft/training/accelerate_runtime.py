@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
-    AutocastKwargs,
     ProjectConfiguration,
     gather_object,
     is_tensorboard_available,
@@ -34,7 +33,7 @@ from lowmem_ft.models import ModelConfig, load_master_weights, load_model, weigh
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
-from lowmem_ft.training.loss_scaling import unscale
+from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.session_files import load_session, save_optimizer_state, save_trained
 from lowmem_ft.units import parse_bytes
@@ -43,12 +42,14 @@ from lowmem_ft.units import parse_bytes
 class AccelerateRuntime:
     """A :class:`~lowmem_ft.training.runtime.RunRuntime` on a real device, in one process or several."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, mixed_precision: str) -> None:
         self.accelerator = accelerator
         self.device: torch.device = with_index(accelerator.device)  # a single process is told `cuda`
         self.num_processes: int = accelerator.num_processes
         self.process_index: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
+        self.mixed_precision = MixedPrecision(mixed_precision, self.device)
+        self._optimizer: torch.optim.Optimizer | None = None
         self._averages_after_backward = False
 
     @staticmethod
@@ -62,14 +63,12 @@ class AccelerateRuntime:
         for name in config.report_to:
             if not _TRACKER_AVAILABLE[name]():
                 raise MissingPackageError(f"training.report_to={name}", name, extra="track")
-        AcceleratorState._reset_state()  # a second run in one process may have another precision
+        AcceleratorState._reset_state()  # of an Accelerator in this process that has a precision
         accelerator = Accelerator(
-            # Always said, never None: otherwise `accelerate launch --mixed_precision` would override the recipe.
-            mixed_precision=config.mixed_precision,
+            # The step has its own autocast: Accelerate's copies all outputs to fp32, logits too. Never None, or
+            # `accelerate launch --mixed_precision` would switch it on.
+            mixed_precision="no",
             cpu=config.use_cpu,
-            # With the cache, a half-precision copy of every weight lives until the forward pass ends, though
-            # checkpointing needs one layer's at a time. Each weight is used once in a pass: nothing to cache.
-            kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
             log_with=list(config.report_to) or None,
             project_config=ProjectConfiguration(
                 project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
@@ -84,7 +83,7 @@ class AccelerateRuntime:
             )
         if accelerator.num_processes > 1:
             atexit.register(_leave_processes)
-        return AccelerateRuntime(accelerator)
+        return AccelerateRuntime(accelerator, config.mixed_precision)
 
     def load_model(
         self,
@@ -103,7 +102,7 @@ class AccelerateRuntime:
                 attn_implementation=attn_implementation,
                 device=self.device if host is None else torch.device("cpu"),
                 seed=seed,
-                mixed_precision=self.accelerator.mixed_precision,
+                mixed_precision=self.mixed_precision.name,
             )
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
@@ -121,23 +120,17 @@ class AccelerateRuntime:
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model for data parallelism and the optimizer for loss scaling, where the run needs them."""
+        """Wrap the model for data parallelism, where there are several processes."""
+        self._optimizer = optimizer
         if self.num_processes > 1 and not ddp_takes(model):
             self._averages_after_backward = True
             copy_from_main_process(model)
-            return model, self.accelerator.prepare(optimizer, device_placement=[False])
-        own_forward = {name: value for name, value in vars(model).items() if name == "forward"}
-        # Weights and state are where they belong, on the host some of them.
-        prepared_model, prepared_optimizer = self.accelerator.prepare(
-            model, optimizer, device_placement=[False, False]
-        )
-        # Under mixed precision Accelerate wraps the model's forward, and its wrapper copies all outputs to fp32, logits
-        # too: 4 bytes for each of vocab * tokens. The step opens autocast itself, so the wrapper goes. So does the
-        # mark, or another Accelerator would take a model that this run is done with for prepared.
-        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
-            vars(model).pop(name, None)
-        vars(model).update(own_forward)
-        return prepared_model, prepared_optimizer
+            return model, optimizer
+        # Weights are where they belong, on the host some of them.
+        prepared = self.accelerator.prepare(model, device_placement=[False])
+        # Or another Accelerator would take a model that this run is done with for prepared.
+        vars(model).pop("_is_accelerate_prepared", None)
+        return prepared, optimizer
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Those that DDP does not take: sums of 16-bit gradients in float32."""
@@ -145,8 +138,8 @@ class AccelerateRuntime:
             average_gradients(parameters)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Accelerate's autocast at ``training.mixed_precision``."""
-        return self.accelerator.autocast()
+        """At ``training.mixed_precision``."""
+        return self.mixed_precision.autocast()
 
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """DDP's ``no_sync`` for all but the last micro-batch of a window."""
@@ -154,17 +147,17 @@ class AccelerateRuntime:
 
     def backward(self, loss: torch.Tensor) -> None:
         """``loss.backward()``, times the loss scale under fp16."""
-        self.accelerator.backward(loss)
+        self.mixed_precision.backward(loss)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Unscales fp16 gradients, then :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
-        self.accelerator.unscale_gradients()
+        assert self._optimizer is not None
+        self.mixed_precision.unscale_gradients(self._optimizer)
         return clip_grad_norm(parameters, max_norm)
 
     def unscale(self, values: torch.Tensor) -> None:
-        """By Accelerate's ``GradScaler``, where there is one."""
-        if self.accelerator.scaler is not None:
-            unscale(self.accelerator.scaler, values)
+        """By torch's ``GradScaler`` under fp16."""
+        self.mixed_precision.unscale(values)
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """All-reduce, or the value itself in a single process."""
@@ -178,29 +171,29 @@ class AccelerateRuntime:
 
     def loss_scale_may_overflow(self) -> bool:
         """Under fp16, as long as the scale is at least 1: below that the gradients overflow by themselves."""
-        scaler = self.accelerator.scaler
+        scaler = self.mixed_precision.scaler
         return scaler is not None and scaler.get_scale() >= 1
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
         """Step; under fp16 and not finite, the scaler alone moves on from what it found while unscaling."""
         if finite:
-            optimizer.step()
+            self.mixed_precision.update_weights(optimizer)
         else:
             self.update_loss_scale()
 
     def update_loss_scale(self) -> None:
         """By what the scaler found while unscaling."""
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()
+        self.mixed_precision.update_scale()
 
     def loss_scale_state(self) -> dict[str, Any] | None:
-        """That of Accelerate's ``GradScaler``."""
-        return None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()
+        """That of the ``GradScaler``."""
+        scaler = self.mixed_precision.scaler
+        return None if scaler is None else scaler.state_dict()
 
     def load_loss_scale_state(self, state: dict[str, Any]) -> None:
         """For the ``GradScaler``, if there is one."""
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state)
+        if self.mixed_precision.scaler is not None:
+            self.mixed_precision.scaler.load_state_dict(state)
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """As ``from_pretrained`` loads it; see :func:`lowmem_ft.training.session_files.save_trained`."""

@@ -357,10 +357,9 @@ ACCELERATE = (
         "accelerate.state.AcceleratorState",
         "_reset_state",
         "",
-        "a second run in a process has its own precision",
+        "of an Accelerator that has a precision",
     ),
-    *_data("accelerate.Accelerator().prepare()", "_original_forward", "the wrapper of forward is taken off"),
-    *_data("accelerate.Accelerator().prepare()", "_is_accelerate_prepared", "and its mark", "bool"),
+    *_data("accelerate.Accelerator().prepare()", "_is_accelerate_prepared", "its mark is taken off", "bool"),
 )
 
 PEFT = (

@@ -150,8 +150,8 @@ def _own_bytes_by_nvml(device: torch.device) -> int | None:
 class MeasuredRuntime(AccelerateRuntime):
     """Accelerate's runtime, which tells a meter where the phases of a step begin."""
 
-    def __init__(self, accelerator: Accelerator, meter: PhaseMeter) -> None:
-        super().__init__(accelerator)
+    def __init__(self, accelerator: Accelerator, mixed_precision: str, meter: PhaseMeter) -> None:
+        super().__init__(accelerator, mixed_precision)
         self._meter = meter
 
     @contextlib.contextmanager
@@ -192,7 +192,7 @@ def run_for_real(recipe: Recipe, *, num_steps: int = 2) -> RealPeaks:
             meter: PhaseMeter = CudaMeter(device)
         else:
             meter = CpuMeter(stack.enter_context(StorageTracker()))
-        _run(recipe, MeasuredRuntime(accelerator, meter), meter, num_steps)
+        _run(recipe, MeasuredRuntime(accelerator, recipe.training.mixed_precision, meter), meter, num_steps)
         return meter.peaks
 
 

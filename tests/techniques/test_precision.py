@@ -78,22 +78,6 @@ def test_float16_weights_are_refused_with_every_broken_rule_at_once():
     assert "got device cpu" in problems[2]
 
 
-@pytest.fixture
-def accelerator_of():
-    """Makes an Accelerator; its settings are shared by the process, so they are forgotten before and after."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield lambda mixed_precision: Accelerator(cpu=True, mixed_precision=mixed_precision)
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_accelerate_still_ignores_fp16_on_the_cpu_which_is_why_it_is_refused(accelerator_of):
-    accelerator = accelerator_of("fp16")
-    assert accelerator.scaler is None
-    assert accelerator.native_amp is False
-    with pytest.raises(UserError, match="fp16 needs a GPU"):
-        check_precision("float32", "fp16", CPU)
-
-
 def test_autocast_over_bfloat16_weights_is_allowed_and_remarked_on(caplog):
     with caplog.at_level(logging.INFO, precision.__name__):
         check_precision("bfloat16", "bf16", CPU)
@@ -220,9 +204,17 @@ def test_a_warm_up_is_measured_but_gives_no_false_alarm(caplog):
     assert not caplog.records
 
 
-def test_it_sees_steps_that_go_through_accelerate(accelerator_of):
+@pytest.fixture
+def accelerator():
+    """Its settings are shared by the process, so they are forgotten before and after."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True, mixed_precision="no")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_it_sees_steps_that_go_through_accelerate(accelerator):
     optimizer = torch.optim.AdamW([weights()], lr=1e-6)
-    wrapped = accelerator_of("no").prepare_optimizer(optimizer)
+    wrapped = accelerator.prepare_optimizer(optimizer)
     meter = enable_lost_update_meter(optimizer)
     step(wrapped)
     assert meter.fraction > 0.95

@@ -91,7 +91,7 @@ import os, signal, sys
 from lowmem_ft.cli.train import main
 from lowmem_ft.data import DataStream
 from lowmem_ft.errors import DataError
-from lowmem_ft.training import session
+from lowmem_ft.training import session_files
 
 what, rank = sys.argv.pop(1), os.environ["RANK"]
 next_window, count = DataStream.next_window, 0
@@ -111,7 +111,8 @@ def full_disk(*args):
 
 DataStream.next_window = third_window
 if what == "disk":
-    session.save_model = full_disk
+    assert session_files.save_model
+    session_files.save_model = full_disk
 sys.exit(main())
 """
 

@@ -183,8 +183,11 @@ def test_evaluation_sums_over_label_tokens_and_keeps_the_mode(make_session):
     torch.testing.assert_close(loss_sum / count, expected, rtol=1e-6, atol=0)
 
 
-def test_autocast_reaches_the_forward_but_not_the_outputs(make_session, tmp_path):
-    """Accelerate's own wrapper would copy the logits to fp32; see AccelerateRuntime.prepare."""
+def test_autocast_reaches_the_forward_but_not_the_outputs(tmp_path, monkeypatch):
+    """Accelerate's own would copy the logits to fp32; whoever launches the run, it is left off."""
+    monkeypatch.setenv(
+        "ACCELERATE_MIXED_PRECISION", "fp16"
+    )  # as `accelerate launch --mixed_precision fp16` does
     training = load_recipe("tiny", ["training.use_cpu=true", "training.mixed_precision=bf16"]).training
     runtime = AccelerateRuntime.create(training, tmp_path)
     model = AutoModelForCausalLM.from_config(
@@ -193,6 +196,8 @@ def test_autocast_reaches_the_forward_but_not_the_outputs(make_session, tmp_path
         )
     )
     prepared, _ = runtime.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "forward" not in vars(model)
+    assert prepared(input_ids=RAGGED.input_ids_BT).logits.dtype == torch.float32
     with runtime.autocast():
         assert prepared(input_ids=RAGGED.input_ids_BT).logits.dtype == torch.bfloat16
 
