@@ -97,13 +97,17 @@ def _train(recipe: Recipe, folder: RunFolder | None, runtime: RunRuntime | None)
     warn_if_untested()
     try:
         run = TrainingRun.build(recipe, folder, runtime)
+        runtime = run.runtime
         return run.train()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         when = "while the model was loaded" if run is None else f"after {run.progress.step} steps"
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
+        if runtime is not None:
+            device, num_processes = runtime.device, runtime.num_processes
+        else:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
         others = this_machines_gpu(device).held_by_others_bytes if device.type == "cuda" else None
         raise does_not_fit(
             recipe,

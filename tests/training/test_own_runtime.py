@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import load_master_weights, load_model
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
@@ -149,3 +151,20 @@ def test_a_run_on_another_runtime_is_the_same_run_and_goes_on_from_its_own_files
 def assert_same_model(run, other):
     own, stock = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
     torch.testing.assert_close(own, stock, rtol=0, atol=0)
+
+
+def test_memory_that_runs_out_while_loading_is_that_of_the_runtime(tiny, monkeypatch):
+    class Full(PlainRuntime):
+        num_processes = 3
+
+        def load_model(self, *args, **kwargs):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    known = {}
+    refuse = loop.does_not_fit
+    monkeypatch.setattr(
+        loop, "does_not_fit", lambda *args, **told: known.update(told) or refuse(*args, **told)
+    )
+    with pytest.raises(DoesNotFitError, match="while the model was loaded"):
+        train(tiny(*SHORT), runtime=Full())
+    assert known["num_processes"] == 3
