@@ -185,9 +185,8 @@ def test_evaluation_sums_over_label_tokens_and_keeps_the_mode(make_session):
 
 def test_autocast_reaches_the_forward_but_not_the_outputs(tmp_path, monkeypatch):
     """Accelerate's own would copy the logits to fp32; whoever launches the run, it is left off."""
-    monkeypatch.setenv(
-        "ACCELERATE_MIXED_PRECISION", "fp16"
-    )  # as `accelerate launch --mixed_precision fp16` does
+    # as `accelerate launch --mixed_precision bf16` does
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     training = load_recipe("tiny", ["training.use_cpu=true", "training.mixed_precision=bf16"]).training
     runtime = AccelerateRuntime.create(training, tmp_path)
     model = AutoModelForCausalLM.from_config(
