@@ -1,10 +1,12 @@
 """Offloaded activations give the same gradients bit for bit, and the device holds two layer inputs at any depth."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 import transformers as hf
+from tiny_models import tiny_llama
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -21,17 +23,7 @@ INPUT_BYTES = ROWS * TOKENS * HIDDEN * 4
 CPU = torch.device("cpu")
 
 
-def tiny_model(layers=3, dropout=0.0):
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        attention_dropout=dropout,
-    )
-    return AutoModelForCausalLM.from_config(config).train()
+tiny_model = partial(tiny_llama, hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=3)
 
 
 def loss_and_gradients(model, rows=ROWS, tokens=TOKENS):
@@ -49,7 +41,7 @@ def loss_and_gradients(model, rows=ROWS, tokens=TOKENS):
     [("inputs", "full"), ("inputs", "selective"), ("all", "none"), ("all", "full")],
 )
 def test_gradients_are_bitwise_those_of_the_stock_model(activations, checkpointing, dropout):
-    model, host = tiny_model(dropout=dropout), HostMemory(CPU)
+    model, host = tiny_model(attention_dropout=dropout), HostMemory(CPU)
     stock = loss_and_gradients(model)
     with (
         enable_checkpointing(model, CheckpointingConfig(mode=checkpointing, skip_last_layers=1)),
@@ -77,7 +69,7 @@ def test_gpt2_whose_layers_take_more_by_position(checkpointing):
 
 
 def test_exactly_the_inputs_of_checkpointed_layers_wait_and_their_buffers_are_kept():
-    model, host = tiny_model(layers=4), HostMemory(CPU)
+    model, host = tiny_model(num_hidden_layers=4), HostMemory(CPU)
     with (
         enable_checkpointing(model, CheckpointingConfig(mode="full", skip_last_layers=1)),
         enable_activation_offload(model, OffloadConfig(activations="inputs"), host),
@@ -98,7 +90,7 @@ def kept_on_gpu(layers, activations, checkpointing="full"):
     """Bytes on a virtual GPU: kept by forward, and the backward's peak over what it began with."""
     with VirtualGPU("a100-80gb") as gpu:
         with torch.device("meta"):
-            model = tiny_model(layers)
+            model = tiny_model(num_hidden_layers=layers)
         model = gpu.place(model).train().requires_grad_(False)
         with (
             enable_checkpointing(model, CheckpointingConfig(mode=checkpointing)),

@@ -1,10 +1,12 @@
 """Checkpointing changes what is kept for backward, and no number."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 import transformers as hf
+from tiny_models import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -18,17 +20,7 @@ HEADS = 4
 LAYER_INPUT_BYTES = ROWS * TOKENS * HIDDEN * 4
 
 
-def tiny_model(dropout=0.0):
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        attention_dropout=dropout,
-    )
-    return AutoModelForCausalLM.from_config(config).train()
+tiny_model = partial(tiny_llama, num_hidden_layers=LAYERS)
 
 
 def checkpointed_layers(model):
@@ -57,7 +49,7 @@ def kept_bytes(model):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"skip_last_layers": 2}])
 def test_gradients_are_bitwise_those_of_the_stock_model(mode, dropout, options):
-    model = tiny_model(dropout)
+    model = tiny_model(attention_dropout=dropout)
     stock = loss_and_gradients(model)
     with enable_checkpointing(model, CheckpointingConfig(mode=mode, **options)):
         ours = loss_and_gradients(model)
@@ -65,7 +57,10 @@ def test_gradients_are_bitwise_those_of_the_stock_model(mode, dropout, options):
 
 
 def test_dropout_is_drawn_at_all():
-    assert not torch.equal(loss_and_gradients(tiny_model(0.3))[0], loss_and_gradients(tiny_model(0.0))[0])
+    assert not torch.equal(
+        loss_and_gradients(tiny_model(attention_dropout=0.3))[0],
+        loss_and_gradients(tiny_model(attention_dropout=0.0))[0],
+    )
 
 
 def test_each_checkpointed_layer_frees_the_same_exact_number_of_bytes():

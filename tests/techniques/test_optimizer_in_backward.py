@@ -6,13 +6,14 @@ import copy
 import gc
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
+from tiny_models import tiny_llama
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.host_memory import HostMemory
@@ -30,17 +31,7 @@ LEARNING_RATE = 1e-2
 VOCAB = 61
 
 
-def tiny_model(dtype=torch.float32, *, tied=False):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=VOCAB,
-        tie_word_embeddings=tied,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+tiny_model = partial(tiny_llama, vocab_size=VOCAB, intermediate_size=64, num_attention_heads=2)
 
 
 def backward(model, seed=0, scale=1.0):
@@ -84,7 +75,7 @@ def stepped_in_backward(model, optimizer, max_norm, num_steps=3, memory=None):
 
 
 def both_ways(max_norm, dtype=torch.float32, *, tied=False, memory=None, **fields):
-    model = tiny_model(dtype, tied=tied)
+    model = tiny_model(dtype, tie_word_embeddings=tied)
     other = copy.deepcopy(model)
     after = stepped_after(model, optimizer_of(model, **fields), max_norm)
     in_backward = stepped_in_backward(other, optimizer_of(other, **fields), max_norm, memory=memory)
@@ -146,7 +137,7 @@ def test_clipping_is_that_of_torch(on_host):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_every_parameter_is_updated_once_a_step(tied, max_norm):
-    model = tiny_model(tied=tied)
+    model = tiny_model(tie_word_embeddings=tied)
     enable_chunked_loss(model, LossConfig(chunk_tokens=5))
     optimizer = optimizer_of(model)
     stepped_in_backward(model, optimizer, max_norm, num_steps=1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 
 import pytest
 import torch
 import transformers as hf
+from tiny_models import tiny_llama
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("peft")
@@ -26,18 +28,7 @@ IDS = torch.arange(40).view(2, 20)
 KINDS = ({}, {"use_rslora": True}, {"use_dora": True})
 
 
-def tiny_model(dtype=torch.float32, **options):
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **options,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+tiny_model = partial(tiny_llama, num_key_value_heads=2)
 
 
 def lora(**options):
