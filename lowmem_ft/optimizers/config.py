@@ -90,10 +90,12 @@ class OptimizerConfig:
 
 def _unused(config: OptimizerConfig) -> Iterator[str]:
     for name in dict.fromkeys(name for row in OPTIMIZERS.values() for name in row.hyperparameters):
-        if getattr(config, name) is not None and name not in config.row.hyperparameters:
+        value = getattr(config, name)
+        if value is not None and name not in config.row.hyperparameters:
             takes_it = next(other for other, row in OPTIMIZERS.items() if name in row.hyperparameters)
             yield (
-                f"optimizer.{name} is not taken by optimizer.name={config.name}, got {getattr(config, name)}. "
+                f"optimizer.{name} is not taken by optimizer.name={config.name}, got "
+                f"{list(value) if isinstance(value, tuple) else value}. "
                 f"Remove it or set optimizer.name={takes_it}."
             )
 

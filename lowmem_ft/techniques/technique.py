@@ -56,10 +56,10 @@ class Technique(Handle):
     """Whether its own weights are what is trained: it saves and loads them, and stays when a run is done."""
 
     def before_forward(self, input_ids_BT: Tensor, num_label_tokens: int | None) -> dict[str, Any]:
-        """Say what the model is about to get, in training or evaluation.
+        """Called before each forward, in training and in evaluation, with what the model is about to get.
 
         Args:
-            input_ids_BT: the micro-batch's token ids, on the host still.
+            input_ids_BT: the micro-batch's token ids, on the host still. Rows are padded on the right.
             num_label_tokens: how many of its labels, after the shift, are not -100; None: that is not known.
 
         Returns:
@@ -86,7 +86,10 @@ class Technique(Handle):
         return contextlib.nullcontext()
 
     def save(self, folder: Path) -> bool:
-        """Write what is trained in place of the model's own weights; False: those are what is trained."""
+        """Write what is trained in place of the model's own weights; False: those are what is trained.
+
+        Called by the main process, for a checkpoint and for the finished model alike.
+        """
         return False
 
     def load(self, folder: Path) -> None:
@@ -133,13 +136,14 @@ class Techniques(Technique):
         return arguments
 
     def clip_grad_norm(self, unscale: Unscale) -> Tensor | None:
-        """By the one that takes the gradients, if any does."""
-        norms = (technique.clip_grad_norm(unscale) for technique in self)
+        """By the one that takes the gradients, if any does; all are told."""
+        norms = [technique.clip_grad_norm(unscale) for technique in self]
         return next((norm for norm in norms if norm is not None), None)
 
     def update_weights(self, *, finite: bool) -> bool:
-        """By the one that takes the gradients, if any does."""
-        return any(technique.update_weights(finite=finite) for technique in self)
+        """By the one that takes the gradients, if any does; all are told."""
+        answers = [technique.update_weights(finite=finite) for technique in self]
+        return any(answers)
 
     def flush(self) -> None:
         """All of them: a layer's update waits for its visit, the state that it changes for its way back."""
@@ -156,8 +160,9 @@ class Techniques(Technique):
             yield
 
     def save(self, folder: Path) -> bool:
-        """By the one that is what is trained, if any is."""
-        return any(technique.save(folder) for technique in self)
+        """By the one that is what is trained, if any is; all are told, as they are when it is loaded."""
+        answers = [technique.save(folder) for technique in self]
+        return any(answers)
 
     def load(self, folder: Path) -> None:
         """By the one that is what is trained, if any is."""

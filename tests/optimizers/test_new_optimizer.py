@@ -109,7 +109,7 @@ def test_it_trains_the_same_wherever_state_and_weights_are(kept, add_optimizer, 
 
 def test_messages_and_remediations_know_it(add_optimizer, model):
     add_optimizer("signed_gradient", ROW)
-    with pytest.raises(RecipeError, match="sgd, adafactor, lion or signed_gradient, got lion_8bit"):
+    with pytest.raises(RecipeError, match="or signed_gradient, got lion_8bit"):
         recipe_of(model, "optimizer.name=lion_8bit", "offload.optimizer=host")
     recipe = recipe_of(model, "optimizer.name=signed_gradient")
     told = {key for way in remediations_for(recipe) for key in way.settings}

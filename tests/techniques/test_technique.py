@@ -169,6 +169,35 @@ def test_the_outer_technique_is_flushed_put_at_rest_and_removed_before_the_inner
     assert notes == ["outer removed", "inner removed"]
 
 
+class Taking(Technique):
+    """Takes the gradients, and is what is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.told: list[str] = []
+
+    def clip_grad_norm(self, unscale):
+        self.told.append("clip")
+        return torch.tensor(len(self.told))
+
+    def update_weights(self, *, finite):
+        self.told.append(f"update, finite {finite}")
+        return True
+
+    def save(self, folder):
+        self.told.append("save")
+        return True
+
+
+def test_each_technique_is_told_whoever_takes_the_gradients(tmp_path):
+    first, second = Taking(), Taking()
+    techniques = Techniques(Technique(), first, second)
+    assert techniques.clip_grad_norm(lambda values: None) == torch.tensor(1)
+    assert techniques.update_weights(finite=False)
+    assert techniques.save(tmp_path)
+    assert first.told == second.told == ["clip", "update, finite False", "save"]
+
+
 def test_a_technique_that_says_nothing_leaves_everything_to_the_loop(tmp_path):
     for technique in (Technique(), Techniques(), Techniques(Technique(), Technique())):
         assert technique.before_forward(torch.ones(1, 1), 1) == {}
