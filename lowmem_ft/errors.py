@@ -7,9 +7,11 @@ The command line prints them without a traceback.
 from __future__ import annotations
 
 import difflib
+import functools
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3
@@ -23,6 +25,16 @@ class UserError(Exception):
     def __init__(self, *problems: str) -> None:
         self.problems = problems
         super().__init__("\n".join(problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its problems, from which subclasses with other arguments cannot be made: it goes between processes."""
+        return _user_error, (type(self), self.problems)
+
+
+def _user_error(kind: type[UserError], problems: tuple[str, ...]) -> UserError:
+    error = kind.__new__(kind)
+    UserError.__init__(error, *problems)
+    return error
 
 
 class RecipeError(UserError):
@@ -57,11 +69,12 @@ class MissingPackageError(UserError):
         )
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(BaseException):
     """A run was stopped by a signal, and all that it had done is saved.
 
     Like Ctrl-C itself it is no ``Exception``, so that a loop over several runs which goes on after an error does not go
-    on after this.
+    on after this. Nor is it a ``KeyboardInterrupt``, for which ``torch.multiprocessing`` takes a worker to have ended
+    well. Let a script end with ``sys.exit(stop.exit_code)``.
 
     Args:
         signal_number: of ``SIGINT``, which Ctrl-C and a notebook's stop button send, or ``SIGTERM``.
@@ -79,6 +92,11 @@ class Interrupted(KeyboardInterrupt):
         saved = model_folder or checkpoint
         kept = "Nothing was to be saved yet." if saved is None else f"Saved: {saved}."
         super().__init__(f"Stopped by {signal.Signals(signal_number).name}. {kept}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its arguments, not its message: it goes from one process to another."""
+        values = {"checkpoint": self.checkpoint, "model_folder": self.model_folder}
+        return functools.partial(Interrupted, self.signal_number, **values), ()
 
     @property
     def exit_code(self) -> int:

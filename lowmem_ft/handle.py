@@ -58,5 +58,6 @@ def _call(
     try:
         undo()
     except BaseException as later:
-        later.__context__ = later.__context__ or error
+        if later is not error:
+            later.__context__ = later.__context__ or error
         raise

@@ -40,3 +40,14 @@ def test_an_undo_that_fails_keeps_no_other_from_being_called():
     handle.remove()
     assert len(undone) == 4
     assert not handle.active
+
+
+def test_one_error_of_two_undos_is_not_its_own_context():
+    error = RuntimeError("the same")
+
+    def fail():
+        raise error
+
+    with pytest.raises(RuntimeError):
+        Handle(fail, fail).remove()
+    assert error.__context__ is not error

@@ -36,7 +36,7 @@ class StorageTracker(TorchDispatchMode):
     A storage that is resized is there twice for a moment, as its contents are copied; one resized to nothing, as FSDP2
     frees an unsharded parameter, is gone.
 
-    Limits: scratch that a kernel allocates for itself and frees before it returns is not seen. The storages inside a
+    Limits: a workspace that a kernel takes for itself and frees before it returns is not seen. The storages inside a
     tensor subclass such as DTensor are not seen.
 
     Args:

@@ -122,7 +122,7 @@ class ChunkedOptimizer(Optimizer):
             slices: with finished gradients; an iterator is asked for the next one as late as copies allow, so that its
                 gradients need not exist together.
             scale: factor on the gradients; 0-d, float32, on their device.
-            hyperparameters: by group index, in place of the group's present ones: an update that was put off takes
+            hyperparameters: by group index, in place of the group's present ones: an update that was deferred takes
                 those of its own step.
         """
         for device, together in itertools.groupby(slices, key=lambda finished: finished.gradient.device):

@@ -42,7 +42,7 @@ def does_not_fit(
     """
     budget = f" (budget.device={recipe.budget.device})" if recipe.budget.device else ""
     ways = remediations_for(recipe, num_processes=num_processes, has_bfloat16=has_bfloat16)
-    ways_out = [f"{way.overrides_text} ({way.why})" for way in ways] or ["a GPU with more memory"]
+    remedies = [f"{way.overrides_text} ({way.why})" for way in ways] or ["a GPU with more memory"]
     others = ""
     if held_by_others_bytes:
         others = (
@@ -50,5 +50,5 @@ def does_not_fit(
         )
     return DoesNotFitError(
         f"The device memory ran out {when}{budget}, after a peak of {format_bytes(memory.peak_bytes)} in "
-        f"tensors{others}. What would need less, cheapest first: {'; '.join(ways_out)}."
+        f"tensors{others}. What would need less, cheapest first: {'; '.join(remedies)}."
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 import re
 import sys
 
@@ -25,6 +26,7 @@ TESTED: dict[str, tuple[str, str]] = {
 pyproject.toml. The last is no upper bound there: a newer library often works, and whoever uses it is told."""
 
 _warned: set[str] = set()
+_MINOR = re.compile(r"(\d+)\.(\d+)")
 
 
 def installed_version(library: str) -> str | None:
@@ -36,9 +38,12 @@ def installed_version(library: str) -> str | None:
 
 
 def is_tested(library: str, version: str) -> bool:
-    """Whether a version lies in the tested range of its library; pre-releases count as what they come before."""
+    """Whether a version lies in the tested range of its library; pre-releases count as what they come before.
+
+    What cannot be read as a version, as that of a checkout may be, was not tested.
+    """
     first, last = TESTED[library]
-    return _minor(first) <= _minor(version) <= _minor(last)
+    return re.match(_MINOR, version) is not None and _minor(first) <= _minor(version) <= _minor(last)
 
 
 def tested_range(library: str) -> str:
@@ -59,6 +64,8 @@ def warn_if_untested() -> None:
 
     For the start of an estimate and of a training run: numbers may be off there, or a patch may not find its place.
     """
+    if os.environ.get("RANK", "0") != "0":
+        return  # the main process speaks for all
     others = []
     for library in sorted((TESTED.keys() & sys.modules.keys()) - _warned):
         version = installed_version(library)
@@ -74,6 +81,6 @@ def warn_if_untested() -> None:
 
 
 def _minor(version: str) -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
+    numbers = re.match(_MINOR, version)
     assert numbers is not None, version
     return int(numbers[1]), int(numbers[2])

@@ -87,8 +87,8 @@ class VirtualMachine:
         self.recorder.close()
         assert self._entered_at is not None
         self.trace_seconds = time.perf_counter() - self._entered_at
-        warn_if_untested()  # of what the program has imported meanwhile
         self._running.__exit__(*exception)
+        warn_if_untested()  # of what the program has imported meanwhile
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(_without_garbage_collection())

@@ -38,9 +38,9 @@ def gpu_of(row):
 
 
 def few_of(rows):
-    """The first rows that show a setting which none before them has; any family may stand for the others."""
-    seen, few = set(), []
-    for row in rows:
+    """The first, and those that show a setting which none before has; any family may stand for the others."""
+    seen, few = set(), rows[:1]
+    for row in rows[1:]:
         settings = {setting for setting in row["overrides"] if not setting.startswith("model=")}
         if not settings <= seen:
             seen |= settings

@@ -69,15 +69,15 @@ ON_BOTH = {
 
 
 @pytest.mark.parametrize("family", few_quick(FAMILIES.keys() - {"gpt2"}, ON_CUDA))
-def test_a_virtual_cuda_device_takes_what_a_cpu_does(family, recipe_of):
-    """Where both run the same kernels: eager attention, no autocast, and none of CUDA's own scratch.
+def test_a_virtual_cuda_device_takes_what_a_cpu_does(family, recipe_of, monkeypatch):
+    """Where both run the same kernels: eager attention, no autocast, and none of CUDA's own workspaces.
 
     GPT-2 is left out for its dropout, which keeps a byte an element on CUDA and a whole number on a CPU.
     """
     recipe = recipe_of({**ON_BOTH, "family": family})
     measured = run_for_real(recipe).allocated
     gpu = VirtualGPU("a100-80gb")
-    gpu.recorder._scratch = None
+    monkeypatch.setattr(gpu.recorder, "_workspace_rule", None)
     timeline = trace_recipe(recipe, lambda: gpu).trace.timeline
     for allocation in timeline.allocations:
         if allocation.category == "workspace":

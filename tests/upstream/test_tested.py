@@ -58,6 +58,8 @@ def test_a_range_begins_at_the_lower_bound_and_has_the_pinned_versions(library):
         ("2.15.0", False),
         ("2.15.0.dev20261101+cu130", False),
         ("3.0.0", False),
+        ("0+unknown", False),
+        ("a checkout", False),
     ],
 )
 def test_patch_releases_are_in(version, expected):

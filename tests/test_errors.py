@@ -1,0 +1,41 @@
+"""Errors that cross from one process to another, as those of a worker or of a process pool do."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft.errors import Interrupted, MissingPackageError, UserError
+from lowmem_ft.upstream.patches import UpstreamChangedError
+
+
+def subclasses_of(kind):
+    return [kind, *(found for one in kind.__subclasses__() for found in subclasses_of(one))]
+
+
+MADE_OTHERWISE = {
+    MissingPackageError: MissingPackageError("model.quantization=nf4", "bitsandbytes"),
+    UpstreamChangedError: UpstreamChangedError("torch._C._gone"),
+}
+
+
+@pytest.mark.parametrize("kind", subclasses_of(UserError))
+def test_a_users_error_says_the_same_in_another_process(kind):
+    error = MADE_OTHERWISE.get(kind) or kind("one problem", "and another")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert (copy.problems, str(copy), copy.exit_code) == (error.problems, str(error), error.exit_code)
+
+
+def test_an_interruption_says_the_same_in_another_process():
+    stop = Interrupted(signal.SIGTERM, checkpoint=Path("runs/a/checkpoint-3"))
+    copy = pickle.loads(pickle.dumps(stop))
+    assert (str(copy), copy.checkpoint, copy.exit_code) == (str(stop), stop.checkpoint, 143)
+
+
+def test_an_interrupted_worker_has_not_ended_well():
+    """torch.multiprocessing takes a KeyboardInterrupt of a worker for its good end."""
+    assert not issubclass(Interrupted, (KeyboardInterrupt, Exception))
