@@ -17,6 +17,7 @@ from lowmem_ft.catalog import find_gpu
 from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers.bitsandbytes_optimizers import build_bitsandbytes, keep_embeddings_in_32bit
+from lowmem_ft.optimizers.table import Bitsandbytes
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.bitsandbytes_operators import MOST_OUTLIER_COLUMNS
 
@@ -45,9 +46,8 @@ def small_model(device: str) -> nn.Module:
 
 
 def train_two_steps(model: nn.Module, device, algorithm: str, bits: int, paged: bool):
-    optimizer = build_bitsandbytes(
-        [{"params": list(model.parameters())}], algorithm=algorithm, bits=bits, paged=paged, lr=1e-3
-    )
+    form = Bitsandbytes(algorithm=algorithm, bits=bits, paged=paged)
+    optimizer = build_bitsandbytes([{"params": list(model.parameters())}], form, lr=1e-3)
     keep_embeddings_in_32bit(optimizer, model)
     for _ in range(2):
         model(torch.randint(0, 64, (5,)).to(device)).sum().backward()
@@ -319,7 +319,9 @@ def test_peft_trains_adapters_on_a_quantised_model(quantization):
         count = sum(parameter.numel() for parameter in adapters)
         assert model.get_nb_trainable_parameters() == (count, number + count)
         assert gpu.trace().model.parameters == number + count
-        optimizer = build_bitsandbytes([{"params": adapters}], algorithm="AdamW", bits=8, paged=True, lr=1e-3)
+        optimizer = build_bitsandbytes(
+            [{"params": adapters}], Bitsandbytes(algorithm="AdamW", bits=8, paged=True), lr=1e-3
+        )
         for _ in range(2):
             ids = torch.randint(0, 128, (2, 16)).to(gpu.device)
             model(input_ids=ids, labels=ids).loss.backward()
