@@ -220,12 +220,12 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
         )
 
 
-_MAY_CHANGE = re.compile(
-    r"name|description|data\.(path|num_proc|eval_path|eval_split)|model\.(?!quantization)\w+"
-    r"|training\.(?!seed)\w+|optimizer\.(state|master|in_backward)"
-    r"|(checkpointing|offload|accumulation|loss|tiling|budget)\.\w+"
+_MUST_STAY = re.compile(
+    r"data\.(?!(path|num_proc|eval_path|eval_split)$)\w+|adapter\.\w+|model\.quantization|training\.seed"
+    r"|optimizer\.(?!(state|master|in_backward)$)\w+"
 )
-"""Settings that a run can go on with; others decide what its data, its weights and its optimizer's state mean.
+"""Settings that decide what a run's data, its weights and its optimizer's state mean. All others may change, those of a
+technique that is new among them.
 
 State is read into other formats, exactly where both hold float32 weights in full (``optimizers/state_conversion.py``).
 Paths may change, as a run moves to another machine: model and tokenizer come from the checkpoint, and other data is
@@ -264,7 +264,7 @@ def _compare_recipes(recipe: Recipe, run: Path) -> None:
 def _may_change(name: str, recipe: Recipe) -> bool:
     if recipe.adapter.name != "none" and _DECIDES_THE_BASE.fullmatch(name):
         return False
-    return _MAY_CHANGE.fullmatch(name) is not None
+    return _MUST_STAY.fullmatch(name) is None
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
