@@ -27,7 +27,8 @@ class UpstreamName:
         kind: what it must be; ``called``: a function or operator of theirs that we call; ``replaced``: a function of
             theirs in whose place they call ours.
         parameters: of what is called, those that we pass: by position up to ``*``, by name behind it. Of what is
-            replaced, all that it has. None where it tells nobody, as most of what is written in C++.
+            replaced, all that it has. None where it tells nobody, as most of what is written in C++, or where ours
+            passes on whatever it is given.
         type_name: of data, its type's name; empty: any.
     """
 
@@ -55,8 +56,10 @@ def _called(owner: str, name: str, parameters: str | None, purpose: str) -> Upst
     )
 
 
-def _replaced(owner: str, name: str, parameters: str, purpose: str) -> UpstreamName:
-    return UpstreamName(owner, name, purpose, "replaced", tuple(parameters.split()))
+def _replaced(owner: str, name: str, parameters: str | None, purpose: str) -> UpstreamName:
+    return UpstreamName(
+        owner, name, purpose, "replaced", None if parameters is None else tuple(parameters.split())
+    )
 
 
 def _data(owner: str, names: str, purpose: str, type_name: str = "") -> Iterator[UpstreamName]:
@@ -194,8 +197,7 @@ TORCH = (
     _replaced(
         "torch.utils.data._utils.worker",
         "_worker_loop",
-        "dataset_kind dataset index_queue data_queue done_event auto_collation collate_fn drop_last base_seed init_fn "
-        "worker_id num_workers persistent_workers shared_seed",
+        None,  # torch 2.14 calls one of them otherwise
         "processes of a data loader make real tensors",
     ),
     *_each("module", "torch.utils.data._utils", "worker", "see the row above"),

@@ -17,6 +17,7 @@ from transformers.integrations import moe
 from transformers.utils import import_utils
 
 from lowmem_ft.upstream.patches import UpstreamChangedError, existing, loaded_module, replace
+from lowmem_ft.upstream.tested import installed_version
 from lowmem_ft.virtual_gpu import VirtualGPU
 
 
@@ -59,7 +60,7 @@ def test_a_name_that_is_not_there_is_not_made_up(owner, name, full_name):
     assert not hasattr(owner, name)
     message = str(caught.value)
     assert full_name in message
-    assert f"torch {torch.__version__}" in message
+    assert f"torch {installed_version('torch')}" in message
     assert "Tested is torch 2.11 to 2.14: run pip install 'torch>=2.11,<2.15'" in message
 
 
