@@ -23,6 +23,7 @@ def demo(monkeypatch, tmp_path):
 
 @pytest.fixture
 def tiny_model(tmp_path):
+    """The one with a tokenizer: the demo asks it questions."""
     folder = tmp_path / "tiny"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
+from tiny_models import SIZES, tiny_llama
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    LlamaConfig,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -26,14 +26,6 @@ from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
-TINY = LlamaConfig(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=64,
-)
 ROWS = [{"input_ids": list(range(16)), "labels": list(range(16))}] * 12
 
 
@@ -268,15 +260,11 @@ def test_copies_on_a_stream_of_their_own_overlap_with_computing(module):
     assert step(blocking=False) < step(blocking=True)
 
 
-def tiny_model() -> nn.Module:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(TINY)
-
-
 # As scripts for transformers 5.17 to 5.22 call it, which know no other name.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 def test_a_stock_trainer_trains_evaluates_and_saves_nothing(tmp_path):
-    model = tiny_model()
+    with torch.device("meta"):
+        model = tiny_llama()
     with VirtualGPU("a100-80gb") as gpu:
         arguments = TrainingArguments(
             str(tmp_path),
@@ -314,7 +302,7 @@ def test_a_loop_over_accelerate_runs_and_its_state_is_put_back():
     assert before.device.type == "cpu"
     with VirtualGPU("t4") as gpu:
         accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
-        model = AutoModelForCausalLM.from_config(TINY)
+        model = tiny_llama()
         optimizer = torch.optim.AdamW(model.parameters())
         loader = DataLoader(ROWS, batch_size=2, collate_fn=default_data_collator)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -330,7 +318,7 @@ def test_a_loop_over_accelerate_runs_and_its_state_is_put_back():
 
 
 def test_a_local_checkpoint_loads_without_its_values(tmp_path):
-    AutoModelForCausalLM.from_config(TINY).save_pretrained(tmp_path)
+    tiny_llama().save_pretrained(tmp_path)
     with VirtualGPU("t4") as gpu:
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="cuda:0")
         tokens_BT = torch.ones(2, 8, dtype=torch.long, device="cuda")
@@ -344,19 +332,19 @@ def test_a_local_checkpoint_loads_without_its_values(tmp_path):
 
 def test_a_local_checkpoint_loads_in_4_bits_and_may_be_moved_again(tmp_path):
     pytest.importorskip("bitsandbytes")
-    AutoModelForCausalLM.from_config(TINY).save_pretrained(tmp_path)
+    tiny_llama().save_pretrained(tmp_path)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     with VirtualGPU("a100-80gb") as gpu:
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=nf4, device_map={"": 0})
         layer = model.model.layers[0].mlp.up_proj
         weight = layer.weight
-        assert weight.nbytes == 32 * 64 // 2
+        assert weight.nbytes == SIZES["hidden_size"] * SIZES["intermediate_size"] // 2
         before = gpu.recorder.live_bytes
         model.to("cuda")
         assert gpu.recorder.live_bytes == before
         assert layer.weight.quant_state is weight.quant_state
         model(torch.ones(2, 8, dtype=torch.long, device="cuda"))
-    assert gpu.report().model.parameters == AutoModelForCausalLM.from_config(TINY).num_parameters()
+    assert gpu.report().model.parameters == tiny_llama().num_parameters()
 
 
 def test_a_compiled_model_is_traced_as_written():

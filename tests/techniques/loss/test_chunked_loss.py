@@ -1,12 +1,12 @@
 """A model with the chunked loss trains as the stock model does, without its logits."""
 
-import copy
 import gc
 import inspect
 
 import pytest
 import torch
 import transformers as hf
+from tiny_models import FAMILY_SIZES, model_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -20,40 +20,29 @@ from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_lo
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 
 GPU = torch.device("cuda", 0)
-VOCABULARY = 120
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+VOCABULARY = FAMILY_SIZES["vocab_size"]
 GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-MOE = {**LLAMA, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+MOE = {**FAMILY_SIZES, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 CONFIGS = {
-    "llama": hf.LlamaConfig(**LLAMA),
-    "llama_tied": hf.LlamaConfig(**LLAMA, tie_word_embeddings=True),
-    "qwen2": hf.Qwen2Config(**LLAMA),
+    "llama": hf.LlamaConfig(**FAMILY_SIZES),
+    "llama_tied": hf.LlamaConfig(**FAMILY_SIZES, tie_word_embeddings=True),
+    "qwen2": hf.Qwen2Config(**FAMILY_SIZES),
     "gpt2_tied": hf.GPT2Config(**GPT),
     "gptj_head_bias": hf.GPTJConfig(**GPT, rotary_dim=8),
-    "phi_head_bias": hf.PhiConfig(**LLAMA),
-    "gemma2_softcap": hf.Gemma2Config(**LLAMA, head_dim=8, final_logit_softcapping=0.5),
-    "gemma3_text": hf.Gemma3TextConfig(**LLAMA, head_dim=8, final_logit_softcapping=0.5),
-    "granite_divides": hf.GraniteConfig(**LLAMA, logits_scaling=0.2),
-    "hyperclovax_multiplies": hf.HyperCLOVAXConfig(**LLAMA, logits_scaling=4.0),
+    "phi_head_bias": hf.PhiConfig(**FAMILY_SIZES),
+    "gemma2_softcap": hf.Gemma2Config(**FAMILY_SIZES, head_dim=8, final_logit_softcapping=0.5),
+    "gemma3_text": hf.Gemma3TextConfig(**FAMILY_SIZES, head_dim=8, final_logit_softcapping=0.5),
+    "granite_divides": hf.GraniteConfig(**FAMILY_SIZES, logits_scaling=0.2),
+    "hyperclovax_multiplies": hf.HyperCLOVAXConfig(**FAMILY_SIZES, logits_scaling=4.0),
     "minicpm3_divides_before_the_head": hf.MiniCPM3Config(
-        **{**LLAMA, "num_key_value_heads": 4}, dim_model_base=8, q_lora_rank=16, kv_lora_rank=16,
+        **{**FAMILY_SIZES, "num_key_value_heads": 4}, dim_model_base=8, q_lora_rank=16, kv_lora_rank=16,
         qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
     ),
-    "cohere_multiplies": hf.CohereConfig(**LLAMA, logit_scale=4.0),
+    "cohere_multiplies": hf.CohereConfig(**FAMILY_SIZES, logit_scale=4.0),
     "falcon_h1_multiplies": hf.FalconH1Config(
-        **LLAMA, lm_head_multiplier=3.0, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
+        **FAMILY_SIZES, lm_head_multiplier=3.0,
+        mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8,
     ),
     "mixtral_router_loss": hf.MixtralConfig(**MOE, num_local_experts=4),
     "qwen3_moe_router_loss": hf.Qwen3MoeConfig(**MOE, num_experts=4, moe_intermediate_size=16, head_dim=8),
@@ -61,20 +50,19 @@ CONFIGS = {
         **{k: v for k, v in MOE.items() if k not in ("num_attention_heads", "router_aux_loss_coef")},
         num_local_experts=4, kv_channels=8, aux_loss_coef=0.1,
     ),
-    "opt_no_bias": hf.OPTConfig(**LLAMA, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+    "opt_no_bias": hf.OPTConfig(**FAMILY_SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
 }  # fmt: skip
 
 
-def tiny_model(name="llama", seed=0):
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="eager")
+def tiny_model(name="llama"):
+    model = model_of(CONFIGS[name], attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(
                 torch.randn_like(parameter) * 0.1
             )  # fresh weights give logits too small to tell apart
     model.config.use_cache = False
-    return model.train()
+    return model
 
 
 def batch(rows=3, tokens=11):
@@ -244,7 +232,7 @@ def test_tokens_without_a_label_do_not_reach_the_head(monkeypatch):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_kept_bytes_do_not_grow_with_the_vocabulary_times_tokens(autocast):
     rows, tokens, chunk = 4, 64, 8
-    config = hf.LlamaConfig(**{**LLAMA, "vocab_size": 4096, "num_hidden_layers": 1})
+    config = hf.LlamaConfig(**{**FAMILY_SIZES, "vocab_size": 4096, "num_hidden_layers": 1})
     model = AutoModelForCausalLM.from_config(config)
     model.config.use_cache = False
     model.requires_grad_(False)
@@ -277,7 +265,7 @@ def test_a_logit_costs_the_bytes_that_the_knob_says(dtype, autocast):
     vocabulary, tokens, more = 20_000, 32, 32
     sizes = {"vocab_size": vocabulary, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
-    config = hf.LlamaConfig(**{**LLAMA, **sizes, **heads})
+    config = hf.LlamaConfig(**{**FAMILY_SIZES, **sizes, **heads})
 
     def peak_bytes(num_tokens, chunk_tokens):
         model = AutoModelForCausalLM.from_config(config).to(dtype)

@@ -28,6 +28,7 @@ LEARNING_RATE = 0.05
 
 
 def tiny_model(family="llama", seed=0, **fields):
+    """One of the estimator's families: layers come and go by turns, so there must be more than two, of many kinds."""
     depth = {"n_layer": LAYERS} if family == "gpt2" else {"num_hidden_layers": LAYERS, "layer_types": None}
     fields = {"model_type": family, **FAMILIES[family], **depth, **fields}
     config = AutoConfig.for_model(**{key: value for key, value in fields.items() if value is not None})

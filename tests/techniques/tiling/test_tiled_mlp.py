@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 import transformers as hf
+from tiny_models import FAMILY_SIZES, model_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -16,18 +17,8 @@ from lowmem_ft.techniques.config import CheckpointingConfig, TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
-VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 120, 32, 48, 2
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+VOCABULARY, HIDDEN = FAMILY_SIZES["vocab_size"], FAMILY_SIZES["hidden_size"]
+INTERMEDIATE, LAYERS = FAMILY_SIZES["intermediate_size"], FAMILY_SIZES["num_hidden_layers"]
 GPT2 = {
     "vocab_size": VOCABULARY,
     "n_embd": HIDDEN,
@@ -39,15 +30,15 @@ GPT2 = {
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4}
 
 CONFIGS = {
-    "llama": hf.LlamaConfig(**LLAMA),
-    "llama_with_biases": hf.LlamaConfig(**LLAMA, mlp_bias=True),
-    "qwen2": hf.Qwen2Config(**LLAMA),
-    "qwen3": hf.Qwen3Config(**LLAMA, head_dim=8),
-    "mistral": hf.MistralConfig(**LLAMA),
-    "gemma2": hf.Gemma2Config(**LLAMA, head_dim=8),
-    "gemma3": hf.Gemma3TextConfig(**LLAMA, head_dim=8),
-    "phi": hf.PhiConfig(**LLAMA),
-    "phi3": hf.Phi3Config(**LLAMA),
+    "llama": hf.LlamaConfig(**FAMILY_SIZES),
+    "llama_with_biases": hf.LlamaConfig(**FAMILY_SIZES, mlp_bias=True),
+    "qwen2": hf.Qwen2Config(**FAMILY_SIZES),
+    "qwen3": hf.Qwen3Config(**FAMILY_SIZES, head_dim=8),
+    "mistral": hf.MistralConfig(**FAMILY_SIZES),
+    "gemma2": hf.Gemma2Config(**FAMILY_SIZES, head_dim=8),
+    "gemma3": hf.Gemma3TextConfig(**FAMILY_SIZES, head_dim=8),
+    "phi": hf.PhiConfig(**FAMILY_SIZES),
+    "phi3": hf.Phi3Config(**FAMILY_SIZES),
     "gpt2": hf.GPT2Config(**GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "falcon": hf.FalconConfig(  # adds to the MLP's output in place
         vocab_size=VOCABULARY,
@@ -58,14 +49,13 @@ CONFIGS = {
         hidden_dropout=0.0,
         attention_dropout=0.0,
     ),
-    "mixtral": hf.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": hf.Qwen3MoeConfig(**LLAMA, **MOE, head_dim=8),
+    "mixtral": hf.MixtralConfig(**FAMILY_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": hf.Qwen3MoeConfig(**FAMILY_SIZES, **MOE, head_dim=8),
 }
 
 
 def tiny_model(name="llama", dtype=torch.float32):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).to(dtype).train()
+    return model_of(CONFIGS[name]).to(dtype)
 
 
 def run(model, rows=3, tokens=11):
@@ -377,7 +367,7 @@ def test_bad_number_explains_itself():
 
 def test_layers_without_an_mlp_of_their_own_are_refused_by_name():
     model = AutoModelForCausalLM.from_config(
-        hf.OPTConfig(**LLAMA, ffn_dim=48, word_embed_proj_dim=HIDDEN, dropout=0.0)
+        hf.OPTConfig(**FAMILY_SIZES, ffn_dim=48, word_embed_proj_dim=HIDDEN, dropout=0.0)
     )
     with pytest.raises(ModelError, match=r"OPTDecoderLayer has self_attn, .*fc1, fc2.*Set tiling.mlp=1"):
         enable_tiled_mlp(model, TilingConfig(mlp=2))
@@ -412,7 +402,7 @@ def test_mlps_that_are_more_than_a_function_of_each_token_are_refused(kind):
 
 
 def test_routers_whose_logits_make_a_loss_are_refused():
-    config = hf.MixtralConfig(**LLAMA, num_local_experts=4, output_router_logits=True)
+    config = hf.MixtralConfig(**FAMILY_SIZES, num_local_experts=4, output_router_logits=True)
     with pytest.raises(ModelError, match=r"output_router_logits=true in its config. Set tiling.mlp=1"):
         enable_tiled_mlp(AutoModelForCausalLM.from_config(config), TilingConfig(mlp=2))
 
