@@ -216,7 +216,7 @@ def _weight_bytes(session: Session) -> int:
 
 
 def _state(session: Session) -> Iterator[torch.Tensor]:
-    for state in session.unwrapped_optimizer.state.values():
+    for state in session.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 

@@ -169,7 +169,6 @@ def build_session(
         model=prepared_model,
         unwrapped_model=model,
         optimizer=prepared_optimizer,
-        unwrapped_optimizer=optimizer,
         scheduler=scheduler,
         runtime=runtime,
         max_grad_norm=recipe.training.max_grad_norm,

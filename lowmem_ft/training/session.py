@@ -22,8 +22,7 @@ class Session:
     Args:
         model: what the step calls: the causal LM, wrapped for data parallelism where there are several processes.
         unwrapped_model: the causal LM itself, for saving.
-        optimizer: what the step calls; holds the trainable parameters.
-        unwrapped_optimizer: the optimizer without Accelerate's wrapper, for its state.
+        optimizer: what the step calls; holds the trainable parameters and their state.
         scheduler: sets the learning rate; advances with every applied step.
         runtime: device, precision and processes.
         max_grad_norm: the global norm to clip to; None measures it and clips nothing.
@@ -34,7 +33,6 @@ class Session:
     model: nn.Module
     unwrapped_model: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    unwrapped_optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     runtime: Runtime
     max_grad_norm: float | None
@@ -63,5 +61,5 @@ class Session:
     def close(self) -> None:
         """Take every technique off again: what is left is what was trained, the plain model with its adapter if any."""
         self.techniques.flush()
-        self.unwrapped_optimizer.state.clear()  # or what waits on the host would come back to a device too small for it
+        self.optimizer.state.clear()  # or what waits on the host would come back to a device too small for it
         Handle(*(technique.remove for technique in self.techniques if not technique.is_trained)).remove()

@@ -35,7 +35,7 @@ def save_trained(session: Session, tokenizer: PreTrainedTokenizerBase, folder: P
 
 def save_optimizer_state(session: Session, folder: Path) -> dict[str, Any]:
     """Write ``optimizer-*.safetensors``; return what is no tensor."""
-    state = export_optimizer_state(session.unwrapped_optimizer, session.unwrapped_model.named_parameters())
+    state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
     for index, shard in enumerate(_shards(state.tensors)):
         contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
         save_file(contiguous, folder / f"optimizer-{index:05d}.safetensors")
@@ -55,7 +55,7 @@ def load_session(session: Session, folder: Path, optimizer_scalars: dict[str, An
     weights = _TensorsOfFiles(sorted(folder.glob("model*.safetensors")))
     named_parameters = session.unwrapped_model.named_parameters()
     with session.techniques.at_rest():
-        import_optimizer_state(session.unwrapped_optimizer, named_parameters, state, weights.get)
+        import_optimizer_state(session.optimizer, named_parameters, state, weights.get)
 
 
 def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:

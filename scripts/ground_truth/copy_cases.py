@@ -180,7 +180,7 @@ def read_all(session: Session) -> dict[str, Tensor]:
     with session.techniques.at_rest():
         for name, parameter in session.unwrapped_model.named_parameters():
             tensors[name] = parameter.detach().clone()
-            for key, value in session.unwrapped_optimizer.state.get(parameter, {}).items():
+            for key, value in session.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"{name}.{key}"] = value.clone()
     return tensors
@@ -191,7 +191,7 @@ def write_all(session: Session) -> None:
     with session.techniques.at_rest(), torch.no_grad():
         for parameter in session.unwrapped_model.parameters():
             parameter.copy_(parameter / 2 if parameter.requires_grad else parameter.clone())
-            for value in session.unwrapped_optimizer.state.get(parameter, {}).values():
+            for value in session.optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor):
                     value.copy_(value.clone())
 

@@ -96,7 +96,7 @@ def test_a_closed_session_leaves_the_trained_model_and_nothing_else(start, folde
     for step in range(2):
         train_step(session, [batch(2 * step), batch(2 * step + 1)])
     model, adapter = session.unwrapped_model, session.techniques.find(Lora)
-    references = [weakref.ref(part) for part in (session.unwrapped_optimizer, *session.techniques)]
+    references = [weakref.ref(part) for part in (session.optimizer, *session.techniques)]
     session.close()
     if adapter is not None:
         adapter.remove()

@@ -132,7 +132,7 @@ def test_another_loop_drives_the_techniques_of_a_run_bit_for_bit(run, tmp_path):
     session, _ = make_session(RUNS[run], tmp_path)
     other, bf16 = make_session(RUNS[run], tmp_path)
     other_loop = OtherLoop(
-        other.unwrapped_model, other.unwrapped_optimizer, other.scheduler, other.techniques, bf16=bf16
+        other.unwrapped_model, other.optimizer, other.scheduler, other.techniques, bf16=bf16
     )
     ours, theirs = train(OurLoop(session)), train(other_loop)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=0)

@@ -26,7 +26,7 @@ def assert_begun_with(weights, run, lost):
     session = run.session
     with session.techniques.at_rest():
         for name, parameter in session.unwrapped_model.named_parameters():
-            optimizer = session.unwrapped_optimizer
+            optimizer = session.optimizer
             kept = {key: optimizer.state[parameter][key] for key in optimizer.master_of(parameter).tensors}
             flat = parameter.detach().flatten()
             value = optimizer.master_of(parameter).read(flat, kept)

@@ -50,7 +50,6 @@ def make_session(tmp_path):
             model=prepared_model,
             unwrapped_model=model,
             optimizer=prepared_optimizer,
-            unwrapped_optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
             runtime=runtime,
             max_grad_norm=1.0,
@@ -101,7 +100,7 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(make_session, batch):
     assert math.isfinite(result.loss)
     assert scaler.get_scale() == 2.0**126
     torch.testing.assert_close(weights(session), before, rtol=0, atol=0)
-    assert not session.unwrapped_optimizer.state
+    assert not session.optimizer.state
     assert session.scheduler.last_epoch == 0
     while not train_step(session, [batch]).applied:
         assert scaler.get_scale() > 1

@@ -86,14 +86,14 @@ class PlainRuntime:
 
     def save_optimizer_state(self, session, folder):
         named_parameters = session.unwrapped_model.named_parameters()
-        state = export_optimizer_state(session.unwrapped_optimizer, named_parameters)
+        state = export_optimizer_state(session.optimizer, named_parameters)
         torch.save(dict(state.tensors), folder / "state.pt")
         return state.scalars
 
     def load_session(self, session, folder, optimizer_scalars):
         state = OptimizerState(tensors=torch.load(folder / "state.pt"), scalars=optimizer_scalars)
         named_parameters = session.unwrapped_model.named_parameters()
-        import_optimizer_state(session.unwrapped_optimizer, named_parameters, state)
+        import_optimizer_state(session.optimizer, named_parameters, state)
 
     def loss_scale_state(self):
         return None

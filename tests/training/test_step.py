@@ -82,7 +82,6 @@ def make_session(runtime):
             model=prepared_model,
             unwrapped_model=model,
             optimizer=prepared_optimizer,
-            unwrapped_optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
             runtime=runtime,
             max_grad_norm=max_grad_norm,
