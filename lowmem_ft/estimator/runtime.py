@@ -25,7 +25,6 @@ from lowmem_ft.models import (
     weights_dtype,
 )
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recorder import Recorder
@@ -95,10 +94,8 @@ class VirtualFiles:
         return memory
 
 
-class VirtualRuntime:
+class VirtualRuntime(MixedPrecision):
     """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, no values.
-
-    Its precision is that of ``AccelerateRuntime``, autocast and loss scale included.
 
     Args:
         machine: where the model goes.
@@ -106,11 +103,9 @@ class VirtualRuntime:
     """
 
     def __init__(self, machine: VirtualMachine, config: TrainingConfig) -> None:
+        super().__init__(config.mixed_precision, machine.device)
         self.machine = machine
-        self.device = machine.device
         self.num_processes = 1
-        self._mixed_precision = MixedPrecision(config.mixed_precision, self.device)
-        self._optimizer: torch.optim.Optimizer | None = None
 
     def load_model(
         self,
@@ -142,7 +137,7 @@ class VirtualRuntime:
         return model
 
     def _quantize(self, model: PreTrainedModel, config: ModelConfig, hf_config: PretrainedConfig) -> None:
-        dtype = compute_dtype(weights_dtype(config, hf_config), self._mixed_precision.name)
+        dtype = compute_dtype(weights_dtype(config, hf_config), self.mixed_precision)
         bits = quantization_config(config, dtype)
         if bits is not None:
             quantize_linear_layers(model, bits)
@@ -162,34 +157,15 @@ class VirtualRuntime:
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """One process wraps nothing."""
-        self._optimizer = optimizer
         self.machine.mark_state(optimizer)
         return model, optimizer
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """There is one process."""
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """As in a real run."""
-        return self._mixed_precision.autocast()
-
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """Notes where each micro-batch begins and ends."""
         return self.machine.micro_batch()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """``loss.backward()``, times the loss scale under fp16."""
-        self._mixed_precision.backward(loss)
-
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """As in a real run; fp16 gradients are unscaled first."""
-        assert self._optimizer is not None
-        self._mixed_precision.unscale_gradients(self._optimizer)
-        return clip_grad_norm(parameters, max_norm)
-
-    def unscale(self, values: torch.Tensor) -> None:
-        """By torch's ``GradScaler`` under fp16."""
-        self._mixed_precision.unscale(values)
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """The value: there is one process."""
@@ -204,11 +180,3 @@ class VirtualRuntime:
     def loss_scale_may_overflow(self) -> bool:
         """Not in a step that succeeds."""
         return False
-
-    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """Step; under fp16 through the loss scaler."""
-        self._mixed_precision.update_weights(optimizer)
-
-    def update_loss_scale(self) -> None:
-        """Under fp16."""
-        self._mixed_precision.update_scale()

@@ -31,7 +31,6 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
 from lowmem_ft.models import ModelConfig, load_master_weights, load_model, weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig
-from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.session import Session
@@ -39,17 +38,15 @@ from lowmem_ft.training.session_files import load_session, save_optimizer_state,
 from lowmem_ft.units import parse_bytes
 
 
-class AccelerateRuntime:
+class AccelerateRuntime(MixedPrecision):
     """A :class:`~lowmem_ft.training.runtime.RunRuntime` on a real device, in one process or several."""
 
     def __init__(self, accelerator: Accelerator, mixed_precision: str) -> None:
+        super().__init__(mixed_precision, with_index(accelerator.device))  # a single process is told `cuda`
         self.accelerator = accelerator
-        self.device: torch.device = with_index(accelerator.device)  # a single process is told `cuda`
         self.num_processes: int = accelerator.num_processes
         self.process_index: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
-        self.mixed_precision = MixedPrecision(mixed_precision, self.device)
-        self._optimizer: torch.optim.Optimizer | None = None
         self._averages_after_backward = False
 
     @staticmethod
@@ -102,7 +99,7 @@ class AccelerateRuntime:
                 attn_implementation=attn_implementation,
                 device=self.device if host is None else torch.device("cpu"),
                 seed=seed,
-                mixed_precision=self.mixed_precision.name,
+                mixed_precision=self.mixed_precision,
             )
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
@@ -121,7 +118,6 @@ class AccelerateRuntime:
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap the model for data parallelism, where there are several processes."""
-        self._optimizer = optimizer
         if self.num_processes > 1 and not ddp_takes(model):
             self._averages_after_backward = True
             copy_from_main_process(model)
@@ -137,27 +133,9 @@ class AccelerateRuntime:
         if self._averages_after_backward:
             average_gradients(parameters)
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """At ``training.mixed_precision``."""
-        return self.mixed_precision.autocast()
-
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """DDP's ``no_sync`` for all but the last micro-batch of a window."""
         return contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """``loss.backward()``, times the loss scale under fp16."""
-        self.mixed_precision.backward(loss)
-
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Unscales fp16 gradients, then :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
-        assert self._optimizer is not None
-        self.mixed_precision.unscale_gradients(self._optimizer)
-        return clip_grad_norm(parameters, max_norm)
-
-    def unscale(self, values: torch.Tensor) -> None:
-        """By torch's ``GradScaler`` under fp16."""
-        self.mixed_precision.unscale(values)
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """All-reduce, or the value itself in a single process."""
@@ -168,32 +146,6 @@ class AccelerateRuntime:
     def is_finite(self, value: torch.Tensor) -> bool:
         """Asks the device: the one point of a step where the host waits."""
         return bool(torch.isfinite(value))
-
-    def loss_scale_may_overflow(self) -> bool:
-        """Under fp16, as long as the scale is at least 1: below that the gradients overflow by themselves."""
-        scaler = self.mixed_precision.scaler
-        return scaler is not None and scaler.get_scale() >= 1
-
-    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """Step; under fp16 and not finite, the scaler alone moves on from what it found while unscaling."""
-        if finite:
-            self.mixed_precision.update_weights(optimizer)
-        else:
-            self.update_loss_scale()
-
-    def update_loss_scale(self) -> None:
-        """By what the scaler found while unscaling."""
-        self.mixed_precision.update_scale()
-
-    def loss_scale_state(self) -> dict[str, Any] | None:
-        """That of the ``GradScaler``."""
-        scaler = self.mixed_precision.scaler
-        return None if scaler is None else scaler.state_dict()
-
-    def load_loss_scale_state(self, state: dict[str, Any]) -> None:
-        """For the ``GradScaler``, if there is one."""
-        if self.mixed_precision.scaler is not None:
-            self.mixed_precision.scaler.load_state_dict(state)
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """As ``from_pretrained`` loads it; see :func:`lowmem_ft.training.session_files.save_trained`."""

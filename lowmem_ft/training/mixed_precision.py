@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training.loss_scaling import unscale
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MixedPrecision:
-    """One run's precision, and under fp16 its loss scale.
+    """What precision decides of a :class:`lowmem_ft.training.runtime.Runtime`, which inherits it.
 
     Args:
         name: ``no``, ``bf16`` or ``fp16``.
@@ -25,44 +27,56 @@ class MixedPrecision:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
-        self._device = device
-        self._dtype = _AUTOCAST_DTYPES.get(name)
+        self.mixed_precision = name
+        self.device = device
         self.scaler: torch.amp.GradScaler | None = None  # type: ignore[attr-defined]
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type)  # type: ignore[attr-defined]
 
     def autocast(self) -> AbstractContextManager[None]:
-        """For a forward pass; its outputs stay in the type they are computed in."""
-        if self._dtype is None:
+        """For a forward pass, at ``training.mixed_precision``; its outputs stay in the type they are computed in."""
+        dtype = _AUTOCAST_DTYPES.get(self.mixed_precision)
+        if dtype is None:
             return contextlib.nullcontext()
         # With the cache, a half-precision copy of every weight lives until the forward pass ends, though checkpointing
         # needs one layer's at a time. Each weight is used once in a pass: nothing to cache.
-        return torch.autocast(self._device.type, self._dtype, cache_enabled=False)  # type: ignore[return-value]
+        return torch.autocast(self.device.type, dtype, cache_enabled=False)  # type: ignore[return-value]
 
     def backward(self, loss: Tensor) -> None:
-        """``loss.backward()``, times the loss scale."""
+        """``loss.backward()``, times the loss scale under fp16."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide its gradients by the loss scale; once a step."""
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Unscales fp16 gradients, then :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+        return clip_grad_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm)
 
     def unscale(self, values: Tensor) -> None:
-        """Divide what came from gradients by the loss scale, in place; see ``loss_scaling.py``."""
+        """By torch's ``GradScaler`` under fp16; see ``loss_scaling.py``."""
         if self.scaler is not None:
             unscale(self.scaler, values)
 
-    def update_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with finite gradients, and let the loss scale move on."""
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self.scaler.step(optimizer)
-            self.update_scale()
+    def loss_scale_may_overflow(self) -> bool:
+        """Under fp16, as long as the scale is at least 1: below that the gradients overflow by themselves."""
+        return self.scaler is not None and self.scaler.get_scale() >= 1
 
-    def update_scale(self) -> None:
-        """By what was found while unscaling."""
+    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
+        """Step; under fp16 and not finite, the scaler alone moves on from what it found while unscaling."""
+        if finite:
+            optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
+        self.update_loss_scale()
+
+    def update_loss_scale(self) -> None:
+        """By what the scaler found while unscaling."""
         if self.scaler is not None:
             self.scaler.update()
+
+    def loss_scale_state(self) -> dict[str, Any] | None:
+        """That of the ``GradScaler``."""
+        return None if self.scaler is None else self.scaler.state_dict()
+
+    def load_loss_scale_state(self, state: dict[str, Any]) -> None:
+        """For the ``GradScaler``, if there is one."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state)

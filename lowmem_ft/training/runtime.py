@@ -73,8 +73,8 @@ class Runtime(Protocol):
         """Backpropagate, scaled where the precision needs it."""
         ...
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Unscale the gradients, scale them to ``max_norm`` if their global norm is above it; the norm before that."""
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        """Unscale its gradients, scale them to ``max_norm`` if their global norm is above it; the norm before that."""
         ...
 
     def unscale(self, values: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ class Session:
         if norm is not None:
             return norm
         max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return self.runtime.clip_grad_norm(self.trainable_parameters(), max_norm)
+        return self.runtime.clip_grad_norm(self.optimizer, max_norm)
 
     def update_weights(self, *, finite: bool) -> None:
         """Apply the gradients if they are finite, and let the fp16 loss scale move on."""

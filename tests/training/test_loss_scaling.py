@@ -18,7 +18,6 @@ from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training import checkpoint, loop, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoint_folders import Progress
-from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import train_step
 
@@ -27,9 +26,9 @@ VOCAB = 61
 
 def use_scaler(runtime, **options):
     """A recipe may have fp16 on a GPU alone; a step has it on a CPU, too."""
-    runtime.mixed_precision = MixedPrecision("fp16", runtime.device)
-    runtime.mixed_precision.scaler = torch.amp.GradScaler("cpu", **options)
-    return runtime.mixed_precision.scaler
+    runtime.mixed_precision = "fp16"
+    runtime.scaler = torch.amp.GradScaler("cpu", **options)
+    return runtime.scaler
 
 
 @pytest.fixture
@@ -157,7 +156,7 @@ def fp16_on_cpu(monkeypatch):
 
     def with_scaler(config, output_dir):
         runtime = create(config, output_dir)
-        scalers.append(runtime.mixed_precision.scaler)
+        scalers.append(runtime.scaler)
         return runtime
 
     monkeypatch.setattr(loop.AccelerateRuntime, "create", staticmethod(with_scaler))

@@ -59,8 +59,8 @@ class PlainRuntime:
     def backward(self, loss):
         loss.backward()
 
-    def clip_grad_norm(self, parameters, max_norm):
-        return clip_grad_norm(parameters, max_norm)
+    def clip_grad_norm(self, optimizer, max_norm):
+        return clip_grad_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm)
 
     def unscale(self, values):
         pass
