@@ -28,8 +28,8 @@ class Adafactor:
     Equals: ``transformers.Adafactor(scale_parameter=False, relative_step=False)``, to the rounding of sums in float32,
     which are made chunk by chunk here.
 
-    Frees: all but about 1/500 of AdamW's state. Rows and columns stay in float32 on the device; only the second moment
-    of vectors, element by element, is kept as ``optimizer.state`` says.
+    Frees: all but about 1/500 of AdamW's state. Rows and columns stay in float32 on the device, so that a recipe can
+    ask for no other ``optimizer.state``; the second moment of vectors is kept element by element.
     Costs: no momentum.
 
     Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018.

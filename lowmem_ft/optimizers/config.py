@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,19 @@ from lowmem_ft.optimizers.table import (
 _ROUNDED = Effect(cost="time", fidelity="unbiased rounding")
 
 
+class _EffectsOfRows(Mapping[OptimizerName, Effect]):
+    """What each optimizer costs, read in its row when it is asked for."""
+
+    def __getitem__(self, name: OptimizerName) -> Effect:
+        return OPTIMIZERS[name].effect
+
+    def __iter__(self) -> Iterator[OptimizerName]:
+        return iter(OPTIMIZERS)
+
+    def __len__(self) -> int:
+        return len(OPTIMIZERS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer by name and its hyperparameters; the learning rate is ``training.learning_rate``.
@@ -34,7 +47,7 @@ class OptimizerConfig:
         "Optimizer; 8bit and 32bit ones are bitsandbytes', paged ones spill to host memory (CUDA only).",
         frees="of AdamW's 8 bytes a parameter: 8bit AdamW 6, lion and sgd 4, lion_8bit 7, adafactor all 8",
         costs="8bit: state rounded to 256 levels; lion, sgd and adafactor: other mathematics and learning rates",
-        effects={name: row.effect for name, row in OPTIMIZERS.items()},
+        effects=_EffectsOfRows(),
     )
     betas: tuple[float, float] | None = knob(
         None, "Decay of the running averages; null: 0.9, 0.999 for AdamW and 0.9, 0.99 for Lion."
@@ -43,7 +56,7 @@ class OptimizerConfig:
     momentum: float | None = knob(None, "Momentum of sgd, 0 keeps no state; null: 0.9.")
     state: StateName = knob(
         "fp32",
-        f"How {listed(optimizers_that('takes_formats'), 'and')} keep their running averages.",
+        f"How {listed(optimizers_that('takes_state_formats'), 'and')} keep their running averages.",
         frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4",
         costs="values rounded at random, without bias, by up to 1/8 of themselves (8bit) or 1/128 (bf16)",
         effects={"bf16": _ROUNDED, "8bit": _ROUNDED},
@@ -76,6 +89,11 @@ class OptimizerConfig:
         """What the table says about the optimizer."""
         return OPTIMIZERS[self.name]
 
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of running averages for each element of a weight."""
+        return self.row.state_bytes(self.state) if self.momentum != 0 else 0
+
     def hyperparameters(self) -> dict[str, Any]:
         """What the optimizer is built with beside rate and decay: the values set here over its own defaults."""
         return {
@@ -85,7 +103,12 @@ class OptimizerConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these values on any device: not taken by the optimizer, or out of range."""
-        return [*_unused(self), *_beyond_its_capabilities(self), *_out_of_range(self)]
+        return [
+            *_unused(self),
+            *_beyond_its_capabilities(self),
+            *_format_of_nothing(self),
+            *_out_of_range(self),
+        ]
 
 
 def _unused(config: OptimizerConfig) -> Iterator[str]:
@@ -102,7 +125,7 @@ def _unused(config: OptimizerConfig) -> Iterator[str]:
 
 def _beyond_its_capabilities(config: OptimizerConfig) -> Iterator[str]:
     asked: tuple[tuple[str, str, str, Capability], ...] = (
-        ("state", config.state, "fp32", "takes_formats"),
+        ("state", config.state, "fp32", "takes_state_formats"),
         ("master", config.master, "fp32", "takes_formats"),
         ("in_backward", str(config.in_backward).lower(), "false", "steps_in_backward"),
     )
@@ -113,6 +136,14 @@ def _beyond_its_capabilities(config: OptimizerConfig) -> Iterator[str]:
                 f"{config.name}. Set optimizer.name={config.row.stand_in or DEFAULT_OPTIMIZER} or "
                 f"optimizer.{field}={default}."
             )
+
+
+def _format_of_nothing(config: OptimizerConfig) -> Iterator[str]:
+    if config.state != "fp32" and config.row.takes_state_formats and config.momentum == 0:
+        yield (
+            f"optimizer.state={config.state} is a format of running averages, and optimizer.momentum=0 keeps none. "
+            "Set optimizer.state=fp32 or optimizer.momentum=0.9."
+        )
 
 
 def _out_of_range(config: OptimizerConfig) -> Iterator[str]:

@@ -38,8 +38,14 @@ DEFAULT_OPTIMIZER: OptimizerName = "adamw"
 AVERAGE_BYTES: Mapping[StateName, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}
 """Of one element of a running average; 8 bits have a float32 scale for each block of 256."""
 
-Capability = Literal["takes_formats", "steps_in_backward", "keeps_state_on_host", "trains_streamed_weights"]
-"""The fields of a row that rules ask for."""
+Capability = Literal[
+    "takes_formats",
+    "takes_state_formats",
+    "steps_in_backward",
+    "keeps_state_on_host",
+    "trains_streamed_weights",
+]
+"""What rules ask a row for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,11 @@ class OptimizerRow:
     steps_in_backward: bool = True
     keeps_state_on_host: bool = True
     trains_streamed_weights: bool = True
+
+    @property
+    def takes_state_formats(self) -> bool:
+        """Whether there are running averages of each element, and every format is one for them."""
+        return self.takes_formats and self.num_averages > 0
 
     def update_rule(self) -> UpdateRule | WholeParameterRule:
         """The update of one of ours; imports torch."""

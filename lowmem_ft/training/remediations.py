@@ -170,10 +170,10 @@ def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[Remediation]:
             settings=_in_backward(recipe),
             why="gradients are spent as backward finishes them; with max_grad_norm they wait in the weights' type",
         )
-    state_bytes = optimizer.row.state_bytes(optimizer.state) if optimizer.momentum != 0 else 0
-    if _can(recipe, "takes_formats") and _stand_in(recipe).state_bytes("8bit") < state_bytes:
+    smallest_bytes = _stand_in(recipe).state_bytes("8bit")
+    if _can(recipe, "takes_state_formats") and smallest_bytes < optimizer.state_bytes:
         yield Remediation(
-            settings={**_with(recipe, "takes_formats"), "optimizer.state": "8bit"},
+            settings={**_with(recipe, "takes_state_formats"), "optimizer.state": "8bit"},
             why="6 of AdamW's 8 state bytes a parameter; averages are rounded, without bias",
         )
     if half == "bf16" and _can_spare_master_bytes(recipe, to=1):

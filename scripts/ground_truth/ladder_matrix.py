@@ -111,7 +111,7 @@ NEEDS: tuple[Needs, ...] = (
     *_needs_of_knobs(),
     ("update", "in_backward", {**_optimizers("steps_in_backward"), "window": {"one", "three-vertical"}}),
     ("optimizer_home", "host", _optimizers("keeps_state_on_host")),
-    *(("state", kind, _optimizers("takes_formats")) for kind in ("bf16", "8bit")),
+    *(("state", kind, _optimizers("takes_state_formats")) for kind in ("bf16", "8bit")),
     *(
         ("weights", f"bf16-{master}", {"adapter": {"none"}, **_optimizers("takes_formats")})
         for master in ("split16", "split24", "stochastic_rounding", "none")

@@ -141,7 +141,8 @@ def _shared_settings(levels: Levels, generator: random.Random) -> Iterator[str]:
     if levels["optimizer"] == "adamw":
         yield f"optimizer.betas={generator.choice(('[0.9,0.999]', '[0.8,0.95]'))}"
     if levels["optimizer"] == "sgd":
-        yield f"optimizer.momentum={generator.choice((0.0, 0.9))}"
+        momentum = generator.choice((0.0, 0.9))
+        yield f"optimizer.momentum={momentum if levels['state'] == 'fp32' else 0.9}"
 
 
 def _own_settings(levels: Levels, num_layers: int, generator: random.Random) -> Iterator[str]:

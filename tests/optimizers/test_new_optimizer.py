@@ -117,6 +117,14 @@ def test_messages_and_remediations_know_it(add_optimizer, model):
     assert "optimizer.name" not in told
 
 
+def test_what_it_costs_is_read_from_its_row(add_optimizer, model):
+    add_optimizer("signed_gradient", ROW)
+    name = keys.recipe_keys()["optimizer.name"]
+    assert name.effect_of("signed_gradient") == ROW.effect
+    exact = recipe_of(model, "optimizer.name=adamw")
+    assert name.effect_of_change(exact, "signed_gradient").fidelity == "other mathematics"
+
+
 @pytest.mark.parametrize(
     "capability,settings",
     [

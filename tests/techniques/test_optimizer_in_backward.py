@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.storage_tracker import StorageTracker
-from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
+from lowmem_ft.optimizers import OPTIMIZERS, OptimizerConfig, create_optimizer
 from lowmem_ft.techniques import optimizer_in_backward as module
 from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
@@ -39,10 +39,11 @@ def backward(model, seed=0, scale=1.0):
     (model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss * scale).backward()
 
 
-def optimizer_of(model, **fields):
+def optimizer_of(model, *, name="adamw", state="fp32", **fields):
+    fields["state"] = state if OPTIMIZERS[name].takes_state_formats else "fp32"
     optimizer = create_optimizer(
         model,
-        OptimizerConfig(**{"name": "adamw", "weight_decay": 0.1, **fields}),
+        OptimizerConfig(**{"name": name, "weight_decay": 0.1, **fields}),
         learning_rate=LEARNING_RATE,
         seed=0,
     )

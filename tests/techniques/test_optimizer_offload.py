@@ -14,7 +14,7 @@ from lowmem_ft.memory import host_memory
 from lowmem_ft.memory.host_limits import HostLimit
 from lowmem_ft.memory.host_memory import PAGE_BYTES, HostMemory
 from lowmem_ft.memory.storage_tracker import StorageTracker
-from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
+from lowmem_ft.optimizers import OPTIMIZERS, OptimizerConfig, create_optimizer
 from lowmem_ft.techniques import optimizer_offload
 from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -38,8 +38,9 @@ def model(dtype=torch.bfloat16, device="cpu"):
     return layers.to(device, dtype)
 
 
-def optimizer_of(module, **config):
-    optimizer = create_optimizer(module, OptimizerConfig(**config), learning_rate=1e-2)
+def optimizer_of(module, *, name="adamw", state="fp32", **config):
+    config["state"] = state if OPTIMIZERS[name].takes_state_formats else "fp32"
+    optimizer = create_optimizer(module, OptimizerConfig(name=name, **config), learning_rate=1e-2)
     optimizer.chunk_elements = CHUNK
     return optimizer
 
