@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from lowmem_ft.budget import Budget
     from lowmem_ft.errors import Interrupted, UserError
     from lowmem_ft.estimator import estimate_memory
+    from lowmem_ft.preflight import train
     from lowmem_ft.recipe import Recipe, load_recipe
-    from lowmem_ft.training import train
     from lowmem_ft.virtual_gpu import VirtualGPU
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ __getattr__ = lazy_exports(
         "Recipe": "recipe",
         "estimate_memory": "estimator",
         "load_recipe": "recipe",
-        "train": "training",
+        "train": "preflight",
         "VirtualGPU": "virtual_gpu",
     },
 )

@@ -21,6 +21,11 @@ class Budget:
         "A run above budget.device fails: on CUDA the caching allocator is capped at it; on a CPU the run ends if the "
         "process is above it before the model is loaded or after the first step. false: only compared and logged.",
     )
+    preflight: bool = knob(
+        True,
+        "Before weights are read, estimate what the run needs, in a process beside it; a run estimated to be above the "
+        "device's memory or a budget ends there (with enforce=false it is warned).",
+    )
 
 
 def is_of_size(device_bytes: int, budget_bytes: int) -> bool:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_paths_of_run(recipe)
     folder = RunFolder.open(recipe)  # before the import below, which takes seconds
 
-    from lowmem_ft.training import train
+    from lowmem_ft.preflight import train
 
     take_over_library_logs()
     train(recipe, folder)

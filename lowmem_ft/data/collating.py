@@ -74,9 +74,12 @@ class Collator:
             num_tokens=sum(len(example.input_ids_T) for example in examples),
         )
 
-    def _width(self, rows: Sequence[Row]) -> int:
-        longest = max(sum(len(example.input_ids_T) for example in row) for row in rows)
+    def padded_length(self, longest: int) -> int:
+        """The length of all rows of a micro-batch whose longest has so many tokens."""
         rounded = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         if self.max_length is None or (self.packed and self.in_one_row):
             return rounded
         return max(longest, min(rounded, self.max_length))
+
+    def _width(self, rows: Sequence[Row]) -> int:
+        return self.padded_length(max(sum(len(example.input_ids_T) for example in row) for row in rows))

@@ -23,6 +23,7 @@ from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.data import DataStream, PreparedData, eval_batches
 from lowmem_ft.devices import has_bfloat16
 from lowmem_ft.errors import Interrupted, UserError
+from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
@@ -39,6 +40,7 @@ from lowmem_ft.training.health import RunHealth, weights_not_finite
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
 from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory
+from lowmem_ft.training.preflight import Preflight, PreflightChecks
 from lowmem_ft.training.progress import ProgressDisplay
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.training.runtime import RunRuntime
@@ -70,33 +72,41 @@ class TrainResult:
     evaluation: EvaluationResult | None
 
 
-def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None) -> TrainResult:
+def train(
+    recipe: Recipe,
+    folder: RunFolder | None = None,
+    runtime: RunRuntime | None = None,
+    preflight: Preflight | None = None,
+) -> TrainResult:
     """Train what the recipe says, from a fresh start or from a checkpoint, and save the model.
 
     Args:
         recipe: see :func:`lowmem_ft.load_recipe`.
         folder: what :meth:`RunFolder.open` made of the recipe; None: opened here.
         runtime: the device and the processes; None: those of ``accelerate launch``, or one of this machine.
+        preflight: estimates the run before its weights are read, as ``lowmem_ft.train`` has it; None: nobody does.
 
     Returns:
         Where everything lies and how it ended.
 
     Raises:
         UserError: if the recipe, its model, its data or the folder cannot be used, or nothing finite comes out.
-        DoesNotFitError: if the device's memory runs out; says what would need less.
+        DoesNotFitError: if the device's memory runs out, or is estimated to; says what would need less.
         Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
         KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
     """
     check_recipe(recipe)
     with deterministic_kernels(recipe.training.full_determinism):
-        return _train(recipe, folder, runtime)
+        return _train(recipe, folder, runtime, preflight)
 
 
-def _train(recipe: Recipe, folder: RunFolder | None, runtime: RunRuntime | None) -> TrainResult:
+def _train(
+    recipe: Recipe, folder: RunFolder | None, runtime: RunRuntime | None, preflight: Preflight | None
+) -> TrainResult:
     run: TrainingRun | None = None
     warn_if_untested()
     try:
-        run = TrainingRun.build(recipe, folder, runtime)
+        run = TrainingRun.build(recipe, folder, runtime, preflight)
         runtime = run.runtime
         return run.train()
     except (RuntimeError, MemoryError) as error:
@@ -136,6 +146,7 @@ class TrainingRun:
         progress: where it stands.
         num_steps: at which step it ends.
         session: the model with its optimizer.
+        estimate: of what the run needs; None: nobody made one, or this is not the main process.
     """
 
     recipe: Recipe
@@ -148,6 +159,7 @@ class TrainingRun:
     progress: Progress
     num_steps: int
     session: Session
+    estimate: MemoryEstimate | None = None
 
     def __post_init__(self) -> None:
         """The run begins with its last checkpoint, if it goes on from one."""
@@ -158,7 +170,11 @@ class TrainingRun:
 
     @classmethod
     def build(
-        cls, recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None
+        cls,
+        recipe: Recipe,
+        folder: RunFolder | None = None,
+        runtime: RunRuntime | None = None,
+        preflight: Preflight | None = None,
     ) -> TrainingRun:
         """Tokenize the data, load the model, and go on from the folder's checkpoint.
 
@@ -166,6 +182,7 @@ class TrainingRun:
             recipe: see :func:`train`, as for the others.
             folder: None: opened here.
             runtime: None: made here.
+            preflight: None: the run is not estimated.
 
         Returns:
             The run, no step of which is taken yet.
@@ -181,8 +198,11 @@ class TrainingRun:
         resume_from = folder.resume_from
         built = recipe if resume_from is None else resumed(recipe, resume_from)
         plan = plan_session(built, runtime)
+        checks = PreflightChecks(preflight, built, runtime)
         tokenizer = load_tokenizer(built.model)
+        checks.before_data()
         data = read_data(recipe, runtime, tokenizer, plan)
+        estimate = checks.after_data(data)
         progress = progress_at(resume_from, recipe, data)
         stream = stream_from(recipe, runtime, data, progress.position)
         num_steps = num_training_steps(recipe, stream, progress, resume_from)
@@ -204,6 +224,7 @@ class TrainingRun:
             progress=progress,
             num_steps=num_steps,
             session=session,
+            estimate=estimate,
         )
 
     def train(self) -> TrainResult:

@@ -1,0 +1,140 @@
+"""Estimates made in a process of their own, beside one that trains.
+
+A virtual GPU changes torch for the process it is in: once ``vgpu`` is registered, torch takes it for the machine's
+accelerator, in pinned memory and in barriers too. What a trace allocates on the host would count for the run's own
+peak. So whoever is about to train estimates elsewhere; and the libraries' imports there go on while data is read here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import lowmem_ft
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.recipe import Recipe
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables by which a process takes itself for one of several."""
+
+
+class EstimateFailedError(Exception):
+    """The other process ended without an answer, or with an error that is no user's; its last lines are the message."""
+
+
+class EstimatingProcess:
+    """A process that estimates one recipe after the other; it starts with this object, and goes with :meth:`close`.
+
+    Ask, do something else, then take the answer. Both ends run the same files of this package with the same Python.
+    """
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - close() closes it
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=_environment(os.environ),
+        )
+
+    def ask(self, recipe: Recipe, gpu: str | Gpu) -> None:
+        """Have a recipe estimated, as :func:`lowmem_ft.estimate_memory` does.
+
+        Args:
+            recipe: what would be trained.
+            gpu: a GPU, its name in the catalogue, or ``cpu``. This machine's own is not seen from there.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone, as answer() will say
+            pickle.dump((recipe, gpu), self._process.stdin)
+            self._process.stdin.flush()
+
+    def answer(self) -> MemoryEstimate:
+        """Wait for the estimate that was asked for; it has no timeline.
+
+        Raises:
+            UserError: what :func:`lowmem_ft.estimate_memory` raises.
+            EstimateFailedError: if that process failed.
+        """
+        assert self._process.stdout is not None
+        try:
+            answer = pickle.load(self._process.stdout)  # written by our own code, in _serve
+        except (EOFError, pickle.UnpicklingError):
+            raise EstimateFailedError(self._last_words()) from None
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):  # what was asked, and nobody read
+                stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _last_words(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return ": ".join([f"it ended with exit code {self._process.returncode}", *lines[-1:]])
+
+
+def _environment(own: Mapping[str, str]) -> dict[str, str]:
+    """This process's, without its GPUs and its ranks, and with this very package."""
+    environment = {name: value for name, value in own.items() if name not in _OF_LAUNCHERS}
+    package = str(Path(lowmem_ft.__file__).parents[1])
+    paths = [package, *filter(None, [own.get("PYTHONPATH")])]
+    return environment | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _serve() -> None:
+    """Answer on what was standard output, so that nothing that is printed gets between the answers."""
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        from lowmem_ft.estimator.estimate import estimate_memory
+
+        while True:
+            try:
+                recipe, gpu = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            answer: Any
+            try:
+                answer = dataclasses.replace(estimate_memory(recipe, gpu), timeline=Timeline())
+            except UserError as error:
+                answer = error
+            pickle.dump(answer, answers)
+            answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

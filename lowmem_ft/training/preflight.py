@@ -1,0 +1,179 @@
+"""The estimate of a run beside its limits, before a weight is read.
+
+Who estimates comes from above (``lowmem_ft.train`` brings one): this package imports no estimator, and a run without
+one goes as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Protocol
+
+import torch
+
+from lowmem_ft.data import PreparedData
+from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class Preflight(Protocol):
+    """Estimates one run while it is prepared."""
+
+    def begin(self, recipe: Recipe, device: torch.device) -> None:
+        """The recipe and the device are known; nothing need be returned yet.
+
+        Args:
+            recipe: what will be built.
+            device: where.
+        """
+        ...
+
+    def finish(self, longest_row: int | None) -> MemoryEstimate | None:
+        """The estimate, with rows no longer than they are; None: there is none, and the reason has been logged.
+
+        Args:
+            longest_row: tokens of the longest row that will come; None: as the recipe says.
+
+        Raises:
+            UserError: if the device cannot run the recipe.
+        """
+        ...
+
+    def close(self) -> None:
+        """No estimate is wanted any more."""
+        ...
+
+
+class PreflightChecks:
+    """Holds a run to its estimate as soon as one can be made: the main process asks, and all of them fail.
+
+    How long rows are may be known only from the data, which can take minutes to tokenize. Where the recipe says it all,
+    the check comes before.
+
+    Args:
+        preflight: who estimates; None, or ``budget.preflight=false``: nobody does.
+        recipe: what will be built.
+        runtime: its device and processes.
+    """
+
+    def __init__(self, preflight: Preflight | None, recipe: Recipe, runtime: RunRuntime) -> None:
+        is_asked = runtime.is_main and recipe.budget.preflight
+        self._preflight = preflight if is_asked else None
+        self._recipe, self._runtime = recipe, runtime
+        self._estimate: MemoryEstimate | None = None
+        if self._preflight is not None:
+            self._preflight.begin(recipe, runtime.device)
+
+    def before_data(self) -> None:
+        """Check what does not depend on the data.
+
+        Raises:
+            DoesNotFitError: if the run is above a limit.
+        """
+        with self._runtime.failing_together():
+            if self._recipe.data.packing or self._recipe.data.streaming:
+                self._check(None)
+
+    def after_data(self, data: PreparedData) -> MemoryEstimate | None:
+        """Check the rest; the estimate.
+
+        Raises:
+            DoesNotFitError: if the run is above a limit.
+        """
+        with self._runtime.failing_together():
+            if self._estimate is None:
+                self._check(longest_row(data))
+        if self._preflight is not None:
+            self._preflight.close()
+        return self._estimate
+
+    def _check(self, longest_row: int | None) -> None:
+        if self._preflight is None:
+            return
+        self._estimate = self._preflight.finish(longest_row)
+        if self._estimate is not None:
+            check_estimate(self._recipe, self._estimate)
+
+
+def longest_row(data: PreparedData) -> int | None:
+    """Tokens of the longest row that training or evaluation will meet, padding included; None: not known."""
+    summaries = [data.summary, data.evaluation_summary if data.evaluation is not None else data.summary]
+    lengths = [0 if summary is None else summary.longest for summary in summaries]
+    return data.collate.padded_length(max(lengths)) if all(lengths) else None
+
+
+def with_rows_of(recipe: Recipe, longest_row: int | None) -> Recipe:
+    """The recipe as it is for data with no longer rows."""
+    length = recipe.data.max_length
+    if longest_row is None or recipe.data.packing or (length is not None and length <= longest_row):
+        return recipe
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_length=longest_row))
+
+
+def check_estimate(recipe: Recipe, estimate: MemoryEstimate) -> None:
+    """Hold an estimate against what there is, in one line of the log; on a CPU the device's memory is the host's.
+
+    What its figure says does not fit is refused; what only the upper end of its range says is warned of, for a run
+    that meets an out-of-memory error loses nothing but time.
+
+    Args:
+        recipe: for its budget.
+        estimate: of the run that is about to begin.
+
+    Raises:
+        DoesNotFitError: if it is above a limit and ``budget.enforce`` is true.
+    """
+    missing = _missing(recipe, estimate)
+    if not missing:
+        if estimate.tight or not estimate.fits:
+            logger.warning(
+                "Estimated: %s. That is a tight fit, and may turn out not to be one.", summary(estimate)
+            )
+        else:
+            logger.info("Estimated: %s.", summary(estimate))
+        return
+    message = f"The run is estimated to need {summary(estimate)}: {' and '.join(missing)}."
+    if not recipe.budget.enforce:
+        logger.warning("%s It goes on, as budget.enforce=false.", message)
+        return
+    raise DoesNotFitError(
+        f"{message} The peak comes in {estimate.peak_phase}{_largest(estimate)}. `lowmem-ft estimate` with the same "
+        "settings and --changes lists what would need less; budget.preflight=false trains without this check."
+    )
+
+
+def summary(estimate: MemoryEstimate) -> str:
+    """What a run needs, in a clause: ``17.2 GiB of device memory, 52.1 GiB of host memory, 3.1 s a step``."""
+    host = f"{format_bytes(estimate.host_peak_bytes)} of host memory"
+    if estimate.step is None:
+        return f"{format_bytes(estimate.process_peak_bytes)} of host memory"
+    return f"{format_bytes(estimate.process_peak_bytes)} of device memory, {host}, {estimate.step.seconds:.3g} s a step"
+
+
+def _missing(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
+    """By how much which limits are exceeded."""
+    needs = [
+        (estimate.process_peak_bytes, estimate.budget.device_bytes, "device", recipe.budget.device),
+        (estimate.host_peak_bytes, estimate.budget.host_bytes, "host", recipe.budget.host),
+    ]
+    missing = []
+    for needed, limit, part, budget in needs:
+        if limit is not None and needed > limit:
+            has = f"budget.{part}={budget} allows" if budget else f"the {format_bytes(limit)} of this {part}"
+            missing.append(f"{format_bytes(needed - limit)} more than {has}")
+    return missing
+
+
+def _largest(estimate: MemoryEstimate) -> str:
+    parts = sorted(estimate.by_category_at_peak.items(), key=lambda part: part[1], reverse=True)[:3]
+    at = f" at {estimate.peak_module}" if estimate.peak_module else ""
+    named = ", ".join(
+        f"{category.replace('_', ' ')} {format_bytes(size)}" for category, size in parts if size
+    )
+    return f"{at}: {named}"

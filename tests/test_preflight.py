@@ -1,0 +1,92 @@
+"""``lowmem_ft.train`` estimates in a process beside the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+
+import pytest
+import torch
+
+import lowmem_ft
+from lowmem_ft import estimate_memory, load_recipe
+from lowmem_ft.errors import DoesNotFitError, ModelError
+from lowmem_ft.estimator.child_process import EstimateFailedError, EstimatingProcess, _environment
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.preflight import EstimateBeside
+
+
+@pytest.fixture(scope="module")
+def process():
+    with EstimatingProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return load_recipe("tiny", [f"training.output_dir={tmp_path / 'run'}", "training.use_cpu=true"])
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "t4"])
+def test_the_other_process_says_what_this_one_would(process, tiny, gpu):
+    process.ask(tiny, gpu)
+    here = dataclasses.replace(estimate_memory(tiny, gpu), timeline=Timeline(), trace_seconds=0.0)
+    assert dataclasses.replace(process.answer(), trace_seconds=0.0) == here
+
+
+def test_an_error_there_is_one_here_and_the_next_question_is_answered(process, tiny):
+    nowhere = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, name_or_path="./nowhere"))
+    process.ask(nowhere, "cpu")
+    process.ask(tiny, "cpu")
+    with pytest.raises(ModelError, match="nowhere"):
+        process.answer()
+    assert process.answer().model.parameters > 0
+
+
+def test_a_process_that_dies_is_told_of(tiny):
+    with EstimatingProcess() as process:
+        process._process.kill()
+        process.ask(tiny, "cpu")
+        with pytest.raises(EstimateFailedError, match="exit code -9"):
+            process.answer()
+
+
+def test_it_takes_itself_for_no_part_of_a_launch_and_sees_no_gpu():
+    own = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": "mine", "HF_HOME": "there"}
+    environment = _environment(own)
+    assert {"RANK", "WORLD_SIZE"}.isdisjoint(environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment["HF_HOME"] == "there"
+    assert environment["PYTHONPATH"].split(os.pathsep)[1:] == ["mine"]
+
+
+def test_what_does_not_fit_is_not_trained(tiny, tmp_path):
+    """A batch that takes gigabytes, of which a budget allows one."""
+    large = dataclasses.replace(
+        tiny,
+        data=dataclasses.replace(tiny.data, packing=True),
+        training=dataclasses.replace(tiny.training, per_device_train_batch_size=8192),
+        budget=lowmem_ft.Budget(device="2GiB"),
+    )
+    with pytest.raises(DoesNotFitError, match=r"more than budget.device=2GiB allows. The peak comes in"):
+        lowmem_ft.train(large)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_cannot_be_estimated_is_trained_all_the_same(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(EstimatingProcess, "ask", lambda self, *_: self._process.kill())
+    recipe = dataclasses.replace(tiny, training=dataclasses.replace(tiny.training, max_steps=1))
+    with caplog.at_level(logging.WARNING):
+        result = lowmem_ft.train(recipe)
+    assert result.steps == 1
+    assert "could not be estimated: it ended with exit code -9" in caplog.text
+
+
+def test_the_other_process_ends_with_the_run(tiny):
+    preflight = EstimateBeside()
+    preflight.begin(tiny, torch.device("cpu"))
+    process = preflight._process._process
+    preflight.close()
+    assert process.poll() is not None
+    preflight.close()
