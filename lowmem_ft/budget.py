@@ -18,7 +18,8 @@ class Budget:
     host: str | None = knob(None, "Host memory (resident) the run may use, such as 64GiB; null: no limit.")
     enforce: bool = knob(
         True,
-        "A run above budget.device fails: on CUDA the caching allocator is capped at it; on a CPU the run ends if the "
+        "A run above budget.device fails: on CUDA the caching allocator is capped at it, less what the process holds "
+        "beside (CUDA context, NCCL); on a CPU the run ends if the "
         "process is above it before the model is loaded or after the first step. false: only compared and logged.",
     )
     preflight: bool = knob(

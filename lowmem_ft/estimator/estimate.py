@@ -14,7 +14,7 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.host import host_outside
-from lowmem_ft.estimator.target import allocator_cap, budget_beyond, choose_gpu, limits, processor_name
+from lowmem_ft.estimator.target import budget_beyond, capped_bytes, choose_gpu, limits, processor_name
 from lowmem_ft.estimator.tracing import TracedRecipe, trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
@@ -150,9 +150,9 @@ def _estimate(
             traced.trace, processor_name(), limits(None, budget), surroundings, trace_seconds
         )
     else:
-        outside = process_overhead_bytes(gpu, uses_bitsandbytes=_uses_bitsandbytes(recipe), num_processes=1)
+        outside = process_overhead_bytes(gpu, uses_bitsandbytes=recipe.uses_bitsandbytes, num_processes=1)
         surroundings = dataclasses.replace(
-            surroundings, outside_bytes=outside, allowed_bytes=allocator_cap(budget)
+            surroundings, outside_bytes=outside, allowed_bytes=capped_bytes(budget, outside)
         )
         estimate = estimate_on_gpu(
             traced.trace, gpu, limits(gpu, budget), surroundings, trace_seconds, replays
@@ -172,10 +172,6 @@ def _untraced_micro_batches(recipe: Recipe) -> int | None:
     if recipe.accumulation.order == "vertical":
         return None
     return recipe.training.gradient_accumulation_steps
-
-
-def _uses_bitsandbytes(recipe: Recipe) -> bool:
-    return recipe.model.quantization != "none" or recipe.optimizer.row.bitsandbytes is not None
 
 
 def _window(recipe: Recipe) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 
 import torch
 
@@ -13,6 +14,7 @@ from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict
 from lowmem_ft.units import format_bytes, parse_bytes
+from lowmem_ft.virtual_gpu.replay.context_overhead import allocator_cap
 
 CPU = "cpu"
 """What to ask for in place of a GPU's name to get an estimate for training on this machine's processor."""
@@ -66,9 +68,16 @@ def limits(gpu: Gpu | None, budget: Budget) -> BudgetVerdict:
     )
 
 
-def allocator_cap(budget: Budget) -> int | None:
-    """What the run will let the caching allocator hold (see ``training/budget_cap.py``); None: all there is."""
-    return parse_bytes(budget.device) if budget.enforce and budget.device is not None else None
+def capped_bytes(budget: Budget, overhead: Mapping[str, int]) -> int | None:
+    """What the run will let the caching allocator hold (see ``training/budget_cap.py``); None: all there is.
+
+    Args:
+        budget: of the process.
+        overhead: what it holds outside the allocator.
+    """
+    if not budget.enforce or budget.device is None:
+        return None
+    return max(0, allocator_cap(parse_bytes(budget.device), overhead))
 
 
 def budget_beyond(gpu: Gpu | None, budget: Budget) -> str:

@@ -37,3 +37,8 @@ class Recipe:
     loss: LossConfig = field(default_factory=LossConfig)
     tiling: TilingConfig = field(default_factory=TilingConfig)
     budget: Budget = field(default_factory=Budget)
+
+    @property
+    def uses_bitsandbytes(self) -> bool:
+        """Whether its kernels are called, whose code the device then holds."""
+        return self.model.quantization != "none" or self.optimizer.row.bitsandbytes is not None

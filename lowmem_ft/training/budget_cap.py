@@ -10,21 +10,35 @@ import torch
 from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError, UserError
+from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
-from lowmem_ft.units import format_bytes, parse_bytes
+from lowmem_ft.units import MIB, format_bytes, parse_bytes
+from lowmem_ft.virtual_gpu.replay.context_overhead import allocator_cap, process_overhead_bytes
 
 logger = logging.getLogger(__name__)
 
+LOW_BYTES = 256 * MIB
+"""Of host memory that is left beside a spare share (``memory/host_limits.py``): what a step may take without notice."""
 
-def apply_budget(budget: Budget, device: torch.device) -> None:
-    """Cap torch's caching allocator at ``budget.device``, so that a run above it fails here as it would on that card.
 
-    Limits: memory outside the allocator (CUDA context, NCCL) is not capped. Host memory, a CPU's own too, has no
-    allocator to cap: what the process holds before the model comes must leave room; :class:`BudgetWatch` does the rest.
+def apply_budget(
+    budget: Budget, device: torch.device, *, uses_bitsandbytes: bool = False, num_processes: int = 1
+) -> None:
+    """Cap torch's caching allocator so that the process stays within ``budget.device``, as it would on such a card.
+
+    Limits: what lies outside the allocator (CUDA context, NCCL, bitsandbytes) is taken off as the catalogue has it, as
+    nothing else can cap it. Host memory, a CPU's own too, has no allocator to cap: what the process holds before the
+    model comes must leave room; :class:`BudgetWatch` does the rest.
+
+    Args:
+        budget: what is allowed.
+        device: where it is trained.
+        uses_bitsandbytes: whether its kernels are called.
+        num_processes: GPUs of the run.
 
     Raises:
         UserError: if the device has less memory than the budget.
-        DoesNotFitError: if the process holds more host memory already than a budget allows.
+        DoesNotFitError: if the process holds more already than a budget allows, on the host or outside the allocator.
     """
     now_bytes = read_host_memory().now_bytes
     for key, limit in _limits_of_host(budget, device):
@@ -42,10 +56,22 @@ def apply_budget(budget: Budget, device: torch.device) -> None:
             "Lower it, or leave it out."
         )
     _warn_of_others(budget.device, device, total)
-    if budget.enforce:
-        torch.cuda.empty_cache()  # what the process has cached before would be handed out beside the budget
-        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
-        logger.info("The allocator is capped at budget.device=%s.", budget.device)
+    if not budget.enforce:
+        return
+    gpu = this_machines_gpu(device)
+    overhead = process_overhead_bytes(gpu, uses_bitsandbytes=uses_bitsandbytes, num_processes=num_processes)
+    cap = allocator_cap(num_bytes, overhead)
+    parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in overhead.items())
+    if cap <= 0:
+        raise DoesNotFitError(
+            f"budget.device={budget.device} leaves nothing for tensors: a process takes {parts} of this device "
+            "beside them. Raise it."
+        )
+    torch.cuda.empty_cache()  # what the process has cached before would be handed out beside the budget
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
+    logger.info(
+        "The allocator is capped at %s: budget.device=%s less %s.", format_bytes(cap), budget.device, parts
+    )
 
 
 def _warn_of_others(wanted: str, device: torch.device, total: int) -> None:
@@ -83,6 +109,7 @@ class BudgetWatch:
         self._budget = budget
         self._limits = dict(_limits_of_host(budget, device))
         self._is_first = True
+        self._has_warned_of_machine = False
 
     def after_step(self, *, file_bytes: int = 0) -> None:
         """Compare the process's peak.
@@ -93,6 +120,7 @@ class BudgetWatch:
         Raises:
             DoesNotFitError: if the first step took a CPU's process beyond ``budget.device``.
         """
+        self._warn_of_machine(file_bytes)
         peak_bytes = read_host_memory().peak_bytes if self._limits else 0
         for key, limit in list(self._limits.items()):
             if peak_bytes - min(file_bytes, peak_bytes) <= parse_bytes(limit):
@@ -105,6 +133,18 @@ class BudgetWatch:
             logger.warning("Host memory has grown to %s, above %s=%s.", format_bytes(peak_bytes), key, limit)
             del self._limits[key]
         self._is_first = False
+
+    def _warn_of_machine(self, file_bytes: int) -> None:
+        """Say once that the machine or the container is about to run out: the system then kills without a word."""
+        limit = tightest_host_limit(None, file_bytes=file_bytes)
+        if limit.available_bytes > LOW_BYTES or self._has_warned_of_machine:
+            return
+        self._has_warned_of_machine = True
+        logger.warning(
+            "Host memory is nearly used up: %s. The system may kill this process; its last checkpoint stays. End other "
+            "programs, or use offload.folder.",
+            limit.source,
+        )
 
 
 def _limits_of_host(budget: Budget, device: torch.device) -> Iterator[tuple[str, str]]:

@@ -193,7 +193,12 @@ class TrainingRun:
             check_upload()
         runtime = runtime or AccelerateRuntime.create(config, folder.path)
         set_seed(config.seed, deterministic=config.full_determinism)
-        apply_budget(recipe.budget, runtime.device)
+        apply_budget(
+            recipe.budget,
+            runtime.device,
+            uses_bitsandbytes=recipe.uses_bitsandbytes,
+            num_processes=runtime.num_processes,
+        )
         budget_watch = BudgetWatch(recipe.budget, runtime.device)
         resume_from = folder.resume_from
         built = recipe if resume_from is None else resumed(recipe, resume_from)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import lowmem_ft
+from lowmem_ft import preflight
 from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli import train as train_command
 from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.needs import needs_of_shipped_recipes
-from lowmem_ft.training import loop
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
 
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
 def trained(monkeypatch: pytest.MonkeyPatch):
     """The recipes that reach the training loop, in place of training them."""
     recipes: list = []
-    monkeypatch.setattr(loop, "train", lambda recipe, folder: recipes.append(recipe))
+    monkeypatch.setattr(preflight, "train", lambda recipe, folder: recipes.append(recipe))
     monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
     for variable in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
@@ -116,12 +116,12 @@ def test_the_exit_code_says_whose_fault_it_is(trained, monkeypatch, raised, code
     def fail(recipe: object, folder: object) -> None:
         raise raised
 
-    monkeypatch.setattr(loop, "train", fail)
+    monkeypatch.setattr(preflight, "train", fail)
     assert train_command.main(["recipe=tiny"]) == code
 
 
 def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
-    monkeypatch.setattr(loop, "train", lambda recipe, folder: 1 / 0)
+    monkeypatch.setattr(preflight, "train", lambda recipe, folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train_command.main(["recipe=tiny"])
 
@@ -140,7 +140,7 @@ def test_a_pipe_that_breaks_within_a_run_is_our_own_bug(trained, monkeypatch):
     def fail(recipe: object, folder: object) -> None:
         raise BrokenPipeError("a data loader's worker")
 
-    monkeypatch.setattr(loop, "train", fail)
+    monkeypatch.setattr(preflight, "train", fail)
     with pytest.raises(BrokenPipeError):
         train_command.main(["recipe=tiny"])
 

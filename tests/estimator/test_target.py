@@ -10,7 +10,7 @@ import torch
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.errors import UserError
-from lowmem_ft.estimator.target import allocator_cap, budget_beyond, choose_gpu, limits
+from lowmem_ft.estimator.target import budget_beyond, capped_bytes, choose_gpu, limits
 from lowmem_ft.units import GIB
 
 
@@ -107,6 +107,6 @@ def test_a_budget_beyond_the_device_is_said():
 
 
 def test_the_allocator_is_capped_where_training_would_cap_it():
-    assert allocator_cap(Budget(device="10GiB")) == 10 * GIB
-    assert allocator_cap(Budget(device="10GiB", enforce=False)) is None
-    assert allocator_cap(Budget()) is None
+    assert capped_bytes(Budget(device="10GiB"), {"context": 3 * GIB}) == 7 * GIB
+    assert capped_bytes(Budget(device="10GiB", enforce=False), {}) is None
+    assert capped_bytes(Budget(), {}) is None

@@ -9,14 +9,19 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.errors import DoesNotFitError, UserError
+from lowmem_ft.memory.host_limits import HostLimit
 from lowmem_ft.memory.meter import MemoryReading
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.training import budget_cap
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
+from lowmem_ft.virtual_gpu.replay.context_overhead import BITSANDBYTES_BYTES, NCCL_BYTES_OF_TWO
 
 CPU = torch.device("cpu")
+CONTEXT_BYTES = load_gpus()["h100-80gb"].context_bytes
+"""Of the card that the fixture ``cuda_driver`` calls itself."""
 
 
 @pytest.mark.parametrize(
@@ -46,13 +51,13 @@ def test_pages_of_mapped_files_count_for_no_budget(file_bytes, verdict, caplog):
 @pytest.mark.parametrize(
     "budget,share",
     [
-        (Budget(device="20GiB"), 0.25),
+        (Budget(device="20GiB"), (20 * 2**30 - CONTEXT_BYTES) / (80 * 2**30)),
         (Budget(device="20GiB", enforce=False), 1.0),
         (Budget(), 1.0),
         (Budget(device="84GiB"), 1.0),  # the size a card is sold with is all that its driver leaves
     ],
 )
-def test_the_cap_is_the_budgets_share_of_the_device(cuda_driver, budget, share):
+def test_the_process_stays_within_the_budget_as_the_allocator_is_capped(cuda_driver, budget, share):
     driver = cuda_driver()
     driver.hold(2**30, 30 * 2**30)
     apply_budget(budget, torch.device("cuda", 0))
@@ -111,7 +116,29 @@ def test_a_run_by_itself_can_be_capped(cuda_driver, tmp_path):
     finally:
         PartialState._reset_state()
         AcceleratorState._reset_state()
-    assert driver.fraction == 0.25
+    assert driver.fraction == (20 * 2**30 - CONTEXT_BYTES) / (80 * 2**30)
+
+
+def test_what_lies_outside_the_allocator_is_taken_off(cuda_driver):
+    driver, device = cuda_driver(), torch.device("cuda", 0)
+    apply_budget(Budget(device="20GiB"), device)
+    alone = driver.fraction
+    apply_budget(Budget(device="20GiB"), device, uses_bitsandbytes=True, num_processes=2)
+    assert (alone - driver.fraction) * 80 * 2**30 == pytest.approx(BITSANDBYTES_BYTES + NCCL_BYTES_OF_TWO)
+    with pytest.raises(
+        DoesNotFitError, match=r"budget.device=300MiB leaves nothing for tensors.*CUDA context"
+    ):
+        apply_budget(Budget(device="300MiB"), device)
+
+
+def test_a_machine_that_is_nearly_full_is_said_once(caplog, monkeypatch):
+    left = HostLimit(100 * 2**20, "the container has 100 MiB left of the limit in /sys/fs/cgroup")
+    monkeypatch.setattr(budget_cap, "tightest_host_limit", lambda budget_bytes, *, file_bytes: left)
+    watch = BudgetWatch(Budget(), CPU)
+    watch.after_step()
+    watch.after_step()
+    assert len(caplog.messages) == 1
+    assert "the container has 100 MiB left" in caplog.text
 
 
 def test_a_budget_below_what_the_libraries_take_is_refused_before_the_model_is_loaded():

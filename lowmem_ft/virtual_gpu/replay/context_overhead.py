@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lowmem_ft.catalog.gpu import Gpu
 
 _MIB = 2**20
@@ -13,6 +15,16 @@ which one is loaded. An estimate from the size of the file, not a measurement.""
 NCCL_BYTES_OF_TWO = 544 * 10**6
 NCCL_BYTES_OF_MORE = 688 * 10**6
 """A communicator's channels and buffers, by the number of GPUs in it. Source: nccl issue 964, measured on A100."""
+
+
+def allocator_cap(process_bytes: int, overhead: Mapping[str, int]) -> int:
+    """What torch's allocator may hold so that the whole process stays within a budget; below 0 if nothing is left.
+
+    Args:
+        process_bytes: of the budget.
+        overhead: what :func:`process_overhead_bytes` says.
+    """
+    return process_bytes - sum(overhead.values())
 
 
 def process_overhead_bytes(gpu: Gpu, *, uses_bitsandbytes: bool, num_processes: int) -> dict[str, int]:
