@@ -55,12 +55,16 @@ class OtherLoop:
             micro_loss.backward()
             loss += micro_loss.detach()
         grad_norm = self.techniques.clip_grad_norm(unscale=lambda values: None)
+        are_taken = grad_norm is not None
         if grad_norm is None:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             grad_norm = clip_grad_norm(trained, 0.5)
-        if not self.techniques.update_weights(finite=bool(torch.isfinite(loss + grad_norm))):
+        finite = bool(torch.isfinite(loss + grad_norm))
+        assert self.techniques.update_weights(finite=finite) == are_taken, "who takes gradients applies them"
+        if finite and not are_taken:
             self.optimizer.step()
-        self.scheduler.step()
+        if finite:
+            self.scheduler.step()
         self.optimizer.zero_grad()
         return loss, grad_norm, self.techniques.metrics()
 
@@ -108,10 +112,28 @@ def make_session(settings, folder):
     return session, recipe.training.mixed_precision == "bf16"
 
 
-def train(loop):
-    """Three steps, and a look at held-out data before the last."""
+def train(loop, session):
+    """Three steps; before the last a look at held-out data, and a step that is not finite and changes nothing."""
     steps = [loop.step([batch(2 * step, 21), batch(2 * step + 1, 17)]) for step in range(2)]
-    return [*steps, loop.evaluate(), loop.step([batch(4, 19), batch(5, 21)])]
+    held_out, before = loop.evaluate(), read_all(session)
+    with not_finite(session.unwrapped_model):
+        skipped = loop.step([batch(4, 19), batch(5, 21)])
+    assert not torch.isfinite(skipped[0])
+    torch.testing.assert_close(read_all(session), before, rtol=0, atol=0)
+    return [*steps, held_out, skipped, loop.step([batch(4, 19), batch(5, 21)])]
+
+
+@contextlib.contextmanager
+def not_finite(model):
+    """The loss, though every gradient is finite: what applies them all the same changes weights."""
+
+    def overflow(module, inputs, outputs):
+        outputs.loss = outputs.loss + torch.inf
+        return outputs
+
+    hook = model.register_forward_hook(overflow)
+    yield
+    hook.remove()
 
 
 def what_is_left(session, folder):
@@ -134,9 +156,9 @@ def test_another_loop_drives_the_techniques_of_a_run_bit_for_bit(run, tmp_path):
     other_loop = OtherLoop(
         other.unwrapped_model, other.optimizer, other.scheduler, other.techniques, bf16=bf16
     )
-    ours, theirs = train(OurLoop(session)), train(other_loop)
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
-    assert len({float(step[0]) for step in (ours[0], ours[1], ours[3])}) == 3
+    ours, theirs = train(OurLoop(session), session), train(other_loop, other)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=0, equal_nan=True)
+    assert len({float(step[0]) for step in (ours[0], ours[1], ours[4])}) == 3
     ours, theirs = what_is_left(session, tmp_path / "ours"), what_is_left(other, tmp_path / "theirs")
     torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
     assert any("lora" in name for name in ours[1]) == ("adapter.name=lora" in RUNS[run])
