@@ -18,6 +18,7 @@ from lowmem_ft.estimator.target import budget_beyond, capped_bytes, choose_gpu, 
 from lowmem_ft.estimator.tracing import TracedRecipe, trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import memory_knobs
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
@@ -188,9 +189,32 @@ def _adapter(recipe: Recipe) -> list[str]:
     return [*quantized, f"adapters of rank {recipe.adapter.r}"]
 
 
+_IN_WORDS = {
+    "model.dtype",
+    "model.quantization",
+    "adapter.name",
+    "training.mixed_precision",
+    "optimizer.name",
+    "checkpointing.mode",
+    "loss.chunk_tokens",
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
+    "data.max_length",
+}
+"""Knobs that the lines about batch and recipe tell in words."""
+
+
 def _settings(recipe: Recipe) -> str:
-    """What decides most of the memory: the defaults, where only a model is named, are in no file of the user's."""
+    """What decides most of the memory: the defaults, where only a model is named, are in no file of the user's.
+
+    The knobs that have no words of their own are named as they are typed, if they are not at their default.
+    """
     training, chunk_tokens = recipe.training, recipe.loss.chunk_tokens
+    further = [
+        key.setting(value)
+        for key, value, _ in memory_knobs(recipe)
+        if key.path not in _IN_WORDS and value != key.default
+    ]
     return ", ".join(
         (
             f"{recipe.model.dtype} weights",
@@ -199,5 +223,6 @@ def _settings(recipe: Recipe) -> str:
             f"optimizer {recipe.optimizer.name}",
             f"checkpointing {recipe.checkpointing.mode}",
             "whole logits" if chunk_tokens is None else f"loss in chunks of {chunk_tokens} tokens",
+            *further,
         )
     )

@@ -47,6 +47,16 @@ def chosen(estimate: MemoryEstimate, what: str) -> str:
     return next(choice for choice in estimate.choices if choice.startswith(f"{what}: "))
 
 
+def test_the_knobs_that_are_turned_are_named_and_no_others(make_recipe):
+    on_host = ("optimizer.in_backward=true", "offload.optimizer=host", "offload.parameters=stream")
+    lowest = ("model.dtype=bfloat16", "checkpointing.mode=full", "optimizer.state=8bit", *on_host)
+    said = chosen(estimate_memory(make_recipe(*lowest), "l4"), "recipe")
+    assert said == (
+        "recipe: bfloat16 weights, mixed precision no, optimizer adamw, checkpointing full, loss in chunks of 1024 "
+        "tokens, optimizer.state=8bit, optimizer.in_backward=true, offload.optimizer=host, offload.parameters=stream"
+    )
+
+
 def test_it_is_public():
     assert lowmem_ft.estimate_memory is estimate_memory
     assert "estimate_memory" in dir(lowmem_ft)
