@@ -89,7 +89,7 @@ def log_quantization(model: nn.Module, quantization: str) -> None:
     """Say how much of a model is quantised; fused experts, which are no linear layers, are not."""
     sizes = [(logical_numel(parameter), parameter.is_floating_point()) for parameter in model.parameters()]
     logger.info(
-        "model.quantization=%s: %s of %s weights quantised; the head, embeddings and norms keep their type",
+        "Quantization: %s for %s of %s weights; the head, embeddings and norms keep their type.",
         quantization,
         f"{sum(numel for numel, is_float in sizes if not is_float):,}",
         f"{sum(numel for numel, _ in sizes):,}",

@@ -57,16 +57,7 @@ def create_optimizer(
             config.name,
             ", ".join(optimizers_that("takes_formats")),
         )
-    for group in optimizer.param_groups:
-        num_parameters = sum(parameter.numel() for parameter in group["params"])
-        logger.info(
-            "%s: %s parameters in %d tensors, weight decay %g (%s)",
-            config.name,
-            f"{num_parameters:,}",
-            len(group["params"]),
-            group["weight_decay"],
-            config.row.summary,
-        )
+    _log_choice(config, groups)
     return optimizer
 
 
@@ -110,6 +101,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     without = [parameter for name, parameter in trainable if name not in decayed]
     groups = [{"params": with_decay, "weight_decay": weight_decay}, {"params": without, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _log_choice(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:
+    tensors = [parameter for group in groups for parameter in group["params"]]
+    decayed = [group for group in groups if group["weight_decay"]]
+    decay = ", ".join(f"{group['weight_decay']:g} for {len(group['params'])} of them" for group in decayed)
+    logger.info(
+        "Optimizer: %s (%s) for %s parameters in %d tensors; weight decay %s.",
+        config.name,
+        config.row.summary,
+        f"{sum(parameter.numel() for parameter in tensors):,}",
+        len(tensors),
+        decay or "0",
+    )
 
 
 def may_lose_updates(optimizer: Optimizer) -> bool:

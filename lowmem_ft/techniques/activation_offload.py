@@ -71,7 +71,7 @@ def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Technique:
             "offload.activations=inputs needs checkpointed layers, whose inputs wait; none is. Set "
             "checkpointing.mode=full, or offload.activations=none."
         )
-    log.info("activation offload: the inputs of %d checkpointed layers wait in host memory", len(layers))
+    log.info("Activation offload: the inputs of %d checkpointed layers wait in host memory.", len(layers))
     with_input_away = functools.partial(_WithInputAway, waiting_room)
     return Technique(
         *(wrap_method(layer, "_gradient_checkpointing_func", with_input_away) for layer in layers)

@@ -55,7 +55,7 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Techn
     for index, layer in enumerate(layers):
         undo.append(set_attribute(layer, "gradient_checkpointing", index in chosen))
         undo.append(set_attribute(layer, "_gradient_checkpointing_func", recompute))
-    log.info("checkpointing: %s", _describe(config, chosen, len(layers)))
+    log.info("Checkpointing: %s.", _describe(config, chosen, len(layers)))
     return Technique(*undo)
 
 

@@ -53,7 +53,7 @@ def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float
 
     begin()
     log.info(
-        "accumulation: gradients of %d bfloat16 tensors are summed in float32 (accumulation.dtype)",
+        "Accumulation: gradients of %d bfloat16 tensors are summed in float32 (accumulation.dtype).",
         len(parameters),
     )
     if takes_float32:

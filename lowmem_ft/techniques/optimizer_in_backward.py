@@ -265,7 +265,7 @@ def enable_optimizer_in_backward(
     """
     _refuse_several_processes()
     in_backward = InBackward(optimizer, device=device, max_grad_norm=max_grad_norm, memory=memory)
-    log.info("optimizer in backward: %s", _describe(in_backward, memory))
+    log.info("Optimizer in backward: %s.", _describe(in_backward, memory))
     return in_backward
 
 

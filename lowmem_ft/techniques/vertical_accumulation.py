@@ -79,8 +79,8 @@ def enable_vertical_accumulation(
             set_attribute(norm, "forward", _by_rows(recomputed, rows_per_micro_batch, are_alike=True))
         )
     log.info(
-        "accumulation: %d layers take the micro-batches of a step one after the other, %d rows each, before the next "
-        "layer does",
+        "Accumulation: %d layers take the micro-batches of a step one after the other, %d rows each, before the next "
+        "layer does.",
         len(layers),
         rows_per_micro_batch,
     )

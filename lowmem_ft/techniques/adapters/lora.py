@@ -356,7 +356,7 @@ def _log(model: nn.Module, config: AdapterConfig, layers: Mapping[str, Any]) -> 
     names = sorted({name.rpartition(".")[2] for name in layers})
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
-        "adapter: %s of rank %d beside %d linear layers (%s), %s parameters in float32",
+        "Adapter: %s of rank %d beside %d linear layers (%s), %s parameters in float32.",
         " and ".join(kinds) or "LoRA",
         config.r,
         len(layers),

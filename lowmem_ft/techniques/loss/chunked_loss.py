@@ -105,7 +105,7 @@ def enable_chunked_loss(
     with contextlib.nullcontext() if is_here else _without_layers(causal_lm):
         _check_equals_stock(causal_lm, head, _chunked_forward(causal_lm, loss, causal_lm.forward))
     log.info(
-        "loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients made in forward",
+        "Loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients made in forward.",
         config.chunk_tokens,
         tiling.head,
     )
@@ -269,7 +269,7 @@ def _check_equals_stock(causal_lm: Any, head: _Head, chunked_forward: Callable[.
     """Compares logits and loss with the stock forward's on a few tokens, where the weights hold numbers."""
     weight = head.linear.weight
     if any(parameter.is_meta for parameter in causal_lm.parameters()):
-        log.info("loss: not compared with the stock loss, because the weights are on the meta device")
+        log.info("Loss: not compared with the stock loss, because the weights are on the meta device.")
         return
     tokens_BT = torch.randint(len(weight), (1, 8), generator=torch.Generator().manual_seed(0))
     tokens_BT = tokens_BT.to(weight.device)

@@ -68,7 +68,7 @@ def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
     _refuse_routers_whose_logits_are_collected(model)
     for mlp in {type(mlp): mlp for mlp in mlps}.values():
         _check_token_wise(mlp, _random_hidden(model, mlp))
-    log.info("tiled MLP: %d modules work on 1/%d of the tokens at a time", len(mlps), config.mlp)
+    log.info("Tiled MLP: %d modules work on 1/%d of the tokens at a time.", len(mlps), config.mlp)
     return Technique(*(set_attribute(mlp, "forward", ForwardInTiles(mlp, config.mlp)) for mlp in mlps))
 
 
@@ -101,7 +101,7 @@ def _random_hidden(model: Any, mlp: nn.Module) -> Tensor:
 def _check_token_wise(mlp: nn.Module, hidden_BTH: Tensor) -> None:
     """Compares output with and without tiles, where the weights hold numbers."""
     if hidden_BTH.is_meta:
-        log.info("tiled MLP: not compared with the stock MLP, because the weights are on the meta device")
+        log.info("Tiled MLP: not compared with the stock MLP, because the weights are on the meta device.")
         return
     required = [
         parameter

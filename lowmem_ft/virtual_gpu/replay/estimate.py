@@ -18,7 +18,7 @@ from lowmem_ft.virtual_gpu.trace import Trace
 OTHERS = "other processes and a display on the GPU"
 NOT_MODELLED = (
     "kernels that torch.compile would fuse",
-    "scratch of kernels below 1 MiB",
+    "workspaces of kernels below 1 MiB",
 )
 
 
@@ -204,7 +204,7 @@ def estimate_on_cpu(
         host_by_part={**tensors.by_category, "process": base},
         step=None,
         choices=trace.choices,
-        not_modelled=("time on a CPU", "scratch inside the CPU's kernels", *surroundings.not_modelled),
+        not_modelled=("time on a CPU", "workspaces inside the CPU's kernels", *surroundings.not_modelled),
         trace_seconds=trace_seconds,
     )
 
