@@ -343,6 +343,14 @@ TRANSFORMERS = (
         "is_early_stop_heuristic_unsatisfied is_sent_finished next_token_hits_stopping_criteria early_stopping",
         "beam search to its length",
     ),
+    _replaced(
+        "transformers.generation.utils.GenerationMixin",
+        "_update_finished_beams",
+        "self sequences topk_running_sequences beam_scores topk_log_probs beam_indices topk_running_beam_indices "
+        "is_early_stop_heuristic_unsatisfied is_sent_finished next_token_hits_stopping_criteria top_num_beam_mask "
+        "num_beams cur_len decoder_prompt_len length_penalty early_stopping",
+        "how long the result of a beam search is",
+    ),
     *_data(
         "transformers.AutoModelForCausalLM",
         "_model_mapping",

@@ -85,6 +85,7 @@ PATCHED = [
     (PreTrainedModel, "_flash_attn_can_dispatch"),
     (core_model_loading, "_materialize_copy"),
     (GenerationMixin, "_beam_search_has_unfinished_sequences"),
+    (GenerationMixin, "_update_finished_beams"),
     (flex_attention, "_validate_device"),
     (PartialState, "_shared_state"),
 ]

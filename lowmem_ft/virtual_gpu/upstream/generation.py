@@ -1,4 +1,8 @@
-"""Beam search while tracing: it goes on until its length ends it, as whether a better beam is possible nobody knows."""
+"""Beam search while tracing: it takes all of its steps, and what it returns is as long as they make it.
+
+Whether a better beam is possible nobody knows, nor at which step the best one ended: its length is what the result is
+cut to.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
-from lowmem_ft.virtual_gpu.values.constant_propagation import known_values
+from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
-_NAME = "_beam_search_has_unfinished_sequences"
+_QUESTION, _UPDATE = "_beam_search_has_unfinished_sequences", "_update_finished_beams"
 
 
 @contextlib.contextmanager
@@ -22,7 +27,8 @@ def beam_search_to_its_length() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         if generation is not None:
             owner = existing(generation, "GenerationMixin")
-            replace(undo, owner, _NAME, staticmethod(_yes_if_unknown(existing(owner, _NAME))))
+            replace(undo, owner, _QUESTION, staticmethod(_yes_if_unknown(existing(owner, _QUESTION))))
+            replace(undo, owner, _UPDATE, _with_lengths(existing(owner, _UPDATE)))
         yield
 
 
@@ -33,3 +39,25 @@ def _yes_if_unknown(has_unfinished: Callable[..., Tensor]) -> Callable[..., Tens
         return answer if known_values(answer) is not None else torch.tensor(True)
 
     return ask
+
+
+def _with_lengths(update: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Of unknown beams, each is the one that ends here.
+
+    ``beam_indices`` holds, for each token generated, the beam that it came from, and -1 where there is none yet.
+    """
+
+    @functools.wraps(update)
+    def updated(
+        self: object, *args: object, cur_len: int, decoder_prompt_len: int, **kwargs: object
+    ) -> tuple[Tensor, ...]:
+        results = update(self, *args, cur_len=cur_len, decoder_prompt_len=decoder_prompt_len, **kwargs)
+        beam_indices = results[2]
+        if known_values(beam_indices) is None:
+            with unset_fake_temporarily():
+                values = torch.full(beam_indices.shape, -1, dtype=beam_indices.dtype)
+                values[..., : cur_len + 1 - decoder_prompt_len] = 0
+            set_values(beam_indices, values)
+        return results
+
+    return updated

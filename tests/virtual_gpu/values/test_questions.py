@@ -256,7 +256,13 @@ def test_a_call_without_an_answer_is_refused_with_its_line(hidden):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_new_tokens": 5}, {"max_length": 9, "do_sample": True}, {"max_new_tokens": 5, "num_beams": 2}],
+    [
+        {"max_new_tokens": 5},
+        {"max_length": 9, "do_sample": True},
+        {"max_new_tokens": 5, "num_beams": 2},
+        {"max_length": 9, "num_beams": 3, "num_return_sequences": 2, "early_stopping": True},
+        {"max_new_tokens": 5, "num_beams": 2, "do_sample": True, "return_dict_in_generate": True},
+    ],
     ids=str,
 )
 def test_generation_ends_at_its_length(options, gpu):
@@ -269,7 +275,9 @@ def test_generation_ends_at_its_length(options, gpu):
     forwards = []
     model.register_forward_hook(lambda *_: forwards.append(1))
     generation = GenerationConfig(eos_token_id=2, pad_token_id=0, **options)
-    gpu.place(model).generate(
+    result = gpu.place(model).generate(
         prompt_BT, attention_mask=torch.ones_like(prompt_BT), generation_config=generation
     )
     assert len(forwards) == 5
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    assert sequences.shape == (2 * options.get("num_return_sequences", 1), 4 + 5)
