@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from lowmem_ft.training.saved_files import replace_saved
+
 
 def incomplete_name(target: Path) -> Path:
     """Where :func:`whole_folder` and :func:`write_whole_file` write until all is there."""
@@ -19,13 +21,14 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """A new folder to write into; flushed to disk and renamed to ``target`` at the end, removed if anything is raised.
 
     Args:
-        target: what it will be called; a folder of that name is replaced.
+        target: what it will be called. In a folder of that name, what a run had saved is replaced; somebody's own
+            files stay.
 
     Yields:
         The empty folder, under another name.
     """
     partial = incomplete_name(target)
-    shutil.rmtree(partial, ignore_errors=True)
+    replace_saved(partial, target)  # what a killed process left
     try:
         partial.mkdir(parents=True)
         yield partial
@@ -40,14 +43,12 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 def _put_in_place(partial: Path, target: Path) -> None:
     """Rename; what was there is deleted once its successor stands."""
-    if not target.exists():
-        partial.rename(target)
-        return
     old = target.with_name(f"{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    target.rename(old)
+    if target.exists():
+        replace_saved(old, target)  # of a process that was killed between the lines below
+        target.rename(old)
     partial.rename(target)
-    shutil.rmtree(old)
+    replace_saved(old, target)
 
 
 def write_whole_file(target: Path, text: str) -> None:

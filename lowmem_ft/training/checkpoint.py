@@ -31,13 +31,13 @@ from lowmem_ft.errors import CheckpointError
 from lowmem_ft.training.atomic_io import whole_folder
 from lowmem_ft.training.checkpoint_folders import (
     FORMAT,
-    MANIFEST,
     Progress,
     random_state_file,
     read_manifest,
 )
 from lowmem_ft.training.random_state import export_random_state, import_random_state
 from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.saved_files import MANIFEST
 from lowmem_ft.training.session import Session
 from lowmem_ft.units import format_bytes
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowmem_ft.data.position import DataPosition
 from lowmem_ft.errors import CheckpointError
+from lowmem_ft.training.saved_files import MANIFEST, delete_saved
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "checkpoint.json"
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -107,14 +106,14 @@ def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> 
     """
     for leftover in output_dir.glob("checkpoint-*.incomplete"):
         if _NAME.fullmatch(leftover.name.removesuffix(".incomplete")):
-            shutil.rmtree(leftover)
+            delete_saved(leftover)
     own = [
         folder
         for folder in _newest_first(output_dir)
         if _step_of(folder) <= step and is_own_checkpoint(folder)
     ]
     for folder in own[keep:] if keep is not None else []:
-        shutil.rmtree(folder)
+        delete_saved(folder)
 
 
 def checkpoints_after(output_dir: Path, step: int) -> list[Path]:

@@ -1,14 +1,13 @@
 """What a run writes into its folder, and the run that another one replaces there.
 
 A run that is replaced is moved into ``replaced-N/``, and deleted once the new one has succeeded. Files of other people
-are neither moved nor deleted, whatever their names.
+are neither moved nor deleted, whatever their names and wherever they lie: ``saved_files.py`` tells them.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.paths import MODEL_FOLDER
 from lowmem_ft.training.atomic_io import incomplete_name
 from lowmem_ft.training.checkpoint_folders import is_own_checkpoint
+from lowmem_ft.training.saved_files import delete_saved, move_saved
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _REPLACED = re.compile(r"replaced-(\d+)")
 
 
 def run_files(path: Path) -> list[Path]:
-    """Everything in a folder that a run of ours has written, and nothing else."""
+    """The files and folders of a run that is in a folder; others may lie in those folders."""
     files = [folder for folder in _checkpoints(path) if is_own_checkpoint(folder)]
     if _holds_a_run(path):
         names = (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, f"{LOGS_FOLDER}/{_tracker_project(path)}")
@@ -55,9 +55,7 @@ def move_aside(path: Path, files: Iterable[Path]) -> Path:
     numbers = [int(found[1]) for folder in path.iterdir() if (found := _REPLACED.fullmatch(folder.name))]
     aside = path / f"replaced-{max(numbers, default=0) + 1}"
     for file in files:
-        target = aside / file.relative_to(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        file.rename(target)
+        move_saved(file, aside / file.relative_to(path))
     return aside
 
 
@@ -70,8 +68,11 @@ def replaced_runs(path: Path) -> list[Path]:
 def delete_replaced_runs(path: Path) -> None:
     """Delete what was moved aside, now that something better stands in its place."""
     for folder in replaced_runs(path):
-        shutil.rmtree(folder, ignore_errors=True)
-        logger.info("Deleted %s, the run that this one replaces.", folder)
+        for file in folder.iterdir():
+            delete_saved(file)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+            logger.info("Deleted %s, the run that this one replaces.", folder)
 
 
 def refuse_to_replace_inputs(files: Iterable[Path], inputs: dict[str, str | None]) -> None:

@@ -38,10 +38,30 @@ def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, error
 
 def test_what_a_killed_process_left_half_written_does_not_get_in(tmp_path):
     (tmp_path / "model.incomplete").mkdir()
-    (tmp_path / "model.incomplete" / "stale").write_text("half")
+    (tmp_path / "model.incomplete" / "tokenizer.json").write_text("half")
     with whole_folder(tmp_path / "model") as folder:
         (folder / "weights").write_text("new")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["weights"]
+
+
+@pytest.mark.parametrize("place", ["model", "model.incomplete", "model.old"])
+def test_somebodys_own_files_are_in_the_new_folder_too(tmp_path, place):
+    """The last two, if a process was killed while it replaced the folder."""
+    target = tmp_path / "model"
+    target.mkdir()
+    for name in ("notes.txt", "mine/config.json", "mine/empty/"):
+        own = tmp_path / place / name
+        (own if name.endswith("/") else own.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            own.write_text("mine")
+    (tmp_path / place / "model.safetensors").write_text("old")
+    with whole_folder(target) as folder:
+        (folder / "config.json").write_text("new")
+    assert (target / "notes.txt").read_text() == (target / "mine" / "config.json").read_text() == "mine"
+    assert (target / "mine" / "empty").is_dir()
+    assert (target / "config.json").read_text() == "new"
+    assert not (target / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch):

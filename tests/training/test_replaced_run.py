@@ -47,6 +47,58 @@ def test_a_replaced_run_is_gone_once_the_new_one_has_succeeded(tiny, run):
     assert sorted(folder.name for folder in run.glob("checkpoint-?")) == ["checkpoint-2"]
 
 
+IN_THE_RUN = (
+    "model/notes.txt",
+    "model/mine/config.json",
+    "checkpoint-1/notes.txt",
+    "logs/lowmem_ft/notes.txt",
+)
+
+
+@pytest.fixture
+def run_with_own_files(run):
+    """The same run with somebody's own files in the very folders that it made."""
+    (run / "logs/lowmem_ft").mkdir()
+    (run / "logs/lowmem_ft/events.out.tfevents.1").write_text("")
+    for name in IN_THE_RUN:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("mine")
+    return run
+
+
+def test_own_files_in_the_folders_of_a_replaced_run_stay_where_they_are(tiny, run_with_own_files):
+    run = run_with_own_files
+    train(tiny(*ONE_STEP, REPLACE, "training.save_steps=2", "training.max_steps=2", output_dir=run))
+    assert {*FOREIGN, *IN_THE_RUN} <= names(run)
+    assert (run / "model" / "config.json").exists()
+    assert not list(run.glob("replaced-1*"))
+    assert [file.name for file in (run / "checkpoint-1").iterdir()] == ["notes.txt"]
+    assert [file.name for file in (run / "logs/lowmem_ft").iterdir()] == ["notes.txt"]
+
+
+def test_own_files_in_an_old_checkpoint_and_in_what_was_moved_aside_stay_too(
+    tiny, run_with_own_files, monkeypatch, caplog
+):
+    run = run_with_own_files
+    again = ("training.resume_from_checkpoint=auto", "training.max_steps=2", "training.save_total_limit=1")
+    train(tiny(*ONE_STEP, *again, output_dir=run))
+    assert set(IN_THE_RUN) <= names(run)
+    assert [file.name for file in (run / "checkpoint-1").iterdir()] == ["notes.txt"]
+    assert "checkpoint-1 stays where it is: no run wrote notes.txt in it." in caplog.text
+    (run / "checkpoint-1" / "notes.txt").unlink()
+    (run / "checkpoint-1").rmdir()
+    aside = run / "replaced-10"
+    step = loop.train_step
+
+    def with_notes(session, window):
+        (aside / "model" / "mine.txt").write_text("mine")
+        return step(session, window)
+
+    monkeypatch.setattr(loop, "train_step", with_notes)
+    train(tiny(*ONE_STEP, REPLACE, output_dir=run))
+    assert names(aside) == {"model/mine.txt"}
+
+
 def test_a_replaced_run_is_whole_if_the_new_one_fails(tiny, run, monkeypatch, caplog):
     before = names(run) - set(FOREIGN) - {".lock"}
 

@@ -1,0 +1,118 @@
+"""Which files in a folder a run of ours has saved; everything else there is somebody's own, and never deleted.
+
+A checkpoint lists what was saved into it. A model folder is to be as vanilla as any other and lists nothing: there the
+names tell that transformers, PEFT and a run write. A name that is not known here is taken for somebody's own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "checkpoint.json"
+"""Of a checkpoint: written last, it lists all other files."""
+
+_NAMES = re.compile(
+    r"(generation_|adapter_)?config\.json|README\.md"
+    r"|(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template|\w*vocab)\.json"
+    r"|vocab\.txt|merges\.txt|(\w+\.)?(tokenizer|spiece|sentencepiece|spm|bpe)\.model"
+    r"|chat_template\.jinja|additional_chat_templates/\w+\.jinja"
+    r"|checkpoint\.json|optimizer-\d{5}\.safetensors|random-state-\d+\.json"
+    r"|(.+/)?(events\.out\.tfevents\..+|hparams\.yml)"  # of TensorBoard, in logs/
+)
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """The files in a folder, and in those below it, that were saved there by us."""
+    listed = _listed(folder)
+    paths = [(path, path.relative_to(folder).as_posix()) for path in _files(folder)]
+    return [path for path, name in paths if name in listed or _NAMES.fullmatch(name)]
+
+
+def own_files(folder: Path) -> list[Path]:
+    """All others: somebody's own."""
+    return sorted(set(_files(folder)) - set(saved_files(folder)))
+
+
+def delete_saved(target: Path) -> None:
+    """Delete a file that a run wrote, or what it has saved in a folder, with the folder if nothing else is in it."""
+    if not target.is_dir():
+        target.unlink(missing_ok=True)
+    elif _holds_nothing_else(target):
+        shutil.rmtree(target)
+    else:
+        saved = saved_files(target)
+        for file in saved:
+            file.unlink()
+        _remove_emptied(saved, target)
+        logger.warning("%s stays where it is: no run wrote %s in it.", target, _some(own_files(target)))
+
+
+def move_saved(source: Path, target: Path) -> None:
+    """Move a file that a run wrote, or what it has saved in a folder; somebody's own files stay where they are.
+
+    Raises:
+        OSError: if something cannot be moved.
+    """
+    if source.is_dir() and not _holds_nothing_else(source):
+        saved = saved_files(source)
+        _move(saved, source, target)
+        _remove_emptied(saved, source)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.rename(target)
+
+
+def replace_saved(old: Path, successor: Path) -> None:
+    """Delete what was saved in a folder, now that its successor stands; somebody's own files move there."""
+    if old.is_dir():
+        _move(own_files(old), old, successor)
+        shutil.rmtree(old)
+
+
+def _move(files: Iterable[Path], source: Path, target: Path) -> None:
+    """Into the same places below another folder, but for what is there already."""
+    for file in files:
+        place = target / file.relative_to(source)
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file.rename(place)
+
+
+def _holds_nothing_else(folder: Path) -> bool:
+    return not own_files(folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Empty folders count as files: they, too, are somebody's."""
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    ]
+
+
+def _remove_emptied(files: Iterable[Path], folder: Path) -> None:
+    emptied = {parent for file in files for parent in file.relative_to(folder).parents if parent != Path()}
+    for parent in sorted(emptied, key=lambda path: len(path.parts), reverse=True):
+        if not any((folder / parent).iterdir()):
+            (folder / parent).rmdir()
+
+
+def _listed(folder: Path) -> set[str]:
+    try:
+        return set(json.loads((folder / MANIFEST).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _some(files: list[Path]) -> str:
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return f"{', '.join(file.name for file in files[:3])}{more}"
