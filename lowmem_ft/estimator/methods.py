@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.estimate import CannotRun, estimate_on_gpus
+from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.models import load_model_config, max_positions
 from lowmem_ft.recipe import Recipe, load_recipe
@@ -22,6 +24,8 @@ class Method:
         title: for people.
         recipe: the shipped recipe that does it, for a model of some 8 billion parameters and for others.
         without_bfloat16: what it takes on a GPU that does not compute with bfloat16.
+        resident_without_bfloat16: a shipped recipe that such a GPU tries first: with float32 weights on the GPU it is
+            much faster than with streamed ones, and a small model fits.
         is_traced_in_pieces: whether further micro-batches add nothing to its peak, so that one is traced.
     """
 
@@ -29,6 +33,7 @@ class Method:
     title: str
     recipe: str
     without_bfloat16: tuple[str, ...]
+    resident_without_bfloat16: str | None = None
     is_traced_in_pieces: bool = False
 
 
@@ -40,6 +45,7 @@ METHODS = (
         title="full",
         recipe="8b-8gb",  # the lowest rung of the ladder
         without_bfloat16=("model.dtype=float32", "optimizer.master=fp32", "training.mixed_precision=no"),
+        resident_without_bfloat16="1b-fp16-t4",
     ),
     Method(name="lora", title="LoRA", recipe="7b-lora", without_bfloat16=_FLOAT16, is_traced_in_pieces=True),
     Method(
@@ -92,8 +98,8 @@ def estimate_methods(
         model: as in ``model=``.
         gpus: at least one.
         settings: further ``key=value`` settings that name the model or the budget, such as ``budget=24GiB``.
-        float32_streaming: whether to trace full fine-tuning without bfloat16, which takes float32 weights; else GPUs
-            that would need it are said not to do it.
+        float32_streaming: whether to trace full fine-tuning with streamed float32 weights, on GPUs without bfloat16
+            where these do not fit; else such GPUs are said not to do it.
         on_start: called before a method is traced, with what is being done.
 
     Returns:
@@ -104,26 +110,55 @@ def estimate_methods(
         ModelError: if there is no such model.
     """
     own = (f"model={model}", *settings)
-    limit = max_positions(load_model_config(load_recipe(None, own).model, architecture_only=True))
+    config = load_recipe(None, own).model
+    hf_config = load_model_config(config, architecture_only=True)
+    limit = max_positions(hf_config)
+    float32_bytes = 4 * model_on_meta(config, hf_config).num_parameters()
     results: list[MethodEstimate] = []
     for method in METHODS:
         by_gpu: dict[str, MethodEstimate] = {}
-        for has_bfloat16 in (True, False):
-            alike = [gpu for gpu in gpus if gpu.has_bfloat16 == has_bfloat16]
+        for route in _routes(method):
+            alike = [gpu for gpu in gpus if gpu.has_bfloat16 == route.has_bfloat16 and gpu.name not in by_gpu]
+            if route.float32 == "resident":
+                alike = [gpu for gpu in alike if gpu.memory_bytes > float32_bytes]
             if not alike:
                 continue
-            command = (f"recipe={method.recipe}", *own, *(() if has_bfloat16 else method.without_bfloat16))
-            if method.name == "full" and not has_bfloat16 and not float32_streaming:
-                answers: list[MemoryEstimate | CannotRun] = [
-                    CannotRun(gpu=gpu, problems=(NOT_STREAMED_IN_FLOAT32,)) for gpu in alike
-                ]
+            command = (route.settings[0], *own, *route.settings[1:])
+            if route.float32 == "streamed" and not float32_streaming:
+                refused = CannotRun(gpu=alike[0], problems=(NOT_STREAMED_IN_FLOAT32,))
+                answers: list[MemoryEstimate | CannotRun] = [refused] * len(alike)
             else:
-                on_start(f"{model}: {method.title} on GPUs {'with' if has_bfloat16 else 'without'} bfloat16")
+                on_start(f"{model}: {method.title} on GPUs {route}")
                 command, answers = _answers(method, command, limit, alike)
             for gpu, answer in zip(alike, answers, strict=True):
-                by_gpu[gpu.name] = _method_estimate(method, gpu, command, answer)
+                result = _method_estimate(method, gpu, command, answer)
+                if result.fits or route.float32 != "resident":
+                    by_gpu[gpu.name] = result
         results += [by_gpu[gpu.name] for gpu in gpus]
     return results
+
+
+@dataclass(frozen=True)
+class _Route:
+    """One trace of a method, for GPUs with or without bfloat16: a recipe and settings of it."""
+
+    settings: tuple[str, ...]
+    has_bfloat16: bool
+    float32: Literal["", "resident", "streamed"] = ""
+
+    def __str__(self) -> str:
+        return f"{'with' if self.has_bfloat16 else 'without'} bfloat16"
+
+
+def _routes(method: Method) -> Iterator[_Route]:
+    """In the order in which they are tried."""
+    recipe = f"recipe={method.recipe}"
+    yield _Route((recipe,), has_bfloat16=True)
+    if method.resident_without_bfloat16 is None:
+        yield _Route((recipe, *method.without_bfloat16), has_bfloat16=False)
+    else:
+        yield _Route((f"recipe={method.resident_without_bfloat16}",), has_bfloat16=False, float32="resident")
+        yield _Route((recipe, *method.without_bfloat16), has_bfloat16=False, float32="streamed")
 
 
 NOT_STREAMED_IN_FLOAT32 = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from transformers import LlamaConfig
 
@@ -67,7 +69,36 @@ def test_without_bfloat16_adapters_take_float16(results):
         recipe = as_recipe(of(results, method, "t4").command)
         assert (recipe.model.dtype, recipe.training.mixed_precision) == ("float16", "fp16")
         assert of(results, method, "t4").fits
-    assert of(results, "full", "t4").problems == (NOT_STREAMED_IN_FLOAT32,)
+
+
+def test_without_bfloat16_float32_weights_that_fit_stay_on_the_gpu(results):
+    full = of(results, "full", "t4")
+    assert full.fits
+    assert full.command[0] == "recipe=1b-fp16-t4"
+    recipe = as_recipe(full.command)
+    assert (recipe.model.dtype, recipe.training.mixed_precision) == ("float32", "fp16")
+    assert recipe.offload.parameters == "device"
+
+
+def test_where_they_do_not_fit_they_are_streamed_for_a_gpu_that_is_asked_for_by_name(folder, monkeypatch):
+    monkeypatch.setattr("lowmem_ft.estimator.methods.METHODS", METHODS[:1])
+    small = dataclasses.replace(find_gpu("t4"), memory_bytes=100 * MIB)  # less than the process itself takes
+    (full,) = estimate_methods(folder, [small])
+    recipe = as_recipe(full.command)
+    assert (recipe.model.dtype, recipe.optimizer.master) == ("float32", "fp32")
+    assert recipe.offload.parameters == "stream"
+    assert full.estimate is not None
+    full, large = estimate_methods(folder, [small, find_gpu("v100-32gb")], float32_streaming=False)
+    assert full.problems == (NOT_STREAMED_IN_FLOAT32,)
+    assert large.fits
+
+
+def test_weights_that_are_larger_than_the_gpu_are_not_traced_there(folder, monkeypatch):
+    monkeypatch.setattr("lowmem_ft.estimator.methods.METHODS", METHODS[:1])
+    tiny = dataclasses.replace(find_gpu("t4"), memory_bytes=1000)
+    said = []
+    estimate_methods(folder, [tiny], float32_streaming=False, on_start=said.append)
+    assert said == []
 
 
 def test_rows_are_no_longer_than_the_model_takes(results):
@@ -77,7 +108,7 @@ def test_rows_are_no_longer_than_the_model_takes(results):
 
 
 def test_two_kinds_of_gpu_are_traced_once_a_method(said, results):
-    assert len(said) == 5
+    assert len(said) == 6
     assert said[0].endswith("full on GPUs with bfloat16")
 
 
@@ -99,14 +130,6 @@ def test_gpus_that_share_a_trace_take_what_their_own_says(results):
 def as_recipe(command):
     name, *settings = command
     return load_recipe(name.removeprefix("recipe="), settings)
-
-
-def test_a_gpu_without_bfloat16_streams_float32_where_it_is_asked_for_by_name(folder, monkeypatch):
-    monkeypatch.setattr("lowmem_ft.estimator.methods.METHODS", METHODS[:1])
-    (full,) = estimate_methods(folder, GPUS[:1])
-    recipe = as_recipe(full.command)
-    assert (recipe.model.dtype, recipe.optimizer.master) == ("float32", "fp32")
-    assert full.fits
 
 
 def test_a_method_that_the_model_does_not_go_with_says_why_and_the_others_are_there(
