@@ -61,7 +61,6 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.estimator.target import choose_gpu
     from lowmem_ft.reports.estimate_table import estimate_table
-    from lowmem_ft.reports.wording import is_cpu
 
     target, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
     if target is None and options.snapshot is not None:
@@ -76,7 +75,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     gpu = load_gpus().get(estimate.gpu.name)
     console = report_console(options)
     console.print(estimate_table(estimate, gpu.cheapest_price if gpu else None))
-    if options.gpu is None and is_cpu(estimate):
+    if options.gpu is None and estimate.is_of_cpu:
         console.print(f"\n{FOR_THE_PROCESSOR}")
     write_pictures(estimate, options)
     return _conclude([estimate], estimate.to_json(), options.gpu, recipe, options, console)

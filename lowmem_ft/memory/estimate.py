@@ -145,6 +145,11 @@ class MemoryEstimate:
         return None if limit is None else limit - self.process_peak_bytes
 
     @property
+    def is_of_cpu(self) -> bool:
+        """Whether it is for a machine without a GPU: no caching allocator, and perhaps no known limit."""
+        return self.gpu.name.startswith("cpu")
+
+    @property
     def process_high_bytes(self) -> int:
         """The upper end of the process's range; the figure itself where there is none."""
         return self.process_peak_bytes if self.process_range is None else self.process_range.high_bytes

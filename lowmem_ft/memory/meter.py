@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+"""What Linux takes for: let the peak of resident memory begin anew (proc(5), ``clear_refs``)."""
+
+_peaks_before: dict[str, int] = {}
+"""The highest before the last phase began, by device: beginning one makes the system and the driver forget it."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +29,48 @@ class MemoryReading:
 def read_device_memory(device: torch.device) -> MemoryReading:
     """Bytes of tensors that torch has allocated on a CUDA device; on a CPU, the resident memory of the process."""
     if device.type == "cuda":
-        return MemoryReading(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+        peak = max(torch.cuda.max_memory_allocated(device), _peaks_before.get(str(device), 0))
+        return MemoryReading(torch.cuda.memory_allocated(device), peak)
     return read_host_memory()
 
 
 def read_host_memory() -> MemoryReading:
     """Resident memory of this process, now and at its peak."""
+    now_bytes, peak_bytes = _resident()
+    return MemoryReading(now_bytes, max(peak_bytes, _peaks_before.get("host", 0)))
+
+
+def begin_phase(device: torch.device) -> bool:
+    """Let :func:`phase_peak_bytes` begin anew; the readings above keep the peak of the whole run.
+
+    Returns:
+        Whether it does: the host's peak can be reset on Linux only.
+    """
+    if device.type == "cuda":
+        _peaks_before[str(device)] = read_device_memory(device).peak_bytes
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    before = read_host_memory().peak_bytes
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+    except OSError:  # another system, or a container that keeps /proc to itself
+        return False
+    _peaks_before["host"] = before
+    return True
+
+
+def phase_peak_bytes(device: torch.device) -> int:
+    """The most held since :func:`begin_phase`: tensors on CUDA, resident memory of the process on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()[1]
+
+
+def _resident() -> tuple[int, int]:
+    """Now, and the most since the process, or the phase, began."""
     memory = psutil.Process(os.getpid()).memory_info()
     if sys.platform == "win32":
-        return MemoryReading(memory.rss, memory.peak_wset)
+        return memory.rss, memory.peak_wset
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak_bytes = peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-    return MemoryReading(memory.rss, max(peak_bytes, memory.rss))
+    return memory.rss, max(peak_bytes, memory.rss)

@@ -19,7 +19,6 @@ from lowmem_ft.reports.wording import (
     CATEGORY_WORDS,
     HOST_PART_WORDS,
     PHASE_WORDS,
-    is_cpu,
     module_words,
     shortfall,
     tightness,
@@ -212,7 +211,7 @@ def _host_words(estimate: MemoryEstimate) -> str:
 
 def _host_parts(estimate: MemoryEstimate) -> str:
     """What the host's peak is made of, the largest first; of a CPU the bars above show it."""
-    parts = {} if is_cpu(estimate) else estimate.host_by_part_at_peak
+    parts = {} if estimate.is_of_cpu else estimate.host_by_part_at_peak
     largest_first = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(
         f"{HOST_PART_WORDS[part]} {format_bytes(num_bytes)}"

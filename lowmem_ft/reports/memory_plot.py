@@ -22,7 +22,7 @@ from lowmem_ft.reports.plot_frame import (
     peak_words,
     shown_categories,
 )
-from lowmem_ft.reports.wording import CATEGORY_WORDS, is_cpu, verdict
+from lowmem_ft.reports.wording import CATEGORY_WORDS, verdict
 from lowmem_ft.units import format_bytes
 
 
@@ -66,7 +66,7 @@ def check_plot_path(path: Path) -> None:
 
 def _block_bytes(estimate: MemoryEstimate, config: AllocatorConfig | None) -> Sequence[int] | None:
     """What each allocation takes of a GPU, as the estimate's own peak counts it; a CPU takes what is asked for."""
-    if is_cpu(estimate):
+    if estimate.is_of_cpu:
         return None
     return replay(estimate.timeline, CachingAllocator(config)).block_bytes
 

@@ -65,7 +65,7 @@ def verdict(estimate: MemoryEstimate) -> str:
     how = f"fits {'tightly ' if estimate.tight else ''}{where}"
     if headroom is not None:
         how += f" with {format_bytes(headroom)} to spare{_beside_others(estimate)}"
-    return how if is_cpu(estimate) else f"{how}, and needs {host_need(estimate)}"
+    return how if estimate.is_of_cpu else f"{how}, and needs {host_need(estimate)}"
 
 
 def host_need(estimate: MemoryEstimate) -> str:
@@ -114,8 +114,3 @@ def shortfall(estimate: MemoryEstimate) -> str:
     if host_limit is not None and estimate.host_peak_bytes > host_limit:
         over.append(f"host {format_bytes(estimate.host_peak_bytes - host_limit)} over")
     return ", ".join(over) or "out of memory"
-
-
-def is_cpu(estimate: MemoryEstimate) -> bool:
-    """Whether it is for a machine without a GPU: no caching allocator, and perhaps no known limit."""
-    return estimate.gpu.name.startswith("cpu")

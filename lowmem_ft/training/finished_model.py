@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_ft.memory.comparison import Row
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.atomic_io import whole_folder
 from lowmem_ft.training.checkpoint import explaining_write_errors
@@ -30,6 +32,7 @@ def save_finished_model(
     tokens: int,
     loss: float | None,
     evaluation: EvaluationResult | None,
+    memory: Sequence[Row],
     upload: bool,
 ) -> None:
     """Write ``model/`` (weights, tokenizer, generation config, card), check it, and upload it if asked to.
@@ -39,7 +42,7 @@ def save_finished_model(
         UserError: if the upload fails; the folder stays.
     """
     target = folder.model_folder
-    card = model_card(recipe, steps=steps, tokens=tokens, loss=loss, evaluation=evaluation)
+    card = model_card(recipe, steps=steps, tokens=tokens, loss=loss, evaluation=evaluation, memory=memory)
     with explaining_write_errors(target), whole_folder(target) as partial:
         runtime.save_trained(session, tokenizer, partial)
         (partial / "README.md").write_text(card, "utf-8")

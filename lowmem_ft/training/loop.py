@@ -23,7 +23,6 @@ from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.data import DataStream, PreparedData, eval_batches
 from lowmem_ft.devices import has_bfloat16
 from lowmem_ft.errors import Interrupted, UserError
-from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
@@ -43,6 +42,8 @@ from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
 from lowmem_ft.training.progress import ProgressDisplay
 from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.run_memory import RunMemory
+from lowmem_ft.training.run_metrics import RunMetrics
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.start import num_training_steps, progress_at, read_data, stream_from
@@ -146,7 +147,7 @@ class TrainingRun:
         progress: where it stands.
         num_steps: at which step it ends.
         session: the model with its optimizer.
-        estimate: of what the run needs; None: nobody made one, or this is not the main process.
+        memory: its peaks so far, and what was estimated.
     """
 
     recipe: Recipe
@@ -159,11 +160,12 @@ class TrainingRun:
     progress: Progress
     num_steps: int
     session: Session
-    estimate: MemoryEstimate | None = None
+    memory: RunMemory
 
     def __post_init__(self) -> None:
         """The run begins with its last checkpoint, if it goes on from one."""
         self.interruption = Interruption()
+        self.metrics = RunMetrics(self.folder, self.runtime)
         self.checkpoint = self.folder.resume_from
         self.saved_step = self.progress.step
         self.health = RunHealth(self.folder.path, self.progress, self.checkpoint, self.recipe.model.dtype)
@@ -207,17 +209,19 @@ class TrainingRun:
         tokenizer = load_tokenizer(built.model)
         checks.before_data()
         data = read_data(recipe, runtime, tokenizer, plan)
-        estimate = checks.after_data(data)
+        memory = RunMemory(runtime.device)
+        memory.estimate = checks.after_data(data)
         progress = progress_at(resume_from, recipe, data)
         stream = stream_from(recipe, runtime, data, progress.position)
         num_steps = num_training_steps(recipe, stream, progress, resume_from)
-        session = build_session(built, runtime, plan, num_training_steps=num_steps)
-        refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
-        # Loading and wrapping may draw random numbers; dropout must not depend on how many.
-        set_seed(config.seed + runtime.process_index, deterministic=config.full_determinism)
-        if resume_from is not None:
-            load_checkpoint(resume_from, session, runtime)
-            logger.info("Going on from %s at step %d.", resume_from, progress.step)
+        with memory.during("load"):
+            session = build_session(built, runtime, plan, num_training_steps=num_steps)
+            refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
+            # Loading and wrapping may draw random numbers; dropout must not depend on how many.
+            set_seed(config.seed + runtime.process_index, deterministic=config.full_determinism)
+            if resume_from is not None:
+                load_checkpoint(resume_from, session, runtime)
+                logger.info("Going on from %s at step %d.", resume_from, progress.step)
         return cls(
             recipe=recipe,
             folder=folder,
@@ -229,7 +233,7 @@ class TrainingRun:
             progress=progress,
             num_steps=num_steps,
             session=session,
-            estimate=estimate,
+            memory=memory,
         )
 
     def train(self) -> TrainResult:
@@ -240,6 +244,7 @@ class TrainingRun:
             with self.runtime.failing_together():
                 if self.runtime.is_main:
                     self.folder.start(self.recipe, self.progress)
+                    self.memory.write_estimate(self.metrics, self.progress.step)
             self.runtime.start_trackers(self.recipe)
             self._log_start()
             with self.interruption:
@@ -273,7 +278,8 @@ class TrainingRun:
         start = time.perf_counter()
         window = self.stream.next_window()
         learning_rate = float(self.session.scheduler.get_last_lr()[0])
-        result = train_step(self.session, window.batches)
+        with self.memory.during("step"):
+            result = train_step(self.session, window.batches)
         self.progress.step += 1
         self.progress.position = window.position
         self.progress.tokens += result.num_tokens
@@ -281,6 +287,7 @@ class TrainingRun:
         self.progress.loss = float(result.loss)
         self._count_skipped(result, sample_ids, learning_rate)
         seconds = time.perf_counter() - start
+        self.memory.after_step(self.session, seconds)
         memory = read_device_memory(self.runtime.device)
         self.budget_watch.after_step(file_bytes=self.session.host_memory.peak_file_bytes)
         record = {
@@ -298,7 +305,7 @@ class TrainingRun:
         is_due = _is_due(self.progress.step, self.recipe.training.logging_steps)
         if is_due:
             record |= self.session.techniques.metrics()
-        self._write(record, to_trackers=is_due)
+        self.metrics.write(record, to_trackers=is_due)
         return record
 
     def _count_skipped(self, result: StepResult, sample_ids: list[int], learning_rate: float) -> None:
@@ -350,9 +357,10 @@ class TrainingRun:
             process_index=self.runtime.process_index,
             collate=self.data.collate,
         )
-        result = evaluate(
-            self.session, self.runtime, batches, interrupted=lambda: self.interruption.requested
-        )
+        with self.memory.during("evaluation"):
+            result = evaluate(
+                self.session, self.runtime, batches, interrupted=lambda: self.interruption.requested
+            )
         if result is None:
             self._stop_if_interrupted()
         assert result is not None, "only a signal ends an evaluation without a result"
@@ -363,7 +371,7 @@ class TrainingRun:
             "eval_perplexity": result.perplexity,
             "eval_label_tokens": result.num_label_tokens,
         }
-        self._write(record, to_trackers=True)
+        self.metrics.write(record, to_trackers=True)
         logger.info(
             "Step %d: held-out loss %.4f, perplexity %.2f.",
             self.progress.step,
@@ -373,15 +381,17 @@ class TrainingRun:
         return result
 
     def _save_checkpoint(self) -> None:
-        self.checkpoint = save_checkpoint(
-            self.folder.path, self.session, self.runtime, self.tokenizer, self.progress
-        )
+        with self.memory.during("save"):
+            self.checkpoint = save_checkpoint(
+                self.folder.path, self.session, self.runtime, self.tokenizer, self.progress
+            )
         self.saved_step = self.progress.step
         # While steps are skipped, the older checkpoints may be the only ones that are whole.
         if self.runtime.is_main and not self.progress.skipped_in_a_row:
             delete_old_checkpoints(
                 self.folder.path, self.recipe.training.save_total_limit, step=self.progress.step
             )
+        self.memory.write_measured(self.metrics, self.progress.step)
         logger.info("Saved %s.", self.checkpoint)
 
     def _stop_if_interrupted(self) -> None:
@@ -407,7 +417,7 @@ class TrainingRun:
                 self.progress.step,
             )
         self.session.close()
-        with self.runtime.failing_together():
+        with self.memory.during("save"), self.runtime.failing_together():
             if self.runtime.is_main:
                 save_finished_model(
                     self.session,
@@ -419,10 +429,13 @@ class TrainingRun:
                     tokens=self.progress.tokens,
                     loss=self.progress.loss,
                     evaluation=evaluation,
+                    memory=self.memory.rows(),
                     upload=self.recipe.training.push_to_hub and not problems,
                 )
         file_bytes = self.session.host_memory.peak_file_bytes
         report_budget(self.recipe.budget, self.runtime.device, file_bytes=file_bytes)
+        self.memory.log()
+        self.memory.write_measured(self.metrics, self.progress.step)
         number = self._signal_number()
         self.runtime.end_trackers()
         if problems:
@@ -439,12 +452,6 @@ class TrainingRun:
             loss=math.nan if self.progress.loss is None else self.progress.loss,
             evaluation=evaluation,
         )
-
-    def _write(self, record: dict[str, Any], *, to_trackers: bool) -> None:
-        if self.runtime.is_main:
-            self.folder.write_metrics(record)
-        if to_trackers:
-            self.runtime.log(record)
 
     def _log_start(self) -> None:
         warn_if_untested()  # of what only some recipes import

@@ -6,6 +6,7 @@ It goes where others read it, so it names nothing of this machine: a path on it 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from lowmem_ft.data.files import is_hub_name
+from lowmem_ft.memory.comparison import Row
 from lowmem_ft.models import hub_id_of
 from lowmem_ft.models.local_paths import looks_like_a_path
 from lowmem_ft.recipe import Recipe
@@ -53,7 +55,13 @@ _ALWAYS_OF_ADAPTERS = {"adapter.r", "adapter.lora_alpha", "adapter.target_module
 
 
 def model_card(
-    recipe: Recipe, *, steps: int, tokens: int, loss: float | None, evaluation: EvaluationResult | None
+    recipe: Recipe,
+    *,
+    steps: int,
+    tokens: int,
+    loss: float | None,
+    evaluation: EvaluationResult | None,
+    memory: Sequence[Row] = (),
 ) -> str:
     """A model card with the metadata that the hub looks for.
 
@@ -63,6 +71,7 @@ def model_card(
         tokens: tokens seen.
         loss: of the last step.
         evaluation: on the held-out data, if there was any.
+        memory: what the run took, beside what was estimated.
 
     Returns:
         Markdown with YAML front matter.
@@ -84,6 +93,9 @@ def model_card(
     if evaluation is not None:
         results["held-out loss (nats per token)"] = f"{evaluation.loss:.4f}"
         results["held-out perplexity"] = f"{evaluation.perplexity:.2f}"
+    results |= {
+        row.name: _measured(row) for row in memory if row.measured and not row.is_part and not row.is_time
+    }
     rows = "\n".join(f"| {name} | {value} |" for name, value in results.items())
     return f"""---
 {metadata.to_yaml()}
@@ -106,6 +118,12 @@ Where nothing is said, lowmem_ft's defaults:
 {yaml.safe_dump(_chosen_settings(recipe), sort_keys=False, allow_unicode=True).strip()}
 ```
 """
+
+
+def _measured(row: Row) -> str:
+    if row.error is None:
+        return row.text(row.measured)
+    return f"{row.text(row.measured)} (estimated before: {row.text(row.estimated)}, {row.error:+.1%})"
 
 
 def _named(hub_id: str | None, otherwise: str) -> str:

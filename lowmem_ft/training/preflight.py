@@ -63,9 +63,10 @@ class PreflightChecks:
     """
 
     def __init__(self, preflight: Preflight | None, recipe: Recipe, runtime: RunRuntime) -> None:
-        is_asked = runtime.is_main and recipe.budget.preflight
-        self._preflight = preflight if is_asked else None
+        self._is_wanted = preflight is not None and recipe.budget.preflight
+        self._preflight = preflight if self._is_wanted and runtime.is_main else None
         self._recipe, self._runtime = recipe, runtime
+        self._rows_are_full = recipe.data.packing or recipe.data.streaming
         self._estimate: MemoryEstimate | None = None
         if self._preflight is not None:
             self._preflight.begin(recipe, runtime.device)
@@ -76,9 +77,8 @@ class PreflightChecks:
         Raises:
             DoesNotFitError: if the run is above a limit.
         """
-        with self._runtime.failing_together():
-            if self._recipe.data.packing or self._recipe.data.streaming:
-                self._check(None)
+        if self._rows_are_full:
+            self._check(None)
 
     def after_data(self, data: PreparedData) -> MemoryEstimate | None:
         """Check the rest; the estimate.
@@ -86,19 +86,20 @@ class PreflightChecks:
         Raises:
             DoesNotFitError: if the run is above a limit.
         """
-        with self._runtime.failing_together():
-            if self._estimate is None:
-                self._check(longest_row(data))
+        if not self._rows_are_full:
+            self._check(longest_row(data))
         if self._preflight is not None:
             self._preflight.close()
         return self._estimate
 
     def _check(self, longest_row: int | None) -> None:
-        if self._preflight is None:
+        if not self._is_wanted:
             return
-        self._estimate = self._preflight.finish(longest_row)
-        if self._estimate is not None:
-            check_estimate(self._recipe, self._estimate)
+        with self._runtime.failing_together():
+            if self._preflight is not None:
+                self._estimate = self._preflight.finish(longest_row)
+            if self._estimate is not None:
+                check_estimate(self._recipe, self._estimate)
 
 
 def longest_row(data: PreparedData) -> int | None:
@@ -150,10 +151,13 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate) -> None:
 
 def summary(estimate: MemoryEstimate) -> str:
     """What a run needs, in a clause: ``17.2 GiB of device memory, 52.1 GiB of host memory, 3.1 s a step``."""
-    host = f"{format_bytes(estimate.host_peak_bytes)} of host memory"
-    if estimate.step is None:
+    if estimate.is_of_cpu:
         return f"{format_bytes(estimate.process_peak_bytes)} of host memory"
-    return f"{format_bytes(estimate.process_peak_bytes)} of device memory, {host}, {estimate.step.seconds:.3g} s a step"
+    time = "" if estimate.step is None else f", {estimate.step.seconds:.3g} s a step"
+    return (
+        f"{format_bytes(estimate.process_peak_bytes)} of device memory, "
+        f"{format_bytes(estimate.host_peak_bytes)} of host memory{time}"
+    )
 
 
 def _missing(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:

@@ -1,0 +1,148 @@
+"""What was estimated of a run beside what it took, as plain values that go into its folder and come back."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.units import format_bytes
+
+STEP_PHASES = ("forward", "backward", "optimizer_step")
+"""What a run measures as one: its counters are not reset inside of a step."""
+
+COMPARED_CATEGORIES = ("parameter", "optimizer_state")
+"""What lies still between two steps, where it can be counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """What a run needs or took. Bytes of its device, which on a CPU is the host: then those of the whole process.
+
+    Args:
+        peak_bytes: allocated on CUDA, resident on a CPU.
+        host_peak_bytes: resident memory of the process.
+        reserved_bytes: of the caching allocator; None on a CPU.
+        by_phase: ``load``, ``step``, ``evaluation`` and ``save``, as far as they are known.
+        by_category: of tensors that stay, by use.
+        step_seconds: of one optimizer step; None: not known.
+    """
+
+    peak_bytes: int
+    host_peak_bytes: int
+    reserved_bytes: int | None
+    by_phase: Mapping[str, int]
+    by_category: Mapping[str, int]
+    step_seconds: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values by these names."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Peaks:
+        """Those again.
+
+        Raises:
+            TypeError: if they are others.
+        """
+        return cls(**values)
+
+
+def estimated_peaks(estimate: MemoryEstimate) -> Peaks:
+    """An estimate in the terms in which a run is measured."""
+    is_on_cpu = estimate.is_of_cpu
+    beside = estimate.host_by_part_at_peak.get("process", 0) if is_on_cpu else 0
+    phases = {name: size + beside for name, size in estimate.by_phase.items() if size}
+    steps = [size for name, size in phases.items() if name in STEP_PHASES]
+    by_phase = {name: size for name, size in phases.items() if name not in STEP_PHASES}
+    if steps:
+        by_phase["step"] = max(steps)
+    return Peaks(
+        peak_bytes=estimate.process_peak_bytes if is_on_cpu else estimate.allocated_peak_bytes,
+        host_peak_bytes=estimate.host_peak_bytes,
+        reserved_bytes=None if is_on_cpu else estimate.reserved_peak_bytes,
+        by_phase=by_phase,
+        by_category={
+            name: size for name, size in estimate.by_category_at_peak.items() if name in COMPARED_CATEGORIES
+        },
+        step_seconds=estimate.step.seconds if estimate.step else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One quantity, estimated and measured; None: not known.
+
+    Args:
+        name: for people.
+        estimated: bytes, or seconds.
+        measured: in the same unit.
+        is_part: whether it is of a phase or of a use alone.
+        is_time: whether they are seconds.
+    """
+
+    name: str
+    estimated: float | None
+    measured: float | None
+    is_part: bool = False
+    is_time: bool = False
+
+    @property
+    def error(self) -> float | None:
+        """How far the estimate is off, as a share of what was measured; above 0: it was too high."""
+        if self.estimated is None or not self.measured:
+            return None
+        return self.estimated / self.measured - 1
+
+    def text(self, value: float | None) -> str:
+        """A value for people."""
+        if value is None:
+            return "-"
+        return f"{value:.3g} s" if self.is_time else format_bytes(round(value))
+
+    def __str__(self) -> str:
+        error = "" if self.error is None else f" ({self.error:+.1%})"
+        return (
+            f"{self.name}: estimated {self.text(self.estimated)}, measured {self.text(self.measured)}{error}"
+        )
+
+
+def compared(estimated: Peaks | None, measured: Peaks | None) -> Iterator[Row]:
+    """All that one of the two knows, from the whole to its parts."""
+
+    def row(name: str, key: str, *, is_time: bool = False) -> Row:
+        values = [None if peaks is None else getattr(peaks, key) for peaks in (estimated, measured)]
+        return Row(name=name, estimated=values[0], measured=values[1], is_time=is_time)
+
+    known = [peaks for peaks in (estimated, measured) if peaks is not None]
+    on_gpu = any(peaks.reserved_bytes is not None for peaks in known)
+    yield row("peak of tensors" if on_gpu else "peak of the process", "peak_bytes")
+    if on_gpu:
+        yield row("reserved by the allocator", "reserved_bytes")
+        yield row("host memory", "host_peak_bytes")
+    for part, names in (("by_phase", PHASE_NAMES), ("by_category", CATEGORY_NAMES)):
+        for name, words in names.items():
+            values = [
+                None if peaks is None else getattr(peaks, part).get(name) for peaks in (estimated, measured)
+            ]
+            if any(value is not None for value in values):
+                yield Row(name=words, estimated=values[0], measured=values[1], is_part=True)
+    if any(peaks.step_seconds is not None for peaks in known):
+        yield row("seconds a step", "step_seconds", is_time=True)
+
+
+PHASE_NAMES = {
+    "load": "while loading",
+    "step": "in a step",
+    "evaluation": "in evaluation",
+    "save": "while saving",
+}
+CATEGORY_NAMES = {"parameter": "weights", "optimizer_state": "optimizer state"}
+
+
+def typical_seconds(seconds: Sequence[float]) -> float | None:
+    """Of a step once everything runs: the median without the first; None of fewer than two."""
+    return statistics.median(seconds[1:]) if len(seconds) > 1 else None

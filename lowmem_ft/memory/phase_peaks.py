@@ -1,0 +1,55 @@
+"""The peaks of a real run, phase by phase, from counters that cost nothing to keep."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from lowmem_ft.memory.meter import begin_phase, phase_peak_bytes, read_device_memory, read_host_memory
+
+
+class PhasePeaks:
+    """Watches one device; phases follow one another, and one that comes again keeps its highest peak.
+
+    Attributes:
+        by_phase: the most held in each: tensors on CUDA, resident memory of the process on a CPU. Empty where the
+            system keeps one peak for all of them.
+        reserved_bytes: the most that the caching allocator held; None on a CPU.
+
+    Args:
+        device: CUDA or a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.by_phase: dict[str, int] = {}
+        self.reserved_bytes: int | None = 0 if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count a block as one phase, also if it fails."""
+        self._note_reserved()
+        can_be_told_apart = begin_phase(self._device)
+        try:
+            yield
+        finally:
+            self._note_reserved()
+            if can_be_told_apart:
+                peak_bytes = phase_peak_bytes(self._device)
+                self.by_phase[phase] = max(peak_bytes, self.by_phase.get(phase, 0))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of all phases and of what lay between them."""
+        return read_device_memory(self._device).peak_bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Resident memory of the process at its highest."""
+        return read_host_memory().peak_bytes
+
+    def _note_reserved(self) -> None:
+        if self.reserved_bytes is not None:
+            self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self._device))

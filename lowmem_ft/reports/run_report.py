@@ -1,0 +1,151 @@
+"""Runs side by side: what was trained, how it went, and memory as estimated and as measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.comparison import Peaks, Row, compared
+from lowmem_ft.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a run's folder says of it.
+
+    Args:
+        path: the folder.
+        recipe: as it was run.
+        metrics: the lines of its ``metrics.jsonl``.
+        is_finished: whether its model is there.
+    """
+
+    path: Path
+    recipe: Recipe
+    metrics: Sequence[Mapping[str, Any]]
+    is_finished: bool
+
+    @property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """The lines of optimizer steps."""
+        return [record for record in self.metrics if "loss" in record]
+
+    def last(self, key: str) -> Any:
+        """The newest value of a key; None: there is none."""
+        return next((record[key] for record in reversed(self.metrics) if key in record), None)
+
+    def peaks(self, key: str) -> Peaks | None:
+        """``estimated`` or ``measured``; None: it was not written."""
+        values = self.last(key)
+        return None if values is None else Peaks.from_json(values)
+
+    def check(self) -> None:
+        """Look whether the lines are those of a run.
+
+        Raises:
+            UserError: if one of them is not.
+        """
+        steps = {"step", "tokens", "tokens_per_second"}
+        for number, record in enumerate(self.metrics, start=1):
+            wanted = steps if isinstance(record, dict) and "loss" in record else {"step"}
+            if not isinstance(record, dict) or not wanted <= record.keys():
+                raise UserError(
+                    f"{self.path}/metrics.jsonl, line {number}, is of no run: {str(record)[:80]!r}."
+                )
+        try:
+            for key in ("estimated", "measured"):
+                self.peaks(key)
+        except TypeError as error:
+            raise UserError(
+                f"{self.path}/metrics.jsonl has peaks that this version does not know: {error}."
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, rows of memory among them."""
+        estimated, measured = self.peaks("estimated"), self.peaks("measured")
+        return {
+            "path": str(self.path),
+            "recipe": self.recipe.name,
+            "model": self.recipe.model.name_or_path,
+            "finished": self.is_finished,
+            "steps": self.steps[-1]["step"] if self.steps else 0,
+            "loss": self.last("loss"),
+            "eval_loss": self.last("eval_loss"),
+            "estimated": estimated and estimated.to_json(),
+            "measured": measured and measured.to_json(),
+            "errors": {row.name: row.error for row in compared(estimated, measured)},
+        }
+
+
+def run_report(runs: Sequence[RunRecord]) -> RenderableType:
+    """A column for each run.
+
+    Args:
+        runs: at least one.
+
+    Returns:
+        Something that ``rich.print`` prints.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for run in runs:
+        table.add_column(run.path.name or str(run.path), justify="right", overflow="fold")
+    facts = [_facts(run) for run in runs]
+    for name in dict.fromkeys(name for of_run in facts for name in of_run):
+        table.add_row(name, *(of_run.get(name, "-") for of_run in facts))
+    rows = [
+        {row.name: row for row in compared(run.peaks("estimated"), run.peaks("measured"))} for run in runs
+    ]
+    names = dict.fromkeys(name for of_run in rows for name in of_run)
+    if names:
+        table.add_section()
+        table.add_row(Text("estimated / measured", "bold"), *("" for _ in runs))
+    for name in names:
+        table.add_row(name, *(_cell(of_run.get(name)) for of_run in rows))
+    return Group(table, *_notes(runs))
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    error = "" if row.error is None else f"\n{row.error:+.1%}"
+    return f"{row.text(row.estimated)} / {row.text(row.measured)}{error}"
+
+
+def _facts(run: RunRecord) -> dict[str, str]:
+    """What is known of a run, for people; what is not is left out."""
+    steps, loss, held_out = run.steps, run.last("loss"), run.last("eval_loss")
+    rates = [record["tokens_per_second"] for record in steps[1:]] or [s["tokens_per_second"] for s in steps]
+    facts = {
+        "recipe": run.recipe.name,
+        "model": Path(run.recipe.model.name_or_path or "-").name,
+        "ended": "with a model" if run.is_finished else "before its end",
+        "steps": f"{steps[-1]['step']:,}" if steps else "0",
+    }
+    if steps:
+        facts["tokens"] = f"{steps[-1]['tokens']:,}"
+        facts["tokens/s"] = f"{statistics.median(rates):,.0f}"
+    if loss is not None:
+        facts["loss"] = f"{loss:.4f}"
+    if held_out is not None:
+        facts["held-out loss"] = f"{held_out:.4f}"
+    if steps and steps[-1].get("skipped_steps"):
+        facts["steps skipped"] = f"{steps[-1]['skipped_steps']:,}"
+    return facts
+
+
+def _notes(runs: Sequence[RunRecord]) -> list[Text]:
+    unknown = [run.path.name for run in runs if run.peaks("estimated") is None]
+    if not unknown:
+        return []
+    return [
+        Text(f"\nNo estimate was made for {', '.join(unknown)}: budget.preflight was false, or it failed.")
+    ]

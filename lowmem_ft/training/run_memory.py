@@ -1,0 +1,113 @@
+"""What a run takes, beside what was estimated: in its log, its metrics and its card."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, typical_seconds
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.phase_peaks import PhasePeaks
+from lowmem_ft.training.run_metrics import RunMetrics
+from lowmem_ft.training.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+class RunMemory:
+    """The peaks of one process of a run, phase by phase.
+
+    Args:
+        device: where it trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks = PhasePeaks(device)
+        self._by_category: dict[str, int] = {}
+        self._step_seconds: list[float] = []
+        self.estimate: MemoryEstimate | None = None
+
+    def during(self, phase: str) -> AbstractContextManager[None]:
+        """Count a block as ``load``, ``step``, ``evaluation`` or ``save``."""
+        return self._peaks.during(phase)
+
+    def after_step(self, session: Session, seconds: float) -> None:
+        """Note how long a step took, and after the first of them what stays."""
+        self._step_seconds.append(seconds)
+        if not self._by_category:
+            self._by_category = bytes_that_stay(session, self._device)
+
+    def measured(self) -> Peaks:
+        """All so far."""
+        return Peaks(
+            peak_bytes=self._peaks.peak_bytes,
+            host_peak_bytes=self._peaks.host_peak_bytes,
+            reserved_bytes=self._peaks.reserved_bytes,
+            by_phase=dict(self._peaks.by_phase),
+            by_category=dict(self._by_category),
+            step_seconds=typical_seconds(self._step_seconds),
+        )
+
+    def estimated(self) -> Peaks | None:
+        """The same of the estimate; None: there is none."""
+        return None if self.estimate is None else estimated_peaks(self.estimate)
+
+    def rows(self) -> list[Row]:
+        """The two, quantity by quantity."""
+        return list(compared(self.estimated(), self.measured()))
+
+    def write_estimate(self, metrics: RunMetrics, step: int) -> None:
+        """At the start, so that a run that is killed has left it."""
+        if estimated := self.estimated():
+            metrics.write({"step": step, "estimated": estimated.to_json()})
+
+    def write_measured(self, metrics: RunMetrics, step: int) -> None:
+        """With every checkpoint, and at the end."""
+        metrics.write({"step": step, "measured": self.measured().to_json()})
+
+    def log(self) -> None:
+        """Write the two down, a line each, where there is an estimate."""
+        if self.estimate is None:
+            return
+        logger.info("Memory, estimated and measured:")
+        for row in self.rows():
+            if row.measured is not None:
+                logger.info("  %s", row)
+
+
+def bytes_that_stay(session: Session, device: torch.device) -> dict[str, int]:
+    """Storage of weights and of optimizer state on a device between two steps, each storage once."""
+    model = session.unwrapped_model
+    weights: list[Tensor] = [*model.parameters(), *model.buffers()]
+    weights += [memory.memory for memory in session.techniques.weight_memory()]
+    weights += [leaf for weight in weights for leaf in _leaves(getattr(weight, "quant_state", None))]
+    state = [leaf for values in session.optimizer.state.values() for leaf in _leaves(values)]
+    seen: set[int] = set()
+    return {
+        name: sum(_new_storages(tensors, device, seen))
+        for name, tensors in (("parameter", weights), ("optimizer_state", state))
+    }
+
+
+def _leaves(values: Any) -> Iterator[Tensor]:
+    """The tensors in anything: containers, and objects that hold some."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))
+
+
+def _new_storages(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[int]:
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == device.type and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage.nbytes()

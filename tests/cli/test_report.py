@@ -1,0 +1,103 @@
+"""``lowmem-ft report`` shows runs side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft.cli import main
+
+PEAKS = {
+    "peak_bytes": 10 * 2**30,
+    "host_peak_bytes": 2**30,
+    "reserved_bytes": 11 * 2**30,
+    "by_phase": {"load": 5 * 2**30, "step": 10 * 2**30},
+    "by_category": {"parameter": 4 * 2**30},
+    "step_seconds": 2.0,
+}
+STEP = {"loss": 1.5, "tokens": 1000, "tokens_per_second": 500.0, "skipped_steps": 0}
+
+
+@pytest.fixture
+def run(tmp_path):
+    def write(name, *records, model=True):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "recipe.yaml").write_text("name: mine\nmodel: {name_or_path: some/model}\n")
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        if model:
+            (folder / "model").mkdir()
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture
+def finished(run):
+    return run(
+        "finished",
+        {"step": 0, "estimated": {**PEAKS, "peak_bytes": 9 * 2**30}},
+        {"step": 1, **STEP},
+        {"step": 2, **STEP, "skipped_steps": 1},
+        {"step": 2, "eval_loss": 1.25},
+        {"step": 2, "measured": PEAKS},
+    )
+
+
+def test_two_runs_stand_side_by_side_within_80_columns(finished, run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    killed = run("killed", {"step": 0, "estimated": PEAKS}, {"step": 1, **STEP}, model=False)
+    assert main(["report", finished, killed]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    lines = {line.split("  ")[0]: line for line in shown.splitlines()}
+    assert "with a model" in lines["ended"]
+    assert "before its end" in lines["ended"]
+    assert "9.00 GiB / 10.0 GiB" in lines["peak of tensors"]
+    assert "10.0 GiB / -" in lines["peak of tensors"]
+    assert "-10.0%" in shown
+    assert "1.2500" in lines["held-out loss"]
+    assert "1" in lines["steps skipped"]
+
+
+def test_a_run_without_an_estimate_says_why(run, capsys):
+    assert main(["report", run("alone", {"step": 1, **STEP})]) == 0
+    assert "No estimate was made for alone" in " ".join(capsys.readouterr().out.split())
+
+
+def test_json_has_the_errors(finished, capsys):
+    assert main(["report", finished, "--json"]) == 0
+    ((run),) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["steps"], run["finished"]) == (2, True)
+    assert run["errors"]["peak of tensors"] == pytest.approx(-0.1)
+
+
+def test_a_run_that_took_no_step_has_a_report(run, capsys):
+    assert main(["report", run("none", model=False)]) == 0
+    assert "before its end" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line,words",
+    [
+        ('{"a": 1}', "line 1, is of no run"),
+        ("[1]", "line 1, is of no run"),
+        ('{"step": 1, "loss": 2}', "line 1, is of no run"),
+        ("nothing", "line 1 is no JSON object"),
+        ('{"step": 1, "measured": {"peak": 1}}', "peaks that this version does not know"),
+    ],
+)
+def test_other_peoples_files_are_refused(run, capsys, line, words):
+    folder = run("foreign")
+    Path(folder, "metrics.jsonl").write_text(line + "\n")
+    assert main(["report", folder]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_all_that_are_no_runs_are_named(tmp_path, capsys):
+    assert main(["report", str(tmp_path), "nowhere"]) == 2
+    errors = capsys.readouterr().err
+    assert "has no recipe.yaml and no metrics.jsonl" in errors
+    assert "nowhere, which is no folder" in errors

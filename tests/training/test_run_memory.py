@@ -1,0 +1,91 @@
+"""Every run ends with what was estimated beside what it took."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from lowmem_ft import estimate_memory
+from lowmem_ft.errors import Interrupted
+from lowmem_ft.memory.comparison import Peaks, compared, estimated_peaks
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.training import loop, train
+
+SETTINGS = ("training.max_steps=2", "training.save_steps=1", "training.eval_steps=1")
+
+RUNGS = [
+    (),
+    ("model.dtype=bfloat16", "optimizer.master=split24", "optimizer.state=8bit", "offload.optimizer=host"),
+    ("adapter.name=lora",),
+]
+
+
+class Estimated:
+    """A preflight that has its estimate; see :class:`lowmem_ft.training.preflight.Preflight`."""
+
+    def __init__(self, estimate):
+        self._estimate = estimate
+
+    def begin(self, recipe, device):
+        pass
+
+    def finish(self, longest_row):
+        return self._estimate
+
+    def close(self):
+        pass
+
+
+def records(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[key]) for line in lines if key in line]
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: " ".join(rung) or "tiny")
+def test_what_stays_is_as_estimated_to_the_byte(tiny, tmp_path, rung, caplog):
+    recipe = tiny(*SETTINGS, *rung)
+    with caplog.at_level(logging.INFO):
+        train(recipe, preflight=Estimated(estimate_memory(recipe, "cpu")))
+    ((first, estimated),) = records(tmp_path / "run", "estimated")
+    measured = records(tmp_path / "run", "measured")
+    assert first == 0
+    assert [step for step, _ in measured] == [1, 2, 2], "with each checkpoint, and at the end"
+    rows = {row.name: row for row in compared(Peaks.from_json(estimated), Peaks.from_json(measured[-1][1]))}
+    assert rows["weights"].error == 0
+    assert rows["optimizer state"].error == 0
+    assert {"while loading", "in a step", "in evaluation", "while saving"} <= rows.keys()
+    assert abs(rows["peak of the process"].error) < 0.5
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert str(rows["peak of the process"]) in caplog.text
+    assert "| peak of the process | " in card
+    assert "estimated before: " in card
+    assert "while loading" not in card
+
+
+def test_a_run_without_an_estimate_says_what_it_took(tiny, tmp_path):
+    train(tiny(*SETTINGS))
+    assert records(tmp_path / "run", "estimated") == []
+    assert Peaks.from_json(records(tmp_path / "run", "measured")[-1][1]).peak_bytes > 0
+
+
+def test_a_run_that_is_stopped_has_left_both(tiny, tmp_path, monkeypatch):
+    recipe = tiny(*SETTINGS)
+    monkeypatch.setattr(loop.TrainingRun, "_signal_number", lambda self: 15)
+    with pytest.raises(Interrupted):
+        train(recipe, preflight=Estimated(estimate_memory(recipe, "cpu")))
+    assert len(records(tmp_path / "run", "estimated")) == 1
+    assert records(tmp_path / "run", "measured")[-1][0] == 1
+
+
+def test_on_a_gpu_phases_are_of_tensors_alone():
+    estimate = estimate_memory(load_recipe("tiny"), "t4")
+    peaks = estimated_peaks(estimate)
+    assert peaks.peak_bytes == estimate.allocated_peak_bytes == max(peaks.by_phase.values())
+    assert peaks.by_phase["step"] == max(
+        estimate.by_phase[phase] for phase in ("forward", "backward", "optimizer_step")
+    )
+    on_cpu = estimated_peaks(estimate_memory(load_recipe("tiny"), "cpu"))
+    assert on_cpu.reserved_bytes is None
+    assert on_cpu.by_phase["step"] > 400 * 2**20, "the process itself is in it"
