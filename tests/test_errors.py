@@ -25,10 +25,14 @@ def test_a_users_error_says_the_same_in_another_process(kind):
     assert (copy.problems, str(copy), copy.exit_code) == (error.problems, str(error), error.exit_code)
 
 
-def test_an_interruption_says_the_same_in_another_process():
-    stop = Interrupted(signal.SIGTERM, checkpoint=Path("runs/a/checkpoint-3"))
+@pytest.mark.parametrize(
+    "saved", [{"checkpoint": Path("runs/a/checkpoint-3")}, {"model_folder": Path("runs/a/model")}]
+)
+def test_an_interruption_says_the_same_in_another_process(saved):
+    stop = Interrupted(signal.SIGTERM, **saved)
     copy = pickle.loads(pickle.dumps(stop))
-    assert (str(copy), copy.checkpoint, copy.exit_code) == (str(stop), stop.checkpoint, 143)
+    assert (str(copy), copy.exit_code) == (str(stop), 143)
+    assert (copy.checkpoint, copy.model_folder) == (stop.checkpoint, stop.model_folder)
 
 
 def test_an_interrupted_worker_has_not_ended_well():

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_ft.errors import Interrupted
-from lowmem_ft.training import interruption, loop, start, train
+from lowmem_ft.errors import Interrupted, UserError
+from lowmem_ft.training import health, interruption, loop, start, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.interruption import Interruption
 
@@ -62,21 +62,38 @@ def test_a_signal_while_the_finished_model_is_saved_lets_that_end(tiny, tmp_path
         send(signal.SIGTERM)
         save(*args, **kwargs)
 
+    ended = []
+    monkeypatch.setattr(AccelerateRuntime, "end_trackers", lambda self: ended.append(self))
     monkeypatch.setattr(loop, "save_finished_model", interrupted)
     with pytest.raises(Interrupted) as stop:
         train(tiny(*SHORT, output_dir=tmp_path / "run"))
     assert (stop.value.exit_code, stop.value.checkpoint) == (143, None)
     assert stop.value.model_folder == tmp_path / "run" / "model"
+    assert len(ended) == 1
     assert (stop.value.model_folder / "model.safetensors").exists()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+def test_a_signal_at_the_end_hides_no_ruined_model(tiny, tmp_path, monkeypatch):
+    def problems(*args):
+        send(signal.SIGTERM)
+        return ["Its weights are not finite."]
+
+    monkeypatch.setattr(health.RunHealth, "problems_at_the_end", problems)
+    with pytest.raises(UserError, match=r"do not use .* Its weights are not finite"):
+        train(tiny(*SHORT, output_dir=tmp_path / "run"))
+
+
 def test_a_signal_to_another_process_stops_this_one_too(tiny, tmp_path, monkeypatch):
+    ended = []
+    monkeypatch.setattr(AccelerateRuntime, "end_trackers", lambda self: ended.append(self))
     largest = iter([0, 0, 15])  # asked once a step
     monkeypatch.setattr(AccelerateRuntime, "max_over_processes", lambda self, value: next(largest, value))
+    monkeypatch.setattr(AccelerateRuntime, "any_process", lambda self, flag: flag)
     with pytest.raises(Interrupted) as stop:
         train(tiny("training.eval_steps=null", "training.save_steps=null", output_dir=tmp_path / "run"))
     assert stop.value.exit_code == 143
+    assert len(ended) == 1, "what trackers hold back would be lost"
 
 
 def test_a_signal_says_what_to_go_on_from_even_if_no_step_was_taken(tiny, tmp_path, monkeypatch):
@@ -132,8 +149,10 @@ def test_an_evaluation_that_was_cut_short_is_made_when_the_run_goes_on(tiny, tmp
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "evaluation_loss", interrupted)
-        with pytest.raises(Interrupted):
+        with pytest.raises(Interrupted) as stop:
             train(tiny(*SHORT, output_dir=tmp_path / "stopped"))
+    assert stop.value.checkpoint == tmp_path / "stopped" / "checkpoint-3"  # which save_steps had not made
+    assert stop.value.checkpoint.is_dir()
     train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=tmp_path / "stopped"))
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")
 
