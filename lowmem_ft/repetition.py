@@ -35,11 +35,12 @@ def rounds(items: Iterable[T]) -> Iterator[T]:
     """The items of a loop, all of them; a trace gets along with a few.
 
     Rounds but for the first and the last must take the same memory, and leave none behind but what they were given by
-    ``memory.HostMemory``. A trace does the first, the second in place of all up to the last, and the last.
+    ``memory.HostMemory``. A trace does the first, the second in place of all up to the last, and the last; three more
+    where another loop of ``rounds`` works on the items and may read two of them ahead.
 
     Where the work on an item goes on later, the trace has to know which round it belongs to. Of autograd it does: a
     backward pass counts as its forward did. Objects that this loop has given may be put through ``rounds`` again, in
-    any iterator: nothing is left out then.
+    any iterator: nothing is left out then, and all that is done from one of them to the next counts as that one did.
 
     Args:
         items: a sequence, of which a trace leaves rounds out; or an iterator, of which it leaves out none.

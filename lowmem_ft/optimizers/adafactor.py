@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_ft.optimizers.update_rule import Chunk, Step
+from lowmem_ft.optimizers.update_rule import Chunk, Chunks, Step
 
 # Shapes: R rows and C columns of a matrix; a tensor of more dimensions is M matrices. r, c: part of R, C.
 
@@ -52,7 +52,7 @@ class Adafactor:
     def measured_step(
         self,
         shape: torch.Size,
-        chunks: Callable[[], Iterator[Chunk]],
+        chunks: Chunks,
         statistics: Mapping[str, Tensor],
         number: int,
         hyperparameters: Mapping[str, Any],
@@ -61,12 +61,14 @@ class Adafactor:
         decay = 1.0 - number**_DECAY_RATE
         if len(shape) > 1:
             matrices = _Matrices(shape, statistics["exp_avg_sq_row"], statistics["exp_avg_sq_col"])
-            matrices.add_gradient(chunks(), decay)
+            matrices.add_gradient(chunks, decay)
             scaled = matrices.scaled_gradient
         else:
             scaled = functools.partial(_scaled_gradient, decay=decay)
-        squares = [scaled(chunk).square_().sum() for chunk in chunks()]
-        rms = (torch.stack(squares).sum() / shape.numel()).sqrt_()
+        squares = torch.empty(len(chunks), device=chunks.device)
+        for index, chunk in enumerate(chunks):
+            squares[index] = scaled(chunk).square_().sum()
+        rms = (squares.sum() / shape.numel()).sqrt_()
         lr, weight_decay = hyperparameters["lr"], hyperparameters["weight_decay"]
         length = lr / (rms / _CLIP_THRESHOLD).clamp_(min=1.0)
 
@@ -100,7 +102,7 @@ class _Matrices:
         self.num_rows, self.num_columns = shape[-2], shape[-1]
         self.row_MR, self.col_MC = row.view(-1, self.num_rows), col.view(-1, self.num_columns)
 
-    def add_gradient(self, chunks: Iterator[Chunk], decay: float) -> None:
+    def add_gradient(self, chunks: Chunks, decay: float) -> None:
         """Move the averages towards a squared gradient."""
         self.row_MR.mul_(decay)
         self.col_MC.mul_(decay)

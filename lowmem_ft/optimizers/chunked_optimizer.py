@@ -27,7 +27,7 @@ from lowmem_ft.optimizers.slice_update import ChunkUpdate, SliceUpdate
 from lowmem_ft.optimizers.state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
-from lowmem_ft.optimizers.update_rule import Chunk, Step, UpdateRule, WholeParameterRule
+from lowmem_ft.optimizers.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
 from lowmem_ft.repetition import rounds
 
 CPU_CHUNK_ELEMENTS = 2**18
@@ -131,7 +131,7 @@ class ChunkedOptimizer(Optimizer):
             )
             if isinstance(self.rule, WholeParameterRule):
                 updates = list(updates)  # each is measured first, with visits of its own
-            chunks = (chunk for update in updates for chunk in self._chunks_of(update))
+            chunks = (chunk for update in updates for chunk in rounds(self._chunks_of(update)))
             for chunk in rounds(self._visits(chunks, device)):
                 self._update_chunk(chunk)
 
@@ -295,22 +295,21 @@ class ChunkedOptimizer(Optimizer):
             )
 
     def _measured_step(self, update: SliceUpdate, rule: WholeParameterRule) -> Step:
-        shape, state = update.parameter.shape, self.state[update.parameter]
+        shape, state, device = update.parameter.shape, self.state[update.parameter], update.gradient.device
 
-        def read_chunks() -> Iterator[Chunk]:
-            chunks = self._chunks_of(update)
-            for chunk in self._visits(chunks, update.gradient.device, with_weights=False):
+        def read() -> Iterator[Chunk]:
+            for chunk in rounds(self._visits(rounds(self._chunks_of(update)), device, with_weights=False)):
                 yield self._values(chunk)
 
+        chunks = Chunks(len(self._chunks_of(update)), device, read)
         statistics = {name: state[name] for name in rule.statistics(shape)}
-        return rule.measured_step(shape, read_chunks, statistics, update.number, update.hyperparameters)
+        return rule.measured_step(shape, chunks, statistics, update.number, update.hyperparameters)
 
     def _chunks_of(self, update: SliceUpdate) -> list[ChunkUpdate]:
-        """The slice's chunks; of alike ones a trace needs a few."""
         shape = update.parameter.shape
         row = self.rule.row_length(shape) if isinstance(self.rule, WholeParameterRule) else 1
         chunks = spans(update.start, update.stop, self.chunk_size(update.gradient.device), row)
-        return list(rounds([ChunkUpdate(update, start, stop) for start, stop in chunks]))
+        return [ChunkUpdate(update, start, stop) for start, stop in chunks]
 
     def _visits(
         self, chunks: Iterable[ChunkUpdate], device: torch.device, *, with_weights: bool = True

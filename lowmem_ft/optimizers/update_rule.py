@@ -25,6 +25,27 @@ class Chunk:
     start: int
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """A parameter's chunks, in order, each time that they are iterated over; changes in them are not kept.
+
+    Args:
+        count: how many they are; a trace reads a few of them.
+        device: where they are read.
+        read: begins a reading.
+    """
+
+    count: int
+    device: torch.device
+    read: Callable[[], Iterator[Chunk]]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self.read()
+
+
 Step = Callable[[Tensor, Chunk], None]
 """Takes the weights of a chunk in float32 and the chunk; updates weights and averages in place."""
 
@@ -60,7 +81,7 @@ class WholeParameterRule(Protocol):
     def measured_step(
         self,
         shape: torch.Size,
-        chunks: Callable[[], Iterator[Chunk]],
+        chunks: Chunks,
         statistics: Mapping[str, Tensor],
         number: int,
         hyperparameters: Mapping[str, Any],
@@ -69,7 +90,8 @@ class WholeParameterRule(Protocol):
 
         Args:
             shape: the parameter's.
-            chunks: gives the chunks in order, as often as it is called; changes in them are not kept.
+            chunks: of the parameter, to be read as often as it takes. A reading leaves behind nothing that grows with
+                their number.
             statistics: as :meth:`statistics` named them; updated in place.
             number: of the step, from 1.
             hyperparameters: the group's.

@@ -204,6 +204,8 @@ class HostStorage:
         """Send a chunk on its way to the next slot."""
         # On a CPU one cannot tell what waits on the host: all of it.
         waiting = {name: tensor for name, tensor in chunk.items() if tensor.device.type == "cpu"}
+        if not waiting:
+            return Visitor(self._slots[0], {}, dict(chunk), CopyEvent())  # takes none, and holds nobody up
         slot = self._next_slot(sum(_aligned(tensor.nbytes) for tensor in waiting.values()))
         # Chunks of one visit do not overlap; a visit before this one may have written the same ones.
         after = [slot.free, *(self.written(tensor) for tensor in waiting.values())]

@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
         self.timeline = Timeline()
         self.work = WorkLog(self.timeline)
         self.stream = 0
-        self.alike = AlikeRounds()
+        self.alike = AlikeRounds(self.work)
         self.live_bytes = 0
         self.peak_bytes = 0
         self.largest_assumed: set[str] = set()

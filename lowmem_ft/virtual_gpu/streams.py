@@ -24,16 +24,20 @@ class VirtualEvent:
     def record(self, stream: VirtualStream | None = None) -> None:
         """Put the event behind all work that the stream has so far."""
         recorder = active_gpu().recorder
+        recorder.alike.operator_begins()
         recorder.work.record_event(self.id, recorder.stream if stream is None else stream.id)
 
     def wait(self, stream: VirtualStream | None = None) -> None:
         """Let a stream's further work wait for the event."""
         recorder = active_gpu().recorder
+        recorder.alike.operator_begins()
         recorder.work.wait_event(self.id, recorder.stream if stream is None else stream.id)
 
     def synchronize(self) -> None:
         """Let the host wait for the event."""
-        active_gpu().recorder.work.synchronize_event(self.id)
+        recorder = active_gpu().recorder
+        recorder.alike.operator_begins()
+        recorder.work.synchronize_event(self.id)
 
     def query(self) -> bool:
         """Whether the event has been reached: what a program sees that asks often enough."""

@@ -22,10 +22,10 @@ class Work:
         flops: floating-point operations.
         dtype: of the operands of the products, such as ``bfloat16``; empty where there are none.
         num_bytes: read and written in device memory; for a copy, moved over the host link.
-        event: of ``record``, ``wait``, ``synchronize``.
+        event: of ``record``, ``wait``, ``synchronize``; of a round's begin: the number of its loop.
         blocking: of a copy: whether the host waits for its end.
         to_host: of a copy: its direction; each has a copy engine of its own.
-        times: how many entries like this one it stands for, one after the other.
+        times: how many entries like this one it stands for: its round is done so often, as a whole.
     """
 
     kind: Literal["kernel", "copy", "record", "wait", "synchronize", "mark"]
@@ -61,6 +61,8 @@ STEP_END = "step end"
 BETWEEN_STEPS = "between steps"
 """Nothing of the step before is left: no gradients, no batch."""
 MICRO_BATCH_BEGIN, MICRO_BATCH_END = "micro-batch begin", "micro-batch end"
+ROUND_BEGIN, ROUND_END = "round begin", "round end"
+"""What is between them is one round of a loop, and done as often as ``times`` of the begin says; rounds may nest."""
 
 
 @dataclass
@@ -87,6 +89,14 @@ class WorkLog:
     def mark(self, moment: str) -> None:
         """Name this moment."""
         self.entries.append(Work("mark", self.position, name=moment))
+
+    def begin_round(self, loop: int, times: int) -> None:
+        """What follows is a round of a loop, and stands for this many, those of rounds around it included."""
+        self.entries.append(Work("mark", self.position, name=ROUND_BEGIN, event=loop, times=times))
+
+    def end_round(self) -> None:
+        """The innermost round is over."""
+        self.mark(ROUND_END)
 
     def record_event(self, event: int, stream: int) -> None:
         """An event behind the stream's work so far."""

@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.gradient_slice import GradientSlice
+from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.table import optimizers_that
+from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.virtual_gpu import machine
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.replay import clock
 
 OWN_OPTIMIZERS = optimizers_that("takes_formats")
 MASTERS = ("fp32", "split16", "split24", "stochastic_rounding", "none")
@@ -268,16 +273,47 @@ def test_other_seeds_round_otherwise():
     assert not torch.equal(*results)
 
 
-def test_a_trace_of_a_few_chunks_takes_what_all_of_them_take(monkeypatch):
-    def kernels():
-        with machine.VirtualMachine() as virtual:
-            optimizer = build(shapes=((64, 64),))
-            optimizer.chunk_elements = 512
-            take_steps(optimizer, num_steps=1)
-        return [work for work in virtual.work.entries if work.kind == "kernel"]
+@pytest.mark.parametrize("name,is_on_host", [("adamw", False), ("adamw", True), ("adafactor", True)])
+def test_a_trace_of_a_few_chunks_takes_what_all_of_them_take(name, is_on_host, monkeypatch):
+    """State on the host is read ahead of the chunk that is updated; copies have to run beside the updates as often."""
+    monkeypatch.setattr(
+        clock, "HOST_SECONDS_PER_OPERATOR", 1e-12
+    )  # kernels and copies bind, as with large chunks
 
-    few = kernels()
+    def trace():
+        with VirtualGPU("t4") as virtual, torch.device("cuda"):
+            large, small = (
+                nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((40, 64), (7,))
+            )
+            defaults = {"lr": 1e-3, "weight_decay": 0.1, **OPTIMIZERS[name].hyperparameters}
+            optimizer = ChunkedOptimizer([large, small], OPTIMIZERS[name].update_rule(), defaults)
+            optimizer.chunk_elements = 256
+            if is_on_host:
+                enable_optimizer_offload(optimizer, HostMemory(virtual.device, is_limited=False))
+            for _ in range(2):
+                large.grad, small.grad = torch.ones_like(large), torch.ones_like(small)
+                optimizer.step()
+        return virtual.trace()
+
+    few = trace()
     monkeypatch.setattr(machine, "abridged_for", lambda _: contextlib.nullcontext())
-    every = kernels()
-    assert len(few) < len(every)
-    assert sum(work.num_bytes * work.times for work in few) == sum(work.num_bytes for work in every)
+    every = trace()
+    assert len(few.work) < len(every.work)
+    assert work_and_copies(few) == work_and_copies(every)
+    assert max(few.timeline.live_bytes()) == max(every.timeline.live_bytes())
+    seconds = [
+        clock.time_of(each.work, find_gpu("t4")).between(0, len(each.work)).seconds for each in (few, every)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
+
+
+def work_and_copies(trace):
+    """How much of both there is, and how often."""
+    work = [entry for entry in trace.work if entry.kind in ("kernel", "copy")]
+    return {
+        kind: (
+            sum(entry.num_bytes * entry.times for entry in work if entry.kind == kind),
+            sum(entry.times for entry in work if entry.kind == kind),
+        )
+        for kind in ("kernel", "copy")
+    }

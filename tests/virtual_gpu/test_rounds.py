@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.repetition import rounds
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.rounds import AlikeRounds
+from lowmem_ft.virtual_gpu.work import Work, WorkLog
 
 
 @dataclass(eq=False)
@@ -19,8 +21,19 @@ class Item:
 
 
 @pytest.fixture
-def alike():
-    return AlikeRounds()
+def work():
+    return WorkLog(Timeline())
+
+
+@pytest.fixture
+def alike(work):
+    return AlikeRounds(work)
+
+
+def moments(work):
+    """What is logged: rounds as brackets behind their counts, kernels by name."""
+    written = {"round begin": "({}", "round end": ")"}
+    return " ".join(written.get(entry.name, entry.name).format(entry.times) for entry in work.entries)
 
 
 @pytest.mark.parametrize(
@@ -51,20 +64,33 @@ def test_a_loop_that_is_left_early_leaves_no_count(alike):
     assert alike.times == 1
 
 
-def test_items_that_come_again_count_as_before_even_where_they_are_read_ahead(alike):
-    items = [Item(name) for name in "abcdefg"]
+def ahead(few, work):
+    """Fetches each item while the second one before it is worked on."""
+    read = deque()
+    for item in few:
+        work.add(Work("kernel", 0, name=f"fetch-{item.name}"))
+        read.append(item)
+        if len(read) == 2:
+            yield read.popleft()
+    yield from read
 
-    def one_behind(few):
-        read = deque()
-        for item in few:
-            read.append(item)
-            if len(read) == 2:
-                yield read.popleft()
-        yield from read
 
-    counts = [(item.name, alike.times) for item in alike.rounds(one_behind(alike.rounds(items)))]
-    assert counts == [("a", 1), ("b", 5), ("g", 1)]
-    assert [item.name for item in alike.rounds(iter(items))] == list("abcdefg")
+def test_items_that_come_again_count_as_before_even_where_they_are_read_ahead(alike, work):
+    items = [Item(name) for name in "abcdefghi"]
+    visits = ahead(alike.rounds(items), work)
+    assert [(item.name, alike.times) for item in alike.rounds(visits)] == [
+        *(("a", 1), ("b", 1), ("c", 4), ("g", 1), ("h", 1), ("i", 1))
+    ]
+    assert [item.name for item in alike.rounds(iter(items))] == list("abcdefghi")
+
+
+def test_a_round_is_whole_with_what_it_does_for_a_later_item(alike, work):
+    """Else all fetches of the alike items would come first, and none beside the work on another."""
+    for item in alike.rounds(ahead(alike.rounds([Item(name) for name in "abcdefghi"]), work)):
+        work.add(Work("kernel", 0, name=item.name))
+    assert moments(work) == (
+        "fetch-a fetch-b (1 a fetch-c ) (1 b fetch-g ) (4 c fetch-h ) (1 g fetch-i ) (1 h ) (1 i )"
+    )
 
 
 def test_backward_counts_as_forward_did():

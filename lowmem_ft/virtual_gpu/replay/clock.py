@@ -1,7 +1,8 @@
 """How long a log of work takes on a GPU: the host issues it in order, streams run it, events hold them back.
 
 A kernel takes the longer of its arithmetic and its memory traffic, a copy the bytes over the host link. The log is
-recorded once and replayed for every GPU.
+recorded once and replayed for every GPU. A round that stands for several is replayed as often, so that copies run
+beside computing as they do in the program; ``logged_rounds.py`` says how exact that is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.virtual_gpu.replay.logged_rounds import LoggedRound, rounds_of
 from lowmem_ft.virtual_gpu.work import Work
 
 Bound = Literal["compute", "memory bandwidth", "kernel launches", "host copies"]
@@ -69,8 +71,8 @@ class Times:
     """When each entry of a log ran, in seconds from the log's beginning.
 
     Args:
-        starts: of each entry, on its stream; of ``synchronize`` on the host.
-        ends: of each entry.
+        starts: of each entry, on its stream; of ``synchronize`` on the host; the last time, where it is done often.
+        ends: of each entry, likewise.
         spent: seconds of each entry that the busiest stream spent computing, on memory traffic and on copies or on
             waiting for one. What it did besides was waiting for the host.
     """
@@ -126,8 +128,8 @@ class Clock:
         self._is_kernel = np.array([entry.kind == "kernel" for entry in entries], dtype=bool)
         self._is_copy = np.array([entry.kind == "copy" for entry in entries], dtype=bool)
         self._times = np.array([entry.times for entry in entries], dtype=np.float64)
-        self._flops = np.array([entry.flops * entry.times for entry in entries], dtype=np.float64)
-        self._bytes = np.array([entry.num_bytes * entry.times for entry in entries], dtype=np.float64)
+        self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
+        self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
         self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
 
@@ -146,21 +148,16 @@ class Clock:
         copies = np.where(self._is_copy, self._bytes / host_link_rate(gpu), 0.0)
         durations = np.maximum(compute, traffic) + copies
 
-        main = self._busiest_stream(durations)
-        issue: Seconds = self._times * HOST_SECONDS_PER_OPERATOR
-        replay = _Replay(durations, issue, main, copying=set(self._streams[self._is_copy].tolist()))
-        for first, last in self._runs:
-            if self._is_kernel[first]:
-                replay.run_kernels(first, last, int(self._streams[first]))
-            else:
-                replay.run(first, self._entries[first])
+        main = self._busiest_stream(durations * self._times)
+        replay = _Replay(self._entries, durations, main, copying=set(self._streams[self._is_copy].tolist()))
+        replay.go_through(self._program)
 
-        on_main = self._streams == main
+        times_on_main = np.where(self._streams == main, self._times, 0.0)
         is_compute = compute >= traffic
         spent: dict[Bound, Seconds] = {
-            "compute": np.where(on_main & is_compute, compute, 0.0),
-            "memory bandwidth": np.where(on_main & ~is_compute, traffic, 0.0),
-            "host copies": np.where(on_main, copies, 0.0) + replay.copy_stalls,
+            "compute": times_on_main * np.where(is_compute, compute, 0.0),
+            "memory bandwidth": times_on_main * np.where(is_compute, 0.0, traffic),
+            "host copies": times_on_main * copies + replay.copy_stalls,
         }
         return Times(starts=replay.starts, ends=replay.ends, spent=spent)
 
@@ -173,13 +170,11 @@ class Clock:
         return int(names[np.bincount(places, weights=durations[self._is_kernel]).argmax()])
 
     @cached_property
-    def _runs(self) -> list[tuple[int, int]]:
-        """Consecutive kernels of one stream, replayed together; every other entry by itself."""
-        if not len(self._entries):
-            return []
+    def _program(self) -> LoggedRound:
+        """Consecutive kernels of one stream, replayed together, and every other entry by itself, in their rounds."""
         together = self._is_kernel[1:] & self._is_kernel[:-1] & (self._streams[1:] == self._streams[:-1])
         cuts = [0, *(np.flatnonzero(~together) + 1).tolist(), len(self._entries)]
-        return list(itertools.pairwise(cuts))
+        return rounds_of(self._entries, itertools.pairwise(cuts) if len(self._entries) else ())
 
 
 def matmul_rate(gpu: Gpu, dtype: str) -> float:
@@ -210,18 +205,18 @@ class _Replay:
     """The state of host, streams, copy engines and events while a log is replayed.
 
     Args:
+        entries: the log.
         durations: of each entry.
-        issue: the host's part of each entry.
         main: the stream whose stalls count.
         copying: the streams that carry copies.
     """
 
-    def __init__(self, durations: Seconds, issue: Seconds, main: int, copying: set[int]) -> None:
+    def __init__(self, entries: Sequence[Work], durations: Seconds, main: int, copying: set[int]) -> None:
         self.starts = np.zeros_like(durations)
         self.ends = np.zeros_like(durations)
         self.copy_stalls = np.zeros_like(durations)
+        self._entries = entries
         self._durations = durations
-        self._issue = issue
         self._main = main
         self._copying = copying
         self._host = 0.0
@@ -229,11 +224,28 @@ class _Replay:
         self._engine_ready = {False: 0.0, True: 0.0}  # to the device, to the host
         self._events: dict[int, tuple[float, int]] = {}  # time, and the stream it was recorded on
 
+    def go_through(self, logged: LoggedRound) -> None:
+        """A round, as often as it is done."""
+        for repetition in range(logged.times):
+            if repetition:
+                for event, next_event in logged.follow:
+                    self._events[event] = self._events[next_event]
+            for part in logged.parts:
+                if isinstance(part, LoggedRound):
+                    self.go_through(part)
+                    continue
+                first, last = part
+                entry = self._entries[first]
+                if entry.kind == "kernel":
+                    self.run_kernels(first, last, entry.stream)
+                else:
+                    self.run(first, entry)
+
     def run_kernels(self, first: int, last: int, stream: int) -> None:
         """Kernels that follow each other on one stream: each starts when it is issued and the one before has ended."""
         durations = self._durations[first:last]
         before = np.cumsum(durations) - durations
-        issued = self._host + np.cumsum(self._issue[first:last])
+        issued = self._host + HOST_SECONDS_PER_OPERATOR * np.arange(1, last - first + 1)
         delays = issued - before
         delays[0] = max(delays[0], self._stream_ready.get(stream, 0.0))
         starts = before + np.maximum.accumulate(delays)
@@ -259,7 +271,7 @@ class _Replay:
             self.starts[index] = self.ends[index] = self._host
 
     def _copy(self, index: int, entry: Work, ready: float) -> None:
-        self._host += float(self._issue[index])
+        self._host += HOST_SECONDS_PER_OPERATOR
         start = max(self._host, ready, self._engine_ready[entry.to_host])
         end = start + float(self._durations[index])
         self.starts[index], self.ends[index] = start, end
@@ -271,7 +283,7 @@ class _Replay:
         # CUDA lets a stream pass an event that was never recorded.
         reached, source = self._events.get(entry.event, (0.0, entry.stream))
         if entry.stream == self._main and source in self._copying:
-            self.copy_stalls[index] = max(0.0, reached - max(ready, self._host))
+            self.copy_stalls[index] += max(0.0, reached - max(ready, self._host))
         self.starts[index], self.ends[index] = ready, max(ready, reached)
         self._stream_ready[entry.stream] = max(ready, reached)
 
