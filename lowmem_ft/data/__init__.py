@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lowmem_ft.data.batch import IGNORED_LABEL, Batch, merged
+    from lowmem_ft.data.batch import IGNORED_LABEL, Batch, LabelledRows, merged
     from lowmem_ft.data.collating import Collator
     from lowmem_ft.data.config import DataConfig
+    from lowmem_ft.data.cutting import half_of, half_of_rows, pieces
     from lowmem_ft.data.loading import PreparedData, load_data
     from lowmem_ft.data.position import DataPosition
     from lowmem_ft.data.stream import DataStream, Window, eval_batches
@@ -26,11 +27,15 @@ __all__ = [
     "DataPosition",
     "DataStream",
     "DataSummary",
+    "LabelledRows",
     "PreparedData",
     "Window",
     "eval_batches",
+    "half_of",
+    "half_of_rows",
     "load_data",
     "merged",
+    "pieces",
 ]
 
 __getattr__ = lazy_exports(
@@ -43,10 +48,14 @@ __getattr__ = lazy_exports(
         "DataPosition": "position",
         "DataStream": "stream",
         "DataSummary": "summary",
+        "LabelledRows": "batch",
         "PreparedData": "loading",
         "Window": "stream",
         "eval_batches": "stream",
+        "half_of": "cutting",
+        "half_of_rows": "cutting",
         "load_data": "loading",
         "merged": "batch",
+        "pieces": "cutting",
     },
 )

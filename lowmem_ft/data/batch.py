@@ -6,18 +6,22 @@ Axes: B examples (rows) of the micro-batch, T tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 IGNORED_LABEL = -100
 """The label of a token that carries no loss (torch's and transformers' ``ignore_index``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Token ids and labels of one micro-batch, on any device; rows are right-padded.
+class LabelledRows:
+    """What the model gets of some rows, on any device; rows are right-padded.
 
     There is no attention mask: under causal attention a real token never looks at the padding on its right, and
     padding carries no label, so the mask would change no number and would only cost the fast attention kernels.
@@ -29,17 +33,13 @@ class Batch:
         labels_BT: int64; equals the token id where the token is to be learnt, else -100. Not shifted: the model
             predicts token ``t`` from the tokens before it, so column 0 is always -100.
         position_ids_BT: int64 positions inside each document, or None for rows of one document.
-        sample_ids: the ids of the examples in this micro-batch, in row order (several per packed row).
         num_label_tokens: labels that are not -100, counted on the host so that nobody has to ask the device.
-        num_tokens: tokens that are not padding.
     """
 
     input_ids_BT: torch.Tensor
     labels_BT: torch.Tensor
     position_ids_BT: torch.Tensor | None
-    sample_ids: tuple[int, ...]
     num_label_tokens: int
-    num_tokens: int
 
     def model_inputs(self) -> dict[str, torch.Tensor]:
         """The keyword arguments of a HuggingFace causal LM's ``forward``, labels excepted."""
@@ -48,17 +48,28 @@ class Batch:
             inputs["position_ids"] = self.position_ids_BT
         return inputs
 
-    def to(self, device: torch.device) -> Batch:
-        """The same batch with its tensors on ``device``."""
+    def to(self, device: torch.device) -> Self:
+        """The same with its tensors on ``device``."""
         positions = self.position_ids_BT
-        return Batch(
+        return replace(
+            self,
             input_ids_BT=self.input_ids_BT.to(device, non_blocking=True),
             labels_BT=self.labels_BT.to(device, non_blocking=True),
             position_ids_BT=None if positions is None else positions.to(device, non_blocking=True),
-            sample_ids=self.sample_ids,
-            num_label_tokens=self.num_label_tokens,
-            num_tokens=self.num_tokens,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(LabelledRows):
+    """One micro-batch: its rows, and what is in them.
+
+    Args:
+        sample_ids: the ids of the examples in this micro-batch, in row order (several per packed row).
+        num_tokens: tokens that are not padding.
+    """
+
+    sample_ids: tuple[int, ...]
+    num_tokens: int
 
 
 def merged(batches: Sequence[Batch]) -> Batch:
