@@ -6,7 +6,7 @@ import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,11 +60,23 @@ def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: Hos
         return Technique()
     waiting_room = OffloadPool(host, _ON_THEIR_WAY[config.activations])
     if config.activations == "inputs":
-        return _offload_inputs(model, waiting_room)
-    return _offload_all(model, waiting_room)
+        return ActivationOffload(waiting_room, *_offload_inputs(model, waiting_room))
+    return ActivationOffload(waiting_room, _offload_all(model, waiting_room))
 
 
-def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Technique:
+class ActivationOffload(Technique):
+    """Activations on the host; see :func:`enable_activation_offload`."""
+
+    def __init__(self, waiting_room: OffloadPool, *undo: Callable[[], object]) -> None:
+        super().__init__(*undo)
+        self._waiting_room = waiting_room
+
+    def abandon(self) -> None:
+        """Let go of those that were still leaving: no backward will ask for them."""
+        self._waiting_room.abandon()
+
+
+def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Iterator[Callable[[], object]]:
     layers = [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
     if not layers:
         raise ModelError(
@@ -73,9 +85,8 @@ def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Technique:
         )
     log.info("Activation offload: the inputs of %d checkpointed layers wait in host memory.", len(layers))
     with_input_away = functools.partial(_WithInputAway, waiting_room)
-    return Technique(
-        *(wrap_method(layer, "_gradient_checkpointing_func", with_input_away) for layer in layers)
-    )
+    for layer in layers:
+        yield wrap_method(layer, "_gradient_checkpointing_func", with_input_away)
 
 
 class _WithInputAway:
@@ -102,7 +113,7 @@ class _WithInputAway:
             return self._checkpoint(function, *args)
 
 
-def _offload_all(model: Any, waiting_room: OffloadPool) -> Technique:
+def _offload_all(model: Any, waiting_room: OffloadPool) -> Callable[[], object]:
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def with_activations_away(stock_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +142,7 @@ def _offload_all(model: Any, waiting_room: OffloadPool) -> Technique:
         "offload.activations=all copies every activation to the host and back, which takes longer than to compute it "
         "again: checkpointing.mode=full with offload.activations=inputs frees more in less time."
     )
-    return Technique(wrap_method(causal_lm, "forward", with_activations_away))
+    return wrap_method(causal_lm, "forward", with_activations_away)
 
 
 class OffloadedTensor:
@@ -209,6 +220,10 @@ class OffloadPool:
         if earlier is not None and earlier.returned is None:
             self._sent_for(earlier)
         return tensor
+
+    def abandon(self) -> None:
+        """Let go of what is leaving, once it has left."""
+        self._let_go(0, forget=True)
 
     def forget(self, away: OffloadedTensor) -> None:
         """Nothing needs a tensor any more: another may wait in its place."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -106,6 +106,7 @@ class InBackward(Technique):
         self._kept = KeptGradients(device, optimizer, None if self.updates_at_once else memory)
         self._deferred: set[nn.Parameter] = set()
         self._pending: dict[nn.Parameter, Pending] = {}
+        self._is_updating = False
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._take_from_autograd)
             for parameter in _parameters(optimizer)
@@ -196,6 +197,18 @@ class InBackward(Technique):
         """The end of the last copy that brought an updated weight back to where it waits."""
         return self._optimizer.written(parameter)
 
+    @property
+    def is_updating(self) -> bool:
+        """Also once an update has failed."""
+        return self._is_updating
+
+    def abandon(self) -> None:
+        """Forget this window's gradients; those of the step before, whose updates wait, are kept."""
+        self._kept.end_backward()
+        self._kept.clear(but=self._pending)
+        self._taken.clear()
+        self._sum_of_squares = torch.zeros_like(self._sum_of_squares)
+
     def flush(self) -> None:
         """Make every update that waits: before weights are read by anyone but the next step."""
         self.apply(list(self._pending))
@@ -223,9 +236,11 @@ class InBackward(Technique):
         scale: Tensor | None,
         hyperparameters: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
+        self._is_updating = True
         for parameter in parameters:
             slices = self._kept.take_out(parameter)
             self._optimizer.update(slices, scale=scale, hyperparameters=hyperparameters)
+        self._is_updating = False
 
 
 def enable_optimizer_in_backward(
@@ -327,9 +342,9 @@ class KeptGradients:
         """Those whose gradients are here, in the order they came."""
         return list(self._slices)
 
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._slices.clear()
+    def clear(self, *, but: Container[nn.Parameter] = ()) -> None:
+        """Forget all of them, but for those of some parameters."""
+        self._slices = {key: slices for key, slices in self._slices.items() if key in but}
 
     def take_out(self, parameter: nn.Parameter) -> Iterator[GradientSlice]:
         """A parameter's gradient on the device, in its order; from the host chunk by chunk, as it is asked for."""

@@ -42,8 +42,9 @@ class Technique(Handle):
     """What every ``enable_*`` returns: ``remove()`` undoes it, and between the two a loop tells it where a step stands.
 
     A loop calls, in this order: :meth:`before_forward` for each micro-batch, :meth:`clip_grad_norm`,
-    :meth:`update_weights`; :meth:`flush` before anyone reads weights or state (an evaluation, for instance), and
-    :meth:`at_rest` around whatever reads or sets weights by itself, as saving and loading do.
+    :meth:`update_weights`, or :meth:`abandon` instead if one of the others failed and the step is to start over;
+    :meth:`flush` before anyone reads weights or state (an evaluation, for instance), and :meth:`at_rest` around
+    whatever reads or sets weights by itself, as saving and loading do.
     """
 
     takes_whole_window: bool = False
@@ -54,6 +55,11 @@ class Technique(Handle):
 
     is_trained: bool = False
     """Whether its own weights are what is trained: it saves and loads them, and stays when a run is done."""
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of weights has begun and not ended: an error in it cannot be taken back."""
+        return False
 
     def before_forward(self, input_ids_BT: Tensor, num_label_tokens: int | None) -> dict[str, Any]:
         """Called before each forward, in training and in evaluation, with what the model is about to get.
@@ -77,6 +83,12 @@ class Technique(Handle):
     def update_weights(self, *, finite: bool) -> bool:
         """Apply the gradients, or forget them if loss or norm is not finite; False: that is the loop's to do."""
         return False
+
+    def abandon(self) -> None:
+        """The window failed before its update: forget its gradients, and whatever of it is on its way somewhere.
+
+        Updates that wait since the step before are not the window's: those that it has made stay made, the others wait.
+        """
 
     def flush(self) -> None:
         """Make every update that waits, so that weights and state are those after the last step."""
@@ -112,17 +124,29 @@ class Techniques(Technique):
     """
 
     def __init__(self, *techniques: Technique) -> None:
-        super().__init__(*(technique.remove for technique in techniques))
-        self._techniques = techniques
-        self.takes_whole_window = any(technique.takes_whole_window for technique in techniques)
-        self.updates_at_once = any(technique.updates_at_once for technique in techniques)
-        self.is_trained = any(technique.is_trained for technique in techniques)
+        super().__init__()
+        self._techniques: tuple[Technique, ...] = ()
+        for technique in techniques:
+            self.add(technique)
 
     def __iter__(self) -> Iterator[Technique]:
         return iter(self._techniques)
 
     def __reversed__(self) -> Iterator[Technique]:
         return reversed(self._techniques)
+
+    def add(self, technique: Technique) -> None:
+        """Let a technique that was switched on later be asked, too, as the outermost."""
+        self._techniques += (technique,)
+        self.undo_first(technique.remove)
+        self.takes_whole_window |= technique.takes_whole_window
+        self.updates_at_once |= technique.updates_at_once
+        self.is_trained |= technique.is_trained
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether one of them is."""
+        return any(technique.is_updating for technique in self)
 
     def find(self, kind: type[T]) -> T | None:
         """The technique of a kind; None if it is not on."""
@@ -144,6 +168,11 @@ class Techniques(Technique):
         """By the one that takes the gradients, if any does; all are told."""
         answers = [technique.update_weights(finite=finite) for technique in self]
         return any(answers)
+
+    def abandon(self) -> None:
+        """All of them."""
+        for technique in reversed(self):
+            technique.abandon()
 
     def flush(self) -> None:
         """All of them: a layer's update waits for its visit, the state that it changes for its way back."""

@@ -29,14 +29,29 @@ _POSITION_BIASES = ("alibi", "position_bias")
 
 
 class VerticalAccumulation(Technique):
-    """All micro-batches pass through the model as one batch; see :func:`enable_vertical_accumulation`."""
+    """All micro-batches pass through the model as one batch; see :func:`enable_vertical_accumulation`.
+
+    Attributes:
+        max_tokens: of the rows that pass through a layer together; None: as many rows as the recipe says.
+    """
 
     takes_whole_window = True
+
+    def __init__(self, rows_per_micro_batch: int) -> None:
+        super().__init__()
+        self._rows_per_micro_batch = rows_per_micro_batch
+        self.max_tokens: int | None = None
+
+    def rows_at_once(self, length: int) -> int:
+        """How many rows of so many tokens pass through a layer together."""
+        if self.max_tokens is None:
+            return self._rows_per_micro_batch
+        return min(self._rows_per_micro_batch, max(1, self.max_tokens // length))
 
 
 def enable_vertical_accumulation(
     model: nn.Module, rows_per_micro_batch: int, *, keeps_inputs_alone: bool = False
-) -> Technique:
+) -> VerticalAccumulation:
     """Makes each decoder layer work on a few rows of its batch after the other; call the model with all rows at once.
 
     Frees: with it each weight's gradient is finished when its layer's backward ends, so that an optimizer can step
@@ -62,32 +77,38 @@ def enable_vertical_accumulation(
         ModelError: if the model has no single stack of decoder layers, or adds a loss of its routers.
         UserError: if its attention kernel gets a mask that cannot be cut.
     """
+    check_vertical_accumulation(model)
     layers = decoder_layers(model)
-    _refuse_what_needs_the_whole_batch(model)
     norms = _norms_beside(layers, model)
-    undo = []
+    accumulation = VerticalAccumulation(rows_per_micro_batch)
     for layer in layers:
         forward = layer.forward
         if _checkpoints_all_of(layer):
             forward = _checkpointed(layer)
-            undo.append(set_attribute(layer, "gradient_checkpointing", False))
-        by_rows = _by_rows(forward, rows_per_micro_batch, are_alike=keeps_inputs_alone)
-        undo.append(set_attribute(layer, "forward", by_rows))
+            accumulation.undo_first(set_attribute(layer, "gradient_checkpointing", False))
+        by_rows = _by_rows(forward, accumulation, are_alike=keeps_inputs_alone)
+        accumulation.undo_first(set_attribute(layer, "forward", by_rows))
     for norm in norms:
         recomputed = functools.partial(checkpoint, norm.forward, use_reentrant=False)
-        undo.append(
-            set_attribute(norm, "forward", _by_rows(recomputed, rows_per_micro_batch, are_alike=True))
-        )
+        by_rows = _by_rows(recomputed, accumulation, are_alike=True)
+        accumulation.undo_first(set_attribute(norm, "forward", by_rows))
     log.info(
         "Accumulation: %d layers take the micro-batches of a step one after the other, %d rows each, before the next "
         "layer does.",
         len(layers),
         rows_per_micro_batch,
     )
-    return VerticalAccumulation(*undo)
+    return accumulation
 
 
-def _refuse_what_needs_the_whole_batch(model: Any) -> None:
+def check_vertical_accumulation(model: Any) -> None:
+    """Refuse a model whose layers cannot take its rows a few at a time.
+
+    Raises:
+        ModelError: if it has no single stack of decoder layers, or adds a loss of its routers.
+        UserError: if its attention kernel gets a mask that cannot be cut.
+    """
+    decoder_layers(model)
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ModelError(
             "accumulation.order=vertical cannot compute the routers' load-balancing loss micro-batch by micro-batch, "
@@ -130,17 +151,17 @@ def _checkpointed(layer: Any) -> Callable[..., Any]:
 
 
 def _by_rows(
-    forward: Callable[..., Any], rows_per_micro_batch: int, *, are_alike: bool
+    forward: Callable[..., Any], accumulation: VerticalAccumulation, *, are_alike: bool
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
     def by_rows(*args: Any, **kwargs: Any) -> Any:
         hidden_BTH = args[0] if args else kwargs["hidden_states"]
-        num_rows = len(hidden_BTH)
-        if not torch.is_grad_enabled() or num_rows <= rows_per_micro_batch:
+        num_rows, at_once = len(hidden_BTH), accumulation.rows_at_once(hidden_BTH.shape[1])
+        if not torch.is_grad_enabled() or num_rows <= at_once:
             return forward(*args, **kwargs)
         _check_arguments(hidden_BTH, kwargs)
-        starts = range(0, num_rows, rows_per_micro_batch)
-        micro_batches = [slice(start, min(start + rows_per_micro_batch, num_rows)) for start in starts]
+        starts = range(0, num_rows, at_once)
+        micro_batches = [slice(start, min(start + at_once, num_rows)) for start in starts]
         gradients: dict[int, _GradientOfAllRows] = {}
         output = None
         for rows in rounds(micro_batches) if are_alike else micro_batches:

@@ -40,6 +40,10 @@ _AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """What models call the weight of the routers' load-balancing loss: Mixtral and most others, JetMoE."""
 
 
+SMALLEST_CHUNK = 32
+"""Tokens: the logits of fewer are next to nothing, even over a quarter of a million words."""
+
+
 class ChunkedLoss(Technique):
     """A loss that was switched on, whose head may come from elsewhere."""
 
@@ -50,6 +54,26 @@ class ChunkedLoss(Technique):
     def before_forward(self, input_ids_BT: Tensor, num_label_tokens: int | None) -> dict[str, Any]:
         """Where the number of labels is known, the loss need not ask the device."""
         return {} if num_label_tokens is None else {"num_label_tokens": num_label_tokens}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a loss has been begun and not ended, by an error in it maybe."""
+        return self._loss.is_running
+
+    def abandon(self) -> None:
+        """The loss that failed is over."""
+        self._loss.is_running = False
+
+    def smaller_chunk(self, num_label_tokens: int) -> int | None:
+        """Half of the tokens whose logits exist together when so many have a label; None: it is small already."""
+        half = min(self._loss.chunk_tokens, num_label_tokens) // 2
+        return half if half >= SMALLEST_CHUNK else None
+
+    def limit_chunk(self, max_tokens: int | None) -> None:
+        """Compute the logits of at most so many tokens together; None: of as many as the recipe says."""
+        chosen = self._loss.config.chunk_tokens
+        assert chosen is not None, "or there would be no such technique"
+        self._loss.chunk_tokens = chosen if max_tokens is None else min(chosen, max_tokens)
 
     def take_head_from(self, tiles: HeadTiles | None) -> None:
         """Ask for the head's weight in tiles from now on; None: the head has it again."""
@@ -100,7 +124,7 @@ def enable_chunked_loss(
     causal_lm = _without_peft(model)
     head = _Head.of(causal_lm)
     _refuse_more_tiles_than_rows(tiling, head)
-    loss = _Loss(head, config, tiling)
+    loss = _Loss(head, config, tiling, config.chunk_tokens)
     is_here = device is None or device.type == head.linear.weight.device.type
     with contextlib.nullcontext() if is_here else _without_layers(causal_lm):
         _check_equals_stock(causal_lm, head, _chunked_forward(causal_lm, loss, causal_lm.forward))
@@ -151,16 +175,18 @@ class _Loss:
     head: _Head
     config: LossConfig
     tiling: TilingConfig
+    chunk_tokens: int
     head_tiles: HeadTiles | None = None
+    is_running: bool = False
 
     def mean(self, hidden_LH: Tensor, labels_L: Tensor, num_items: int | Tensor, *, smooth: bool) -> Tensor:
-        assert self.config.chunk_tokens is not None
-        return linear_cross_entropy_sum(
+        self.is_running = True
+        loss = linear_cross_entropy_sum(
             hidden_LH,
             self.head.linear.weight,
             labels_L,
             bias_V=self.head.linear.bias,
-            chunk_tokens=self.config.chunk_tokens,
+            chunk_tokens=self.chunk_tokens,
             vocabulary_tiles=self.tiling.head,
             logit_softcap=self.head.logit_softcap,
             logit_scale=self.head.logit_scale,
@@ -168,6 +194,8 @@ class _Loss:
             loss_factor=1 / num_items,
             head_tiles=self.head_tiles,
         )
+        self.is_running = False
+        return loss
 
 
 def _refuse_more_tiles_than_rows(tiling: TilingConfig, head: _Head) -> None:

@@ -65,6 +65,10 @@ class StreamedHead(Handle):
         self._engine.synchronize()
         return self._held_VH
 
+    def abandon(self) -> None:
+        """Let go of gradients that were still on their way to the host; tiles went with the forward that failed."""
+        self._engine.release_sources()
+
     def weight(self, rows: slice) -> Tensor:
         """These rows on the device; the tile that comes next sets out."""
         here, arrived = self._on_its_way.pop(rows.start, None) or self._send(rows)

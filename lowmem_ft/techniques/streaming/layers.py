@@ -121,6 +121,7 @@ class LayerStream:
     Attributes:
         updates: who updates the weights; None while nobody does.
         num_loads: copies of a slab to the device so far.
+        is_updating: whether the weights in a slot are newer than their slab, and not on their way there.
     """
 
     def __init__(self, slabs: Sequence[LayerSlab], engine: CopyEngine, device: torch.device) -> None:
@@ -134,6 +135,7 @@ class LayerStream:
         ]
         self._visiting: int | None = None
         self._is_changed = False
+        self.is_updating = False
 
     @property
     def slot_memory(self) -> list[Tensor]:
@@ -164,8 +166,10 @@ class LayerStream:
         if not in_backward and self.updates is not None and self._has_waiting(index):
             # A layer that never left, being the only one, may still be on its way to the host since its last update.
             self._engine.wait(self._slots[index % NUM_SLOTS].emptied)
+            self.is_updating = True
             self.updates.apply(self.slabs[index].parameters)
             self._write_back(index)
+            self.is_updating = False
         if 0 <= then < len(self.slabs):
             self._load(then)
         self._is_changed |= in_backward and self.updates is not None and self.updates.updates_at_once
@@ -186,6 +190,11 @@ class LayerStream:
             self.visit(index, then=index + 1, in_backward=False)
         self.end_visit()
         self._engine.synchronize()
+
+    def abandon(self) -> None:
+        """Let the visiting layer leave in the middle of a step; a copy to a slot may have failed halfway."""
+        self.end_visit()
+        self.forget()
 
     def forget(self) -> None:
         """Load anew what is in the slots: the slabs may have changed."""

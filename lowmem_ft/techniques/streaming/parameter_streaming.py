@@ -195,6 +195,17 @@ class ParameterStreaming(Technique):
             self._embedding.expect(input_ids_BT)
         return {}
 
+    @property
+    def is_updating(self) -> bool:
+        """Also once an update has failed."""
+        return self.layers.is_updating
+
+    def abandon(self) -> None:
+        """Nobody visits; what has been updated on its visit is home."""
+        self.layers.abandon()
+        if self._head is not None:
+            self._head.abandon()
+
     def flush(self) -> None:
         """Make all updates that wait for a layer's next visit, so that the weights on the host are those of now."""
         self.layers.flush()
