@@ -27,6 +27,11 @@ class Budget:
         "Before weights are read, estimate what the run needs, in a process beside it; a run estimated to be above the "
         "device's memory or a budget ends there (with enforce=false it is warned).",
     )
+    retry: bool = knob(
+        True,
+        "A step that runs out of device memory before any weight has changed starts over with its micro-batches cut in "
+        "two, and so does the rest of the run. false: the run ends there.",
+    )
 
 
 def is_of_size(device_bytes: int, budget_bytes: int) -> bool:

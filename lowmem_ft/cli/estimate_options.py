@@ -55,6 +55,7 @@ _WHICH_AND_WHERE = (
     "budget.device",
     "budget.host",
     "budget.enforce",
+    "budget.retry",
 )
 
 

@@ -34,6 +34,19 @@ def read_device_memory(device: torch.device) -> MemoryReading:
     return read_host_memory()
 
 
+def free_device_bytes(device: torch.device) -> int:
+    """What tensors may still take of a device: of its memory, and of the allocator's cap; on a CPU, of the machine's.
+
+    What the allocator has cached counts as free, though it may be in pieces.
+    """
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    cap = round(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device) - allocated, cap - allocated)
+
+
 def read_host_memory() -> MemoryReading:
     """Resident memory of this process, now and at its peak."""
     now_bytes, peak_bytes = _resident()

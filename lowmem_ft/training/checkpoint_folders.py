@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lowmem_ft.data.position import DataPosition
 from lowmem_ft.errors import CheckpointError
+from lowmem_ft.training.cut import Cut
 from lowmem_ft.training.saved_files import MANIFEST, delete_saved
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Progress:
         skipped_in_a_row: how many of those came last, without an applied step between.
         loss: of the last step.
         evaluated_step: where the last evaluation was; None before the first.
+        cut: the smaller pieces that steps are done in since memory ran out.
     """
 
     position: DataPosition
@@ -46,12 +48,14 @@ class Progress:
     skipped_in_a_row: int = 0
     loss: float | None = None
     evaluated_step: int | None = None
+    cut: Cut = field(default_factory=Cut)
 
 
 def read_progress(folder: Path) -> Progress:
     """How far the run of a complete checkpoint had come."""
     progress = read_manifest(folder)["progress"]
-    return Progress(**dict(progress, position=DataPosition(**progress["position"])))
+    cut = Cut(**progress.get("cut", {}))  # older checkpoints have none
+    return Progress(**dict(progress, position=DataPosition(**progress["position"]), cut=cut))
 
 
 def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lowmem_ft.data import Batch
+import torch
+
+from lowmem_ft.data import Batch, LabelledRows, half_of, pieces
+from lowmem_ft.training.out_of_memory import NotRetried, is_out_of_memory
+from lowmem_ft.training.retry import give_memory_back, why_rows_couple
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,71 @@ class EvaluationResult:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
+class EvaluationInPieces:
+    """An evaluation that goes on where memory runs out, with that batch cut in two, and those after it.
+
+    Nothing is trained, and the sums are the same but for their order: what training has been cut to is left alone.
+
+    Args:
+        may_cut: whether batches may be cut at all.
+    """
+
+    def __init__(self, *, may_cut: bool = True) -> None:
+        self._may_cut = may_cut
+        self._max_tokens: int | None = None
+
+    def loss(self, session: Session, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums over all batches.
+
+        Raises:
+            NotRetried: if memory ran out, and the batch cannot be cut.
+        """
+        loss_sum, num_label_tokens = evaluation_loss(session, [])
+        for batch in batches:
+            waiting = pieces(batch, self._max_tokens)
+            while waiting:
+                sums = self._loss_of(session, waiting[0])
+                if sums is None:
+                    waiting = [piece for rows in waiting for piece in pieces(rows, self._max_tokens)]
+                    continue
+                loss_sum += sums[0]
+                num_label_tokens += sums[1]
+                del waiting[0]
+        return loss_sum, num_label_tokens
+
+    def _loss_of(self, session: Session, rows: LabelledRows) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """None if memory ran out, and smaller pieces are to come."""
+        try:
+            return evaluation_loss(session, [rows])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._max_tokens = self._half_of(session, rows, error)
+        session.techniques.abandon()
+        give_memory_back(session.runtime.device)
+        logger.warning(
+            "Device memory ran out in an evaluation, which goes on with at most %s tokens at a time; training is as it "
+            "was. training.per_device_eval_batch_size decides what it begins with.",
+            f"{self._max_tokens:,}",
+        )
+        return None
+
+    def _half_of(self, session: Session, rows: LabelledRows, error: Exception) -> int:
+        half, why = half_of(rows), why_rows_couple(session.unwrapped_model)
+        if not self._may_cut or session.runtime.num_processes > 1:
+            why = "budget.retry=false" if not self._may_cut else "there are several processes"
+        if half is None or why is not None:
+            reason = why or "it is a single row or document"
+            raise NotRetried(f"It ran out in an evaluation, whose batch cannot be cut: {reason}.") from error
+        return half
+
+
 def evaluate(
     session: Session,
     runtime: RunRuntime,
     batches: Iterable[Batch],
     *,
+    in_pieces: EvaluationInPieces | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> EvaluationResult | None:
     """Evaluate over this process's share of the held-out batches; every process calls this.
@@ -43,6 +110,7 @@ def evaluate(
         session: the model to evaluate; its training mode is put back.
         runtime: adds up what the processes found.
         batches: equally many in all processes.
+        in_pieces: what earlier evaluations of this run have been cut to; None: nothing.
         interrupted: asked before each batch.
 
     Returns:
@@ -58,7 +126,7 @@ def evaluate(
     session.techniques.flush()
     session.model.eval()
     try:
-        loss_sum, num_label_tokens = evaluation_loss(session, until_interrupted())
+        loss_sum, num_label_tokens = (in_pieces or EvaluationInPieces()).loss(session, until_interrupted())
     finally:
         session.model.train()
     if runtime.any_process(interrupted()):

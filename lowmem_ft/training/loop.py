@@ -33,7 +33,7 @@ from lowmem_ft.training.causality import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoint import load_checkpoint, save_checkpoint
 from lowmem_ft.training.checkpoint_folders import Progress, delete_old_checkpoints
 from lowmem_ft.training.determinism import deterministic_kernels
-from lowmem_ft.training.evaluation import EvaluationResult, evaluate
+from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
 from lowmem_ft.training.finished_model import save_finished_model
 from lowmem_ft.training.health import RunHealth, weights_not_finite
 from lowmem_ft.training.hub_upload import check_upload
@@ -41,13 +41,14 @@ from lowmem_ft.training.interruption import Interruption
 from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
 from lowmem_ft.training.progress import ProgressDisplay
+from lowmem_ft.training.retry import Retries
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.training.run_memory import RunMemory
 from lowmem_ft.training.run_metrics import RunMetrics
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.start import num_training_steps, progress_at, read_data, stream_from
-from lowmem_ft.training.step import StepResult, train_step
+from lowmem_ft.training.step import StepResult
 from lowmem_ft.training.threads import warn_of_idle_cores
 from lowmem_ft.upstream.tested import warn_if_untested
 
@@ -168,6 +169,9 @@ class TrainingRun:
         self.metrics = RunMetrics(self.folder, self.runtime)
         self.checkpoint = self.folder.resume_from
         self.saved_step = self.progress.step
+        self.retries = Retries(self.session, self.recipe)
+        self.retries.apply(self.progress.cut)
+        self.evaluation = EvaluationInPieces(may_cut=self.recipe.budget.retry)
         self.health = RunHealth(self.folder.path, self.progress, self.checkpoint, self.recipe.model.dtype)
 
     @classmethod
@@ -279,10 +283,11 @@ class TrainingRun:
         window = self.stream.next_window()
         learning_rate = float(self.session.scheduler.get_last_lr()[0])
         with self.memory.during("step"):
-            result = train_step(self.session, window.batches)
+            result = self.retries.train_step(window.batches)
         self.progress.step += 1
         self.progress.position = window.position
         self.progress.tokens += result.num_tokens
+        self.progress.cut = self.retries.cut
         sample_ids = [sample for batch in window.batches for sample in batch.sample_ids]
         self.progress.loss = float(result.loss)
         self._count_skipped(result, sample_ids, learning_rate)
@@ -302,6 +307,7 @@ class TrainingRun:
             "memory_peak_bytes": memory.peak_bytes,
             "skipped_steps": self.progress.skipped_steps,
         }
+        record |= self.retries.metrics()
         is_due = _is_due(self.progress.step, self.recipe.training.logging_steps)
         if is_due:
             record |= self.session.techniques.metrics()
@@ -359,7 +365,11 @@ class TrainingRun:
         )
         with self.memory.during("evaluation"):
             result = evaluate(
-                self.session, self.runtime, batches, interrupted=lambda: self.interruption.requested
+                self.session,
+                self.runtime,
+                batches,
+                in_pieces=self.evaluation,
+                interrupted=lambda: self.interruption.requested,
             )
         if result is None:
             self._stop_if_interrupted()

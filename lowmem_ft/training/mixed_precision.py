@@ -67,6 +67,13 @@ class MixedPrecision:
             optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
         self.update_loss_scale()
 
+    def abandon_step(self) -> None:
+        """Forget what was found while unscaling; the scale stays."""
+        if self.scaler is not None:
+            scale = self.scaler.state_dict()
+            self.scaler = torch.amp.GradScaler(self.device.type)  # type: ignore[attr-defined]
+            self.scaler.load_state_dict(scale)
+
     def update_loss_scale(self) -> None:
         """By what the scaler found while unscaling."""
         if self.scaler is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from lowmem_ft.errors import DoesNotFitError
@@ -10,12 +12,33 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.remediations import remediations_for
 from lowmem_ft.units import format_bytes
 
+_MESSAGES = re.compile(
+    r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
+    r"|CUDA (driver )?error: out of memory"  # of a call beside the allocator, such as the launch of a kernel
+    r"|\b(CUBLAS|CUSOLVER|CUSPARSE|CUFFT|CUDNN)_STATUS_ALLOC_FAILED\b|\bCUFFT_ALLOC_FAILED\b"
+    r"|\bCUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED\b"
+    r"|Cuda failure (2 )?'out of memory'|Failed to CUDA (calloc|malloc|host alloc)"  # NCCL's
+)
+"""How libraries beneath torch say in a RuntimeError that an allocation has failed."""
+
+
+class NotRetried(RuntimeError):
+    """Memory ran out, and why what it ran out in was not started over; comes from the error itself, if that is left.
+
+    Args:
+        reason: one or more sentences.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on CUDA torch has an error for it, on a CPU it is one of many RuntimeErrors."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    """Whether an allocation failed: for torch's own on CUDA there is an error, the others are RuntimeErrors."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, NotRetried)):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
 
 
 def does_not_fit(

@@ -97,6 +97,10 @@ class Runtime(Protocol):
         """Step if the gradients are finite; else leave the weights alone and lower the loss scale, if there is one."""
         ...
 
+    def abandon_step(self) -> None:
+        """Forget what :meth:`unscale` or :meth:`clip_grad_norm` has seen of a step that will not be ended."""
+        ...
+
     def update_loss_scale(self) -> None:
         """End a step that :meth:`unscale` has seen the gradients of, and :meth:`update_weights` has not."""
         ...

@@ -3,16 +3,20 @@
 One step takes a *window*: all micro-batches between two updates. Its loss is the mean over every label token of the
 whole window, in all processes: each micro-batch adds its *sum* divided by that one count. A mean of means would weigh a
 token by how short its micro-batch happens to be.
+
+A step is a transaction: :meth:`WindowPass.gradients` changes nothing that could not be taken back, and
+:func:`apply_gradients` commits; ``retry.py`` does the first part again where memory was short. What is older is no part
+of it: updates of the step before, which streamed layers make at their next visit and which stay made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from lowmem_ft.data import Batch, merged
+from lowmem_ft.data import Batch, LabelledRows, merged, pieces
 from lowmem_ft.training.session import Session
 
 
@@ -49,32 +53,90 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     Returns:
         The result; equal in all processes.
     """
-    runtime = session.runtime
-    if session.techniques.takes_whole_window:
-        window = [merged(window)]
-    num_label_tokens, num_tokens = _count_tokens(session, window)
-    loss = torch.zeros((), dtype=torch.float32, device=runtime.device)
-    for index, batch in enumerate(window):
-        with runtime.micro_batch(session.model, is_last=index == len(window) - 1):
-            micro_loss = _forward(session, batch, num_label_tokens)
-            # Gradients are averaged over the processes; the window's loss is their sum.
-            runtime.backward(micro_loss * runtime.num_processes)
-        loss += micro_loss.detach()
-    loss = runtime.sum_over_processes(loss)
-    runtime.average_gradients(session.trainable_parameters())
-    grad_norm = session.clip_grad_norm()
-    finite = runtime.is_finite(loss + grad_norm)
-    overflow = not finite and runtime.is_finite(loss) and runtime.loss_scale_may_overflow()
-    session.update_weights(finite=finite)
-    if finite:
+    return apply_gradients(session, WindowPass(session, window).gradients())
+
+
+@dataclass(frozen=True)
+class WindowGradients:
+    """What a window's backward has come to, before anything is done with it.
+
+    Args:
+        loss: see :class:`StepResult`, as for the next two.
+        grad_norm: of the gradients, which are clipped, or will be as they are applied.
+        num_tokens: of the whole window.
+        finite: whether loss and norm are.
+        overflow: whether only the fp16 loss scale can be to blame if not.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    num_tokens: int
+    finite: bool
+    overflow: bool
+
+
+@dataclass
+class WindowPass:
+    """All of a step that comes before a weight changes: forward, backward and clipping, once.
+
+    Args:
+        session: see :func:`train_step`.
+        window: likewise.
+        max_tokens: micro-batches are cut into pieces of at most so many (``data/cutting.py``), under the normaliser of
+            the uncut window; None: they are taken as they are. In vertical order the layers cut by themselves.
+
+    Attributes:
+        working_on: what the model has, or had when an error ended it; None: nothing yet, or all is done.
+    """
+
+    session: Session
+    window: Sequence[Batch]
+    max_tokens: int | None = None
+    working_on: LabelledRows | None = field(default=None, init=False)
+
+    def gradients(self) -> WindowGradients:
+        """Leave the gradients where whoever updates the weights will look for them."""
+        session, runtime = self.session, self.session.runtime
+        num_label_tokens, num_tokens = _count_tokens(session, self.window)
+        loss = torch.zeros((), dtype=torch.float32, device=runtime.device)
+        micro_batches = self.micro_batches()
+        for index, self.working_on in enumerate(micro_batches):
+            with runtime.micro_batch(session.model, is_last=index == len(micro_batches) - 1):
+                micro_loss = _forward(session, self.working_on, num_label_tokens)
+                # Gradients are averaged over the processes; the window's loss is their sum.
+                runtime.backward(micro_loss * runtime.num_processes)
+            loss += micro_loss.detach()
+        self.working_on = None
+        loss = runtime.sum_over_processes(loss)
+        runtime.average_gradients(session.trainable_parameters())
+        grad_norm = session.clip_grad_norm()
+        finite = runtime.is_finite(loss + grad_norm)
+        overflow = not finite and runtime.is_finite(loss) and runtime.loss_scale_may_overflow()
+        return WindowGradients(loss, grad_norm, num_tokens, finite, overflow)
+
+    def micro_batches(self) -> Sequence[LabelledRows]:
+        """What the model gets at a time."""
+        if self.session.techniques.takes_whole_window:
+            return [merged(self.window)]
+        return [piece for batch in self.window for piece in pieces(batch, self.max_tokens)]
+
+
+def apply_gradients(session: Session, gradients: WindowGradients) -> StepResult:
+    """End a step: update the weights and advance the schedule, or let both be if the gradients are not finite."""
+    session.update_weights(finite=gradients.finite)
+    if gradients.finite:
         session.scheduler.step()
     session.optimizer.zero_grad()
     return StepResult(
-        loss=loss, grad_norm=grad_norm, num_tokens=num_tokens, applied=finite, overflow=overflow
+        loss=gradients.loss,
+        grad_norm=gradients.grad_norm,
+        num_tokens=gradients.num_tokens,
+        applied=gradients.finite,
+        overflow=gradients.overflow,
     )
 
 
-def evaluation_loss(session: Session, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+def evaluation_loss(session: Session, batches: Iterable[LabelledRows]) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the negative log-likelihood (fp32) and count of label tokens of one process's batches; keeps no logits."""
     loss_sum = torch.zeros((), dtype=torch.float32, device=session.runtime.device)
     num_label_tokens = torch.zeros((), dtype=torch.int64, device=session.runtime.device)
@@ -94,7 +156,7 @@ def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
     return max(counts[0], 1), counts[1]
 
 
-def _forward(session: Session, batch: Batch, num_items: int) -> torch.Tensor:
+def _forward(session: Session, batch: LabelledRows, num_items: int) -> torch.Tensor:
     """The micro-batch's summed loss divided by ``num_items``."""
     further_inputs = session.techniques.before_forward(batch.input_ids_BT, batch.num_label_tokens)
     batch = batch.to(session.runtime.device)

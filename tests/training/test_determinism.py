@@ -36,11 +36,11 @@ def _plain(monkeypatch):
 def test_a_run_is_told_and_the_process_after_it_is_not(tiny, monkeypatch):
     seen = []
 
-    def step(session, window):
+    def step(retries, window):
         seen.append(settings())
         raise torch.OutOfMemoryError("the run ends here")
 
-    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(loop.Retries, "train_step", step)
     for overrides in (("training.full_determinism=true",), ()):
         with pytest.raises(Exception, match="memory ran out"):
             train(tiny(*overrides, "training.overwrite_output_dir=true"))

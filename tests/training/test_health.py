@@ -24,15 +24,15 @@ NO_EVALUATION = ("data.eval_size=null", "training.eval_steps=null")
 
 def poison_the_loss(monkeypatch, steps):
     """Make the loss of some steps NaN, as a bad example would."""
-    forward = loop.train_step
+    forward = loop.Retries.train_step
     count = 0
 
-    def poisoned(session, window):
+    def poisoned(retries, window):
         nonlocal count
         count += 1
         with monkeypatch.context() as patch:
             if count in steps:
-                model, own = session.unwrapped_model, session.unwrapped_model.forward
+                model, own = retries.session.unwrapped_model, retries.session.unwrapped_model.forward
 
                 def broken(*args, **kwargs):
                     outputs = own(*args, **kwargs)
@@ -40,22 +40,22 @@ def poison_the_loss(monkeypatch, steps):
                     return outputs
 
                 patch.setattr(model, "forward", broken)
-            return forward(session, window)
+            return forward(retries, window)
 
-    monkeypatch.setattr(loop, "train_step", poisoned)
+    monkeypatch.setattr(loop.Retries, "train_step", poisoned)
 
 
 def after_each_step(monkeypatch, change):
     """Change weights as a step would that went wrong."""
-    step = loop.train_step
+    step = loop.Retries.train_step
 
-    def changing(session, window):
-        result = step(session, window)
+    def changing(retries, window):
+        result = step(retries, window)
         with torch.no_grad():
-            change(session)
+            change(retries.session)
         return result
 
-    monkeypatch.setattr(loop, "train_step", changing)
+    monkeypatch.setattr(loop.Retries, "train_step", changing)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.meter import MemoryReading
 from lowmem_ft.training import loop, train
-from lowmem_ft.training.out_of_memory import does_not_fit
+from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory
 
 MEMORY = MemoryReading(now_bytes=2**30, peak_bytes=3 * 2**30)
 
@@ -68,26 +68,26 @@ def test_layers_that_a_recipe_leaves_out_are_offered(tiny):
 
 
 def test_a_run_that_runs_out_says_so_with_the_budget(tiny, tmp_path, monkeypatch):
-    def out_of_memory(session, window):
+    def out_of_memory(retries, window):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(loop, "train_step", out_of_memory)
+    monkeypatch.setattr(loop.Retries, "train_step", out_of_memory)
     with pytest.raises(DoesNotFitError, match=r"after 0 steps \(budget\.device=1TiB\)") as raised:
         train(tiny("budget=1TiB", output_dir=tmp_path / "run"))
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_an_allocation_that_a_cpu_refuses_is_told_likewise(tiny, tmp_path, monkeypatch):
-    def beyond_memory(session, window):
+    def beyond_memory(retries, window):
         return torch.empty(2**60, dtype=torch.uint8)
 
-    monkeypatch.setattr(loop, "train_step", beyond_memory)
+    monkeypatch.setattr(loop.Retries, "train_step", beyond_memory)
     with pytest.raises(DoesNotFitError, match=r"The device memory ran out after 0 steps"):
         train(tiny(output_dir=tmp_path / "run"))
 
 
 def test_other_errors_of_torch_are_not_taken_for_it(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "train_step", lambda session, window: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr(loop.Retries, "train_step", lambda retries, window: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         train(tiny(output_dir=tmp_path / "run"))
 
@@ -120,3 +120,68 @@ def test_one_of_several_processes_is_told_nothing_that_works_in_one_only(tiny, t
         for one_process_only in ("offload.optimizer=host", "in_backward", "offload.parameters=stream"):
             assert (one_process_only in str(raised.value)) == is_told
         assert "optimizer.state=8bit" in str(raised.value)
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7.65 GiB"
+    ),
+    torch.AcceleratorError(
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", 2
+    ),
+    RuntimeError(
+        "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+    ),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError(
+        "NCCL error in: ProcessGroupNCCL.cpp:1691, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
+        "version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Failed to CUDA calloc async 608 bytes"
+    ),
+    RuntimeError(
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    ),
+    RuntimeError(
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'"
+    ),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 1152921504606846976 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:83] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8."
+    ),
+    MemoryError("Unable to allocate 7.28 TiB for an array with shape (1000000, 1000000)"),
+]
+SOMETHING_ELSE = [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("out of resource: shared memory, Required: 163840, Hardware limit: 101376."),  # Triton's
+    RuntimeError(
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+        "shared memory. Please try to raise your shared memory limit."
+    ),
+    RuntimeError(
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\nLast "
+        "error:\nError while creating shared memory segment /dev/shm/nccl-Kw4oXT (size 5767520)"
+    ),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+    ValueError("CUDA error: out of memory"),
+    OSError(28, "No space left on device"),
+    DoesNotFitError("A host tensor (activation) needs 3.00 GiB more host memory"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:60])
+def test_what_says_that_memory_ran_out_is_known_for_it(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", SOMETHING_ELSE, ids=lambda error: str(error)[:60])
+def test_what_sounds_like_it_is_not_taken_for_it(error):
+    assert not is_out_of_memory(error)

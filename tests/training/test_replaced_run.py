@@ -88,13 +88,13 @@ def test_own_files_in_an_old_checkpoint_and_in_what_was_moved_aside_stay_too(
     (run / "checkpoint-1" / "notes.txt").unlink()
     (run / "checkpoint-1").rmdir()
     aside = run / "replaced-10"
-    step = loop.train_step
+    step = loop.Retries.train_step
 
-    def with_notes(session, window):
+    def with_notes(retries, window):
         (aside / "model" / "mine.txt").write_text("mine")
-        return step(session, window)
+        return step(retries, window)
 
-    monkeypatch.setattr(loop, "train_step", with_notes)
+    monkeypatch.setattr(loop.Retries, "train_step", with_notes)
     train(tiny(*ONE_STEP, REPLACE, output_dir=run))
     assert names(aside) == {"model/mine.txt"}
 
@@ -102,11 +102,11 @@ def test_own_files_in_an_old_checkpoint_and_in_what_was_moved_aside_stay_too(
 def test_a_replaced_run_is_whole_if_the_new_one_fails(tiny, run, monkeypatch, caplog):
     before = names(run) - set(FOREIGN) - {".lock"}
 
-    def broken(session, window):
+    def broken(retries, window):
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", broken)
+        patch.setattr(loop.Retries, "train_step", broken)
         with pytest.raises(RuntimeError, match="a bug"):
             train(tiny(*ONE_STEP, REPLACE, output_dir=run))
     aside = run / "replaced-10"
@@ -140,13 +140,13 @@ def test_two_runs_do_not_share_a_folder(tiny, run):
 
 
 def test_a_run_holds_its_folder_until_it_ends(tiny, tmp_path, monkeypatch):
-    recipe, step = tiny(*ONE_STEP, output_dir=tmp_path / "run"), loop.train_step
+    recipe, step = tiny(*ONE_STEP, output_dir=tmp_path / "run"), loop.Retries.train_step
 
-    def second_run(session, window):
+    def second_run(retries, window):
         with pytest.raises(UserError, match="of a run that is still going on"):
             RunFolder.open(tiny(*ONE_STEP, REPLACE, output_dir=tmp_path / "run"))
-        return step(session, window)
+        return step(retries, window)
 
-    monkeypatch.setattr(loop, "train_step", second_run)
+    monkeypatch.setattr(loop.Retries, "train_step", second_run)
     assert train(recipe).steps == 1
     RunFolder.open(tiny(*ONE_STEP, REPLACE, output_dir=tmp_path / "run"))

@@ -119,15 +119,16 @@ def test_after_too_many_such_steps_in_a_row_the_run_stops(tiny, metrics, tmp_pat
 
 def poison(monkeypatch, steps):
     """Make the loss of some steps NaN, as one bad example would."""
-    step = loop.train_step
+    step = loop.Retries.train_step
     count = 0
 
-    def poisoned(session, window):
+    def poisoned(retries, window):
         nonlocal count
         count += 1
         if count not in steps:
-            return step(session, window)
-        forward = session.unwrapped_model.forward
+            return step(retries, window)
+        model = retries.session.unwrapped_model
+        forward = model.forward
 
         def broken(*args, **kwargs):
             outputs = forward(*args, **kwargs)
@@ -135,10 +136,10 @@ def poison(monkeypatch, steps):
             return outputs
 
         with monkeypatch.context() as patch:
-            patch.setattr(session.unwrapped_model, "forward", broken)
-            return step(session, window)
+            patch.setattr(model, "forward", broken)
+            return step(retries, window)
 
-    monkeypatch.setattr(loop, "train_step", poisoned)
+    monkeypatch.setattr(loop.Retries, "train_step", poisoned)
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny, tmp_path):

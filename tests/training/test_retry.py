@@ -1,0 +1,271 @@
+"""A step that runs out of memory starts over in smaller pieces, and is the step of a run that always had that cut."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowmem_ft.data import Batch
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.optimizers import export_optimizer_state
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.training import retry
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.build import build_session, plan_session
+from lowmem_ft.training.cut import Cut
+from lowmem_ft.training.random_state import export_random_state, import_random_state
+
+CPU = torch.device("cpu")
+TINY = Path(__file__).parents[2] / "recipes" / "tiny"
+BF16 = ("model.dtype=bfloat16", "optimizer.master=split16")
+IN_BACKWARD = (*BF16, "checkpointing.mode=full", "optimizer.in_backward=true")
+VERTICAL = ("checkpointing.mode=full", "accumulation.order=vertical")
+STREAMED = (*IN_BACKWARD, "offload.optimizer=host", "offload.parameters=stream", "offload.activations=inputs")
+ONE_MICRO_BATCH = ("training.gradient_accumulation_steps=1",)
+
+RUNGS = {
+    "horizontal": ("checkpointing.mode=none",),
+    "plain loss, bf16 autocast": ("loss.chunk_tokens=null", "training.mixed_precision=bf16"),
+    "dropout": ("dropout",),
+    "fp16 scale": ("fp16",),
+    "activations away": ("checkpointing.mode=full", "offload.activations=inputs"),
+    "all activations away": ("checkpointing.mode=none", "offload.activations=all", "long rows"),
+    "one micro-batch, bf16": (*BF16, *ONE_MICRO_BATCH),
+    "vertical": (*BF16, *VERTICAL, "tiling.mlp=2"),
+    "vertical, dropout": (*VERTICAL, "dropout"),
+    "in backward": (*IN_BACKWARD, *ONE_MICRO_BATCH),
+    "in backward, host": (*IN_BACKWARD, "accumulation.order=vertical", "offload.optimizer=host"),
+    "in backward, host, one micro-batch": (*IN_BACKWARD, *ONE_MICRO_BATCH, "offload.optimizer=host"),
+    "streamed": (*STREAMED, "accumulation.order=vertical", "tiling.head=3"),
+    "streamed, dropout, one micro-batch": (*STREAMED, *ONE_MICRO_BATCH, "dropout"),
+    "lora": ("adapter.name=lora", "adapter.r=4", "dropout"),
+    "lora, streamed": (
+        "adapter.name=lora",
+        "adapter.r=4",
+        "offload.parameters=stream",
+        "checkpointing.mode=full",
+    ),
+    "bitsandbytes": ("optimizer.name=adamw_bnb_8bit", *ONE_MICRO_BATCH, "model.dtype=bfloat16"),
+}
+
+
+DIFFER_MOST = (
+    "fp16 scale",
+    "activations away",
+    "one micro-batch, bf16",
+    "vertical, dropout",
+    "in backward, host, one micro-batch",
+    "streamed",
+    "lora, streamed",
+)
+
+
+class OutOfMemoryAt(StorageTracker):
+    """Refuses one allocation, as a device that is full does; counts what is alive."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.at, self.count, self.seen = -1, 0, lambda: None
+
+    def refuse(self, at):
+        self.at, self.count = at, 0
+
+    def _measure(self, storage):
+        if storage._cdata not in self._bytes_by_storage:
+            self.count += 1
+            self.seen()
+            if self.count == self.at:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nGPU 0 has ...")
+        super()._measure(storage)
+
+
+class FullWithinBytes(StorageTracker):
+    """A device of some bytes beside what was there before."""
+
+    def __init__(self, limit_bytes):
+        super().__init__("cpu")
+        self.limit_bytes, self.num_refused = limit_bytes, 0
+
+    def _measure(self, storage):
+        is_new = storage._cdata not in self._bytes_by_storage
+        if is_new and self.live_bytes + storage.nbytes() > self.limit_bytes:
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        super()._measure(storage)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected_once():
+    """What the libraries have made lives for good: let each collection pass over it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def model_of(tmp_path):
+    """The tiny model with four layers: more than there are slots to stream them through."""
+
+    def make(**changes):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        config = json.loads((TINY / "config.json").read_text()) | {"num_hidden_layers": 4} | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        return f"model={folder}"
+
+    return make
+
+
+@pytest.fixture
+def retries_of(tmp_path, model_of):
+    """Sessions that answer to errors, alike if made alike."""
+
+    def make(*overrides, **changes):
+        settings = [o for o in overrides if "=" in o]
+        model = model_of(**({"attention_dropout": 0.2} if "dropout" in overrides else {}), **changes)
+        recipe = load_recipe("tiny", [model, "training.use_cpu=true", *settings])
+        runtime = AccelerateRuntime.create(recipe.training, tmp_path)
+        if "fp16" in overrides:  # on a GPU alone, says the recipe; torch has it on a CPU, too
+            runtime.mixed_precision, runtime.scaler = "fp16", torch.amp.GradScaler("cpu")
+        torch.manual_seed(0)
+        session = build_session(recipe, runtime, plan_session(recipe, runtime), num_training_steps=1000)
+        return retry.Retries(session, recipe)
+
+    return make
+
+
+def windows(rung):
+    """Rows of unequal lengths, other ones in each step."""
+    num_micro_batches = 1 if "training.gradient_accumulation_steps=1" in rung else 2
+    lengths = (200, 128, 130, 199) if "long rows" in rung else (24, 9, 16, 23)
+    for seed in range(10**6):
+        generator = torch.Generator().manual_seed(seed)
+        yield [batch_of(lengths, generator) for _ in range(num_micro_batches)]
+
+
+def batch_of(lengths, generator):
+    ids_BT = torch.randint(1, 500, (len(lengths), max(lengths)), generator=generator)
+    labels_BT = ids_BT.clone()
+    for row, length in enumerate(lengths):
+        labels_BT[row, length:] = -100
+    labels_BT[:, 0] = -100
+    return Batch(
+        input_ids_BT=ids_BT,
+        labels_BT=labels_BT,
+        position_ids_BT=None,
+        sample_ids=tuple(range(len(lengths))),
+        num_label_tokens=int((labels_BT != -100).sum()),
+        num_tokens=sum(lengths),
+    )
+
+
+def state_of(session):
+    """Weights and optimizer state, at rest."""
+    session.techniques.flush()
+    with session.techniques.at_rest():
+        weights = {name: p.detach().clone() for name, p in session.unwrapped_model.named_parameters()}
+    state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
+    tensors = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    return weights | {f"state.{name}": tensor for name, tensor in tensors.items()}, state.scalars
+
+
+def assert_same_state(one, other):
+    (tensors, scalars), (others, other_scalars) = state_of(one), state_of(other)
+    assert scalars == other_scalars
+    assert tensors.keys() == others.keys()
+    different = [name for name in tensors if not torch.equal(tensors[name], others[name])]
+    assert not different
+
+
+def places_of(tracker, retries, window, monkeypatch):
+    """The allocations of a step that come before the first weight changes, updates of the step before left out."""
+    places, is_committed = [], False
+    apply_gradients = retry.apply_gradients
+
+    def committed(*args):
+        nonlocal is_committed
+        is_committed = True
+        return apply_gradients(*args)
+
+    def seen():
+        if not is_committed and not retries.session.techniques.is_updating:
+            places.append(tracker.count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retry, "apply_gradients", committed)
+        tracker.refuse(-1)
+        tracker.seen = seen
+        retries.train_step(window)
+        tracker.seen = lambda: None
+    return places
+
+
+def sweep(retries_of, rung, monkeypatch, choose):
+    """Refuse one allocation a step, and compare with a session that has the cut of each step from its beginning."""
+    settings = RUNGS[rung]
+    refused, cut = retries_of(*settings), retries_of(*settings)
+    data = windows(settings)
+    live_bytes = []
+    take = retry.BeforeWindow.of
+
+    def begin(*args):
+        waiting = refused.session.host_memory.bytes_by_category.get("activation", 0)
+        live_bytes.append(tracker.live_bytes - waiting)
+        return take(*args)
+
+    def both_take(step):
+        window, start = next(data), export_random_state(CPU)
+        result = step(window)
+        import_random_state(start, CPU)
+        cut.train_step(window)
+        return result
+
+    monkeypatch.setattr(retry.BeforeWindow, "of", begin)
+    with OutOfMemoryAt() as tracker:
+        both_take(refused.train_step)
+        places = both_take(lambda window: places_of(tracker, refused, window, monkeypatch))
+        assert len(places) > 100
+        for number, at in enumerate([places[len(places) // 3], *choose(places)]):
+            if number == 1:  # what a cut needs is on from now on
+                refused.apply(Cut())
+                cut.apply(Cut())
+                places = both_take(lambda window: places_of(tracker, refused, window, monkeypatch))
+            if at not in places:
+                continue
+            window = next(data)
+            start = export_random_state(CPU)
+            refused.apply(Cut())
+            live_bytes.clear()
+            tracker.refuse(at)
+            result = refused.train_step(window)
+            tracker.refuse(-1)
+            assert refused.num_retries == 1, f"allocation {at}"
+            assert refused.cut != Cut()
+            assert live_bytes[1] <= live_bytes[0], f"allocation {at}"
+            end = export_random_state(CPU)
+            import_random_state(start, CPU)
+            cut.apply(refused.cut)
+            expected = cut.train_step(window)
+            assert cut.num_retries == 0
+            assert result.loss == expected.loss, f"allocation {at}"
+            assert result.grad_norm == expected.grad_norm, f"allocation {at}"
+            assert result.num_tokens == expected.num_tokens
+            assert result.applied == expected.applied
+            assert end == export_random_state(CPU)
+    assert_same_state(refused.session, cut.session)
+
+
+@pytest.mark.parametrize("rung", DIFFER_MOST)
+def test_a_refused_allocation_changes_nothing_but_the_cut(rung, retries_of, monkeypatch):
+    sweep(retries_of, rung, monkeypatch, lambda places: places[:: len(places) // 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", RUNGS)
+def test_any_allocation_may_be_refused(rung, retries_of, monkeypatch):
+    sweep(retries_of, rung, monkeypatch, lambda places: places)
