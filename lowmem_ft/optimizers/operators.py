@@ -64,7 +64,12 @@ def _operator(
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"lowmem_ft::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.lowmem_ft, name)
-        register_operator_cost(operator.default, moved_bytes=moved_bytes, temporary_bytes=temporary_bytes)
+        register_operator_cost(
+            operator.default,
+            moved_bytes=moved_bytes,
+            temporary_bytes=temporary_bytes,
+            irrelevant=("key", "element"),
+        )
         return operator
 
     return register

@@ -155,8 +155,29 @@ TORCH = (
         "two of its settings, which ours decides",
         "bool",
     ),
+    *_data(
+        f"{_FAKE}.FakeTensorMode()",
+        "in_kernel_invocation _allow_unsafe_data_ptr_access",
+        "views are made without it",
+        "bool",
+    ),
+    _called(
+        "torch.Tensor", "_make_subclass", None, "makes a fake tensor of a meta one, as torch's own code does"
+    ),
+    _called(
+        "torch._C", "_dispatch_keys", None, "whether two tensors are of a kind: conjugated, of inference mode"
+    ),
+    _called("torch._C", "_set_meta_in_tls_dispatch_include", None, "kernels without values, on fake tensors"),
+    _called("torch._C", "_set_throw_on_mutable_data_ptr", None, "as torch guards a fake tensor's address"),
+    _called("torch._C", "_set_warn_deprecated_on_mutable_data_ptr", None, "the same"),
+    *_each(
+        "class", "torch._C", "_DisableTorchDispatch _PreserveDispatchKeyGuard", "a kernel without any mode"
+    ),
     *_each("class", _DISPATCH, "TorchDispatchMode", "sees every operator"),
     *_each("called", _DISPATCH, "_disable_current_modes", "steps outside of all modes"),
+    _replaced(
+        f"{_DISPATCH}.TorchDispatchMode", "_should_skip_dynamo", "", "two frames around every operator less"
+    ),
     _called("torch._C", "_get_dispatch_mode", None, "whether a thread is the one that is traced"),
     *_each("class", "torch._C", "_TorchDispatchModeKey", "the key to ask for"),
     *_each(

@@ -20,6 +20,7 @@ from lowmem_ft.memory.storage_resizing import storage_resizes_seen
 from lowmem_ft.repetition import abridged_for
 from lowmem_ft.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.attribution import Attribution
+from lowmem_ft.virtual_gpu.fake_results import FakeResults
 from lowmem_ft.virtual_gpu.placement import place_module
 from lowmem_ft.virtual_gpu.recorder import Recorder
 from lowmem_ft.virtual_gpu.trace import Trace
@@ -60,13 +61,15 @@ class VirtualMachine:
         self.attribution = Attribution(
             device.type, self._adopt, self._mark_parameters, self._after_optimizer_step
         )
-        self.recorder = Recorder(device.type, self.attribution, Questions(self.say), **rules)
+        self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
+        results = FakeResults(self._fake_mode, device.type)
+        questions = Questions(self.say)
+        self.recorder = Recorder(device.type, self.attribution, questions, results=results, **rules)
         self.work = self.recorder.work
         self._model_name = ""
         self._num_parameters = 0
         self._num_trainable_parameters = 0
         self._is_quantized = False
-        self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
         self._running = contextlib.ExitStack()
         self._entered_at: float | None = None
         self.trace_seconds = 0.0

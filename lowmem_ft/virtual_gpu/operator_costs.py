@@ -7,7 +7,7 @@ goes by torch's own registries: ``torch.library.register_fake`` gives the shape 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,12 @@ class OperatorCost:
     Args:
         moved_bytes: read and written in device memory by all of its kernels together.
         temporary_bytes: taken beside its results at the most, and given back when it returns.
+        irrelevant: arguments on which neither these nor the operator's fake rule depend; None: nobody has said.
     """
 
     moved_bytes: Callable[..., int]
     temporary_bytes: Callable[..., int]
+    irrelevant: frozenset[str] | None = None
 
 
 _COSTS: dict[OpOverload, OperatorCost] = {}
@@ -37,6 +39,7 @@ def register_operator_cost(
     *,
     moved_bytes: Callable[..., int],
     temporary_bytes: Callable[..., int] | None = None,
+    irrelevant: Collection[str] | None = None,
 ) -> None:
     """Tell every virtual GPU of this process what an operator costs; a later call replaces an earlier one.
 
@@ -50,6 +53,9 @@ def register_operator_cost(
         operator: one overload of it.
         moved_bytes: called with the operator's arguments; bytes that its kernels read and write in device memory.
         temporary_bytes: called likewise; bytes that it takes beside its results and gives back. None: it takes none.
+        irrelevant: names of arguments, such as a seed, on which neither these functions nor the operator's fake rule
+            depend. Given, if only as ``()``, a trace does not call them again where all other arguments and the
+            shapes, strides, types and devices of the tensors are as before. None: it calls them each time.
 
     Raises:
         UserError: if ``operator`` is no overload.
@@ -59,7 +65,11 @@ def register_operator_cost(
             "The cost of an operator belongs to one overload, such as torch.ops.mine.rotate.default, got "
             f"{operator}. Name the overload."
         )
-    _COSTS[operator] = OperatorCost(moved_bytes=moved_bytes, temporary_bytes=temporary_bytes or _nothing)
+    _COSTS[operator] = OperatorCost(
+        moved_bytes=moved_bytes,
+        temporary_bytes=temporary_bytes or _nothing,
+        irrelevant=None if irrelevant is None else frozenset(irrelevant),
+    )
 
 
 def registered_cost(operator: Any) -> OperatorCost | None:

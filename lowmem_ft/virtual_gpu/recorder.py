@@ -8,6 +8,7 @@ reference, exactly when the caching allocator would get it back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.category import Category, Place
@@ -27,6 +29,7 @@ from lowmem_ft.memory.gradient_sums import is_in_place_unwatched, take_as_much
 from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
+from lowmem_ft.virtual_gpu.fake_results import FakeResults, SeenCall
 from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
 from lowmem_ft.virtual_gpu.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
@@ -40,11 +43,33 @@ from lowmem_ft.virtual_gpu.work import Work, WorkLog
 
 aten = torch.ops.aten
 
+# Looked up once: each dot takes time, and a trace asks for them with every operator.
+_DEVICE = torch.ops.prim.device.default
+_READ_NUMBER = aten._local_scalar_dense.default
+_RECORD_STREAM = aten.record_stream.default
+_IS_PINNED, _PIN_MEMORY = aten.is_pinned.default, aten._pin_memory.default
+_SUM, _COPY = aten.add.Tensor, aten.copy_.default
+
 WorkspaceRule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
 """Operator, arguments, keyword arguments and result to the sizes of the buffers its kernel takes for itself, after
 those of its result."""
 Workspaces = Callable[[Any, int], Iterator[tuple[object, int]]]
 """Operator and stream to the buffers that a library keeps from its first call on: a key and a size each."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Cost:
+    """What a call takes on the device.
+
+    Args:
+        workspaces: the bytes of its kernel's own buffers.
+        has_library: whether it calls a library that keeps buffers.
+        work: its work, at no place yet; None: none.
+    """
+
+    workspaces: tuple[int, ...]
+    has_library: bool
+    work: Work | None
 
 
 class Recorder(TorchDispatchMode):
@@ -54,6 +79,7 @@ class Recorder(TorchDispatchMode):
         device_type: the device whose storages count as its own; ``cpu`` makes the host the device.
         attribution: says what the program is doing.
         questions: answers for values that are not known; None: nobody hears of them.
+        results: runs operators.
         workspace_rule: buffers of kernels; None for devices without such rules.
         workspaces: buffers of libraries; None as well.
     """
@@ -64,6 +90,7 @@ class Recorder(TorchDispatchMode):
         attribution: Attribution,
         questions: Questions | None = None,
         *,
+        results: FakeResults,
         workspace_rule: WorkspaceRule | None = None,
         workspaces: Workspaces | None = None,
     ) -> None:
@@ -79,11 +106,15 @@ class Recorder(TorchDispatchMode):
         self.largest_assumed: set[str] = set()
         """Operators whose result depends on values: it was taken at its largest."""
         self._questions = questions or Questions(lambda choice: None)
+        self._results = results
+        self._costs: dict[SeenCall, _Cost] = {}
+        self._num_formulas = 0
         self._workspace_rule = workspace_rule
         self._workspaces = workspaces
         self._held_workspaces: set[object] = set()
         self._reference: weakref.ref[Recorder] = weakref.ref(self)
         self._index_of: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._births: dict[int, ProgramState] = {}
         self._tenants: dict[int, str] = {}
         """The modules whose weights lie in shared memory at the moment."""
@@ -154,70 +185,69 @@ class Recorder(TorchDispatchMode):
         """Start a new peak from what is alive now."""
         self.peak_bytes = self.live_bytes
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be wrapped in what keeps Dynamo out: it compiles nothing under a dispatch mode that is no torch's."""
+        return False
+
     # --- what the recorder sees --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # more often asked than all the rest together
+        if func is _DEVICE:  # more often asked than all the rest together
             return args[0].device
-        if func is aten._local_scalar_dense.default:
+        kwargs = kwargs or {}
+        if func is _READ_NUMBER:
             self.work.synchronize()
             value = read_value(func, args[0])
             return self.ask(args[0].dtype) if value is None else value
-        if func is aten.record_stream.default:
+        if func is _RECORD_STREAM:
             return None
-        if func is aten.is_pinned.default:
+        if func is _IS_PINNED:
             return self._place_of(args[0]) == "pinned"
         func, args, kwargs, is_pinned = _without_pinning(func, args, kwargs)
         called = func
-        if is_in_place_unwatched(func, args, kwargs):
+        if func is _SUM and is_in_place_unwatched(func, args, kwargs):
             func = aten.add_.Tensor  # what would be called: the timeline and the work are those of a run
         self.attribution.operator_begins(func, args)
         self.alike.operator_begins()
-        result = self._run(called, args, kwargs)
+        result, seen = self._run(called, args, kwargs)
         if called is not func:
+            seen = None
             self._count_as(args[0], result)
         self._record_births(func, args, result)
-        if func is aten.copy_.default:
+        if func is _COPY:
             self._note_tenant(args[0], args[1])
-        workspaces = self._take_workspaces(func, args, kwargs, result)
+        cost = self._cost(func, args, kwargs, result, seen)
+        workspaces = self._take_workspaces(func, cost)
         if is_pinned and self.device_type != "cpu":
             self.mark_place(result, "pinned")
         compute_values(called, args, kwargs, result)
-        work = work_of(
-            func,
-            args,
-            kwargs,
-            result,
-            device_type=self.device_type,
-            stream=self.stream,
-            position=self.work.position,
-        )
-        if work is not None:
-            work.times = self.alike.times
+        if cost.work is not None:
+            work = cost.work.at(self.work.position)
+            work.stream, work.times = self.stream, self.alike.times
             self.work.add(work)
         for index in workspaces:
             self.let_go(index)
         return result
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operator's result on fake tensors.
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SeenCall | None]:
+        """The operator's result on fake tensors, and which call it was.
 
         Raises:
             ModelError: if it cannot have one.
         """
         try:
-            return func(*args, **kwargs)
+            return self._results.call(func, args, kwargs)
         except DynamicOutputShapeException:
             result, is_size_known = result_of_unknown_size(func, args, kwargs)
             if not is_size_known:
                 self.largest_assumed.add(str(func))
-            return result
+            return result, None
         except DataDependentOutputException as error:
             answer = answer_from_values(func, args, kwargs, error)
-            return self.ask(torch.bool) if answer is None else answer
+            return self.ask(torch.bool) if answer is None else answer, None
         except UnsupportedOperatorException as error:
             raise ModelError(
                 f"A trace needs to know the shape of what {func} returns, and torch has no rule for it, at "
@@ -229,17 +259,31 @@ class Recorder(TorchDispatchMode):
         index = self._index_of.get(tensor.untyped_storage()._cdata)
         return None if index is None else self.timeline.allocations[index].place
 
-    def _take_workspaces(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> list[int]:
-        if self._workspaces is not None:
+    def _cost(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, seen: SeenCall | None
+    ) -> _Cost:
+        """What an operator takes beside its results, and its work, which alike calls have in common."""
+        if len(flop_registry) != self._num_formulas:  # a program may register one at any time
+            self._num_formulas = len(flop_registry)
+            self._costs.clear()
+        cost = self._costs.get(seen) if seen is not None else None
+        if cost is None:
+            rule = self._workspace_rule
+            workspaces = () if rule is None else rule(func, args, kwargs, result)
+            work = work_of(func, args, kwargs, result, device_type=self.device_type)
+            has_library = self._workspaces is not None and any(self._workspaces(func, self.stream))
+            cost = _Cost(workspaces, has_library, work)
+            if seen is not None:
+                self._costs[seen] = cost
+        return cost
+
+    def _take_workspaces(self, func: Any, cost: _Cost) -> list[int]:
+        if self._workspaces is not None and cost.has_library:
             for key, size in self._workspaces(func, self.stream):
                 if key not in self._held_workspaces:
                     self._held_workspaces.add(key)
                     self.hold(size, "workspace")
-        if self._workspace_rule is None:
-            return []
-        return [self.hold(size, "temporary") for size in self._workspace_rule(func, args, kwargs, result)]
+        return [self.hold(size, "temporary") for size in cost.workspaces]
 
     def _record_births(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if isinstance(result, Tensor):
@@ -254,15 +298,18 @@ class Recorder(TorchDispatchMode):
                 self.storage_is_resized(resized.untyped_storage())
 
     def _see(self, func: Any, args: tuple[Any, ...], tensor: Tensor, position: int) -> None:
-        device_type = tensor.device.type
-        if device_type == "meta" or (device_type != self.device_type and device_type != "cpu"):
-            return
         storage = tensor.untyped_storage()
         index = self._index_of.get(storage._cdata)
-        if index is not None:
+        if index is None:
+            if tensor.device.type not in (self.device_type, "cpu"):
+                return
+        else:
             allocation = self.timeline.allocations[index]
-            is_new = allocation.category not in ("parameter", "optimizer_state")  # not one updated in a hook
-            if is_new and self.attribution.is_accumulating_gradient and device_type == self.device_type:
+            if (
+                self.attribution.is_accumulating_gradient
+                and tensor.device.type == self.device_type
+                and allocation.category not in ("parameter", "optimizer_state")  # not one updated in a hook
+            ):
                 self.mark(tensor, "gradient", self.attribution.module)
             if allocation.size_bytes == storage.nbytes():
                 return
@@ -300,9 +347,10 @@ class Recorder(TorchDispatchMode):
             self._follow(total.untyped_storage(), index)
 
     def _follow(self, storage: torch.UntypedStorage, index: int) -> None:
-        if storage._cdata not in self._index_of:
-            weakref.finalize(storage, _release, self._reference, storage._cdata).atexit = False
-        self._index_of[storage._cdata] = index
+        key = storage._cdata
+        if key not in self._index_of:
+            self._watched[key] = weakref.ref(storage, functools.partial(_release, self._reference, key))
+        self._index_of[key] = index
 
     def _note_tenant(self, memory: Tensor, source: Tensor) -> None:
         to, origin = (self._index_of.get(tensor.untyped_storage()._cdata) for tensor in (memory, source))
@@ -352,13 +400,10 @@ class Recorder(TorchDispatchMode):
 
     def storage_is_gone(self, key: int) -> None:
         """End the allocation of a storage, if it was seen."""
-        index = self._index_of.get(key)
+        self._watched.pop(key, None)
+        index = self._index_of.pop(key, None)
         if index is not None:
-            self._die(key, index)
-
-    def _die(self, key: int, index: int) -> None:
-        del self._index_of[key]
-        self._end(index)
+            self._end(index)
 
     def _end(self, index: int) -> None:
         birth = self._births.pop(index, None)
@@ -388,14 +433,14 @@ def _without_pinning(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any], bool]:
     """An operator that asks for pinned memory as one that asks for any, and whether it did: fake tensors have none."""
-    if func is aten._pin_memory.default:
+    if func is _PIN_MEMORY:
         return aten.clone.default, args[:1], {}, True
     if kwargs.get("pin_memory"):
         return func, args, {**kwargs, "pin_memory": False}, True
     return func, args, kwargs, False
 
 
-def _release(recorder: weakref.ref[Recorder], key: int) -> None:
+def _release(recorder: weakref.ref[Recorder], key: int, storage: object = None) -> None:
     """Called when a storage goes. With a strong reference, storages and recorder would keep each other for ever."""
     alive = recorder()
     if alive is not None:

@@ -43,7 +43,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        work = work_of(func, args, kwargs or {}, result, device_type="cpu", stream=0, position=0)
+        work = work_of(func, args, kwargs or {}, result, device_type="cpu")
         self.num_bytes += 0 if work is None else work.num_bytes
         return result
 

@@ -28,8 +28,6 @@ def work_of(
     result: Any,
     *,
     device_type: str,
-    stream: int,
-    position: int,
 ) -> Work | None:
     """What an operator asks of the device, or None if it asks nothing.
 
@@ -39,11 +37,9 @@ def work_of(
         kwargs: its keyword arguments.
         result: what it returned.
         device_type: the device.
-        stream: where it runs.
-        position: number of events that the timeline has.
 
     Returns:
-        An entry for the log.
+        An entry for the log, at its beginning and on stream 0.
     """
     if is_free(func):
         return None
@@ -58,9 +54,8 @@ def work_of(
         on_device = next(tensor for tensor in (*results, *inputs) if tensor.device.type == device_type)
         return Work(
             "copy",
-            position,
-            stream,
-            name,
+            position=0,
+            name=name,
             num_bytes=on_device.nbytes,
             blocking=not non_blocking,
             to_host=results[0].device.type != device_type,
@@ -70,12 +65,11 @@ def work_of(
     flops = flops_of(func, args, kwargs, result)
     return Work(
         "kernel",
-        position,
-        stream,
-        name,
-        flops,
-        _product_dtype([*inputs, *results]) if flops else "",
-        num_bytes,
+        position=0,
+        name=name,
+        flops=flops,
+        dtype=_product_dtype([*inputs, *results]) if flops else "",
+        num_bytes=num_bytes,
     )
 
 

@@ -58,6 +58,8 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         kwargs: its keyword arguments.
         result: what it returned; each integer or boolean tensor in it gets its values.
     """
+    if type(result) is FakeTensor and result.is_floating_point() and result.dim():
+        return  # as most are
     made = _written(func, args) if result is None else _flat(result)
     results = [item for item in made if isinstance(item, FakeTensor)]
     if not results:
@@ -65,6 +67,9 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
     if not all(map(_is_kept, results)):
         if results[0].dtype == torch.bool:
             _set_if_uniform(func, args, results)
+        return
+    if args and type(args[0]) is FakeTensor and known_values(args[0]) is None:
+        _set_if_uniform(func, args, results)
         return
     try:
         values = run_on_values(func, args, kwargs)
@@ -116,7 +121,7 @@ def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     generator = kwargs.get("generator")
     if isinstance(generator, torch.Generator) and generator.device.type != "cpu":
         kwargs["generator"] = torch.Generator()  # of no use here, but the operator asks for one
-    real_args, real_kwargs = tree_map(_known_or_raise, (args, kwargs))
+    real_args, real_kwargs = _known_or_raise(args), _known_or_raise(kwargs)
     with unset_fake_temporarily():
         return func(*real_args, **real_kwargs)
 
@@ -177,6 +182,10 @@ def depends_on_values(call: str) -> ModelError:
 
 
 def _known_or_raise(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_known_or_raise, value))
+    if isinstance(value, dict):
+        return {name: _known_or_raise(item) for name, item in value.items()}
     if not isinstance(value, Tensor):
         return value
     known = known_values(value)

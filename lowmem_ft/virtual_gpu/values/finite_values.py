@@ -61,6 +61,7 @@ _SAME = frozenset(
     }
 )
 _COUNT = frozenset({aten.sum.default, aten.count_nonzero.default})
+_MAY_BE_UNIFORM = frozenset({*_ASKS_IF_FINITE, *_COMPARISONS, *_AND, *_OR, *_NOT, *_SAME, *_COUNT})
 
 
 def uniform_value(
@@ -74,14 +75,16 @@ def uniform_value(
         result: what it returned.
         known: the values of a tensor on the CPU, if they are known.
     """
+    if func not in _MAY_BE_UNIFORM:
+        return None
     if func in _ASKS_IF_FINITE:
         return _ASKS_IF_FINITE[func]
     if func in _COMPARISONS:
         return _compared(_COMPARISONS[func], args[0], args[1], known)
-    if func in _AND or (func in _OR and result.dtype == torch.bool):
-        return _joined(func in _OR, [_of_all(argument, known) for argument in args[:2]])
-    if func not in _NOT and func not in _SAME and func not in _COUNT:
+    if func in _OR and result.dtype != torch.bool:
         return None
+    if func in _AND or func in _OR:
+        return _joined(func in _OR, [_of_all(argument, known) for argument in args[:2]])
     value = _of_all(args[0], known)
     if not isinstance(value, bool):
         return None
