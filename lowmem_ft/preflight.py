@@ -13,7 +13,7 @@ import torch
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import UserError
-from lowmem_ft.estimator.child_process import EstimateFailedError, EstimatingProcess
+from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess, estimate_without_timeline
 from lowmem_ft.estimator.target import CPU
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
@@ -73,11 +73,11 @@ class EstimateBeside:
         """Have it estimate, and wait; see :class:`lowmem_ft.training.preflight.Preflight`."""
         assert self._process is not None, "begin() goes before"
         assert self._recipe is not None
-        self._process.ask(with_rows_of(self._recipe, longest_row), self._gpu)
+        self._process.ask(estimate_without_timeline, with_rows_of(self._recipe, longest_row), self._gpu)
         logger.info("Estimating what the run needs.")
         try:
             return self._process.answer()
-        except (EstimateFailedError, UserError) as error:
+        except (ChildFailedError, UserError) as error:
             logger.warning("What the run needs could not be estimated: %s Training goes on.", error)
             return None
 

@@ -12,7 +12,12 @@ import torch
 import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
 from lowmem_ft.errors import DoesNotFitError, ModelError
-from lowmem_ft.estimator.child_process import EstimateFailedError, EstimatingProcess, _environment
+from lowmem_ft.estimator.child_process import (
+    ChildFailedError,
+    EstimatingProcess,
+    _environment,
+    estimate_without_timeline,
+)
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.preflight import EstimateBeside
 
@@ -30,15 +35,15 @@ def tiny(tmp_path):
 
 @pytest.mark.parametrize("gpu", ["cpu", "t4"])
 def test_the_other_process_says_what_this_one_would(process, tiny, gpu):
-    process.ask(tiny, gpu)
+    process.ask(estimate_without_timeline, tiny, gpu)
     here = dataclasses.replace(estimate_memory(tiny, gpu), timeline=Timeline(), trace_seconds=0.0)
     assert dataclasses.replace(process.answer(), trace_seconds=0.0) == here
 
 
 def test_an_error_there_is_one_here_and_the_next_question_is_answered(process, tiny):
     nowhere = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, name_or_path="./nowhere"))
-    process.ask(nowhere, "cpu")
-    process.ask(tiny, "cpu")
+    process.ask(estimate_without_timeline, nowhere, "cpu")
+    process.ask(estimate_without_timeline, tiny, "cpu")
     with pytest.raises(ModelError, match="nowhere"):
         process.answer()
     assert process.answer().model.parameters > 0
@@ -47,8 +52,8 @@ def test_an_error_there_is_one_here_and_the_next_question_is_answered(process, t
 def test_a_process_that_dies_is_told_of(tiny):
     with EstimatingProcess() as process:
         process._process.kill()
-        process.ask(tiny, "cpu")
-        with pytest.raises(EstimateFailedError, match="exit code -9"):
+        process.ask(estimate_without_timeline, tiny, "cpu")
+        with pytest.raises(ChildFailedError, match="exit code -9"):
             process.answer()
 
 

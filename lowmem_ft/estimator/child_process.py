@@ -1,4 +1,4 @@
-"""Estimates made in a process of their own, beside one that trains.
+"""Estimates and plans made in a process of their own, beside one that trains.
 
 A virtual GPU changes torch for the process it is in: once ``vgpu`` is registered, torch takes it for the machine's
 accelerator, in pinned memory and in barriers too. What a trace allocates on the host would count for the run's own
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,16 +30,18 @@ from lowmem_ft.recipe import Recipe
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_RESULT, _ERROR, _PROGRESS = "result", "error", "progress"
+
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a process takes itself for one of several."""
 
 
-class EstimateFailedError(Exception):
+class ChildFailedError(Exception):
     """The other process ended without an answer, or with an error that is no user's; its last lines are the message."""
 
 
 class EstimatingProcess:
-    """A process that estimates one recipe after the other; it starts with this object, and goes with :meth:`close`.
+    """A process that answers one question after the other; it starts with this object, and goes with :meth:`close`.
 
     Ask, do something else, then take the answer. Both ends run the same files of this package with the same Python.
     """
@@ -53,33 +56,40 @@ class EstimatingProcess:
             env=_environment(os.environ),
         )
 
-    def ask(self, recipe: Recipe, gpu: str | Gpu) -> None:
-        """Have a recipe estimated, as :func:`lowmem_ft.estimate_memory` does.
+    def ask(self, function: Callable[..., Any], *arguments: Any, tells_progress: bool = False) -> None:
+        """Have a function called there.
 
         Args:
-            recipe: what would be trained.
-            gpu: a GPU, its name in the catalogue, or ``cpu``. This machine's own is not seen from there.
+            function: one that can be imported by its name, such as :func:`lowmem_ft.estimate_memory`.
+            *arguments: for it. This machine's own GPU is not seen from there: pass what it is.
+            tells_progress: whether it takes an argument ``on_progress``, a function that is told how far it is.
         """
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone, as answer() will say
-            pickle.dump((recipe, gpu), self._process.stdin)
+            pickle.dump((function, arguments, tells_progress), self._process.stdin)
             self._process.stdin.flush()
 
-    def answer(self) -> MemoryEstimate:
-        """Wait for the estimate that was asked for; it has no timeline.
+    def answer(self, on_progress: Callable[[Any], None] = lambda progress: None) -> Any:
+        """Wait for what was asked for.
+
+        Args:
+            on_progress: called with what the function says on its way.
 
         Raises:
-            UserError: what :func:`lowmem_ft.estimate_memory` raises.
-            EstimateFailedError: if that process failed.
+            UserError: what the function raised.
+            ChildFailedError: if that process failed.
         """
         assert self._process.stdout is not None
-        try:
-            answer = pickle.load(self._process.stdout)  # written by our own code, in _serve
-        except (EOFError, pickle.UnpicklingError):
-            raise EstimateFailedError(self._last_words()) from None
-        if isinstance(answer, UserError):
-            raise answer
-        return answer
+        while True:
+            try:
+                kind, answer = pickle.load(self._process.stdout)  # written by our own code, in _serve
+            except (EOFError, pickle.UnpicklingError):
+                raise ChildFailedError(self._last_words()) from None
+            if kind == _ERROR:
+                raise answer
+            if kind == _RESULT:
+                return answer
+            on_progress(answer)
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -120,20 +130,30 @@ def _serve() -> None:
     """Answer on what was standard output, so that nothing that is printed gets between the answers."""
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
-        from lowmem_ft.estimator.estimate import estimate_memory
+
+        def say(kind: str, value: Any) -> None:
+            pickle.dump((kind, value), answers)
+            answers.flush()
+
+        import lowmem_ft.estimator.estimate  # noqa: F401 - what will be asked for, while the other process is busy
 
         while True:
             try:
-                recipe, gpu = pickle.load(sys.stdin.buffer)
+                function, arguments, tells_progress = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            answer: Any
+            progress = {"on_progress": functools.partial(say, _PROGRESS)} if tells_progress else {}
             try:
-                answer = dataclasses.replace(estimate_memory(recipe, gpu), timeline=Timeline())
+                say(_RESULT, function(*arguments, **progress))
             except UserError as error:
-                answer = error
-            pickle.dump(answer, answers)
-            answers.flush()
+                say(_ERROR, error)
+
+
+def estimate_without_timeline(recipe: Recipe, gpu: str | Gpu) -> MemoryEstimate:
+    """:func:`lowmem_ft.estimate_memory`, without every single allocation, which is much to hand over."""
+    from lowmem_ft.estimator.estimate import estimate_memory
+
+    return dataclasses.replace(estimate_memory(recipe, gpu), timeline=Timeline())
 
 
 if __name__ == "__main__":
