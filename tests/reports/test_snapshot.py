@@ -10,7 +10,7 @@ from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.replay import replay
 from lowmem_ft.memory.timeline import Allocation, Timeline
-from lowmem_ft.reports.snapshot import memory_snapshot, write_snapshot
+from lowmem_ft.memory.snapshot import memory_snapshot, write_snapshot
 from lowmem_ft.units import MIB
 
 CONFIGS = [AllocatorConfig(), AllocatorConfig(expandable_segments=True)]
