@@ -48,6 +48,7 @@ class CudaDriver:
         fraction: the allocator's cap as a share of the device's memory.
         bytes: what the allocator counts: ``allocated`` and ``reserved``, each as it is now and as ``peak``; what this
             process's ``context`` and ``others`` take.
+        history: how allocations are recorded; None: they are not.
     """
 
     def __init__(self, monkeypatch, **properties):
@@ -56,6 +57,8 @@ class CudaDriver:
         vars(self.properties).update(properties)
         self.fraction = 1.0
         self.bytes = Counter(context=50)
+        self.history = None
+        self._entries = []
         beneath = {
             "_cuda_getDeviceCount": lambda: 1,
             "_cuda_getDevice": lambda: 0,
@@ -65,6 +68,8 @@ class CudaDriver:
             "_cuda_emptyCache": lambda: self.bytes.update(
                 reserved=self.bytes["allocated"] - self.bytes["reserved"]
             ),
+            "_cuda_record_memory_history": self._record_history,
+            "_cuda_memorySnapshot": lambda pool: {"segments": [], "device_traces": [list(self._entries)]},
             "_cuda_resetPeakMemoryStats": lambda index: self._of(index) and self._reset(),
         }
         for name, function in beneath.items():
@@ -83,6 +88,8 @@ class CudaDriver:
         for name, num_bytes in {"allocated": allocated, "reserved": reserved}.items():
             self.bytes[name] = num_bytes
             self.bytes[f"{name} peak"] = max(self.bytes[f"{name} peak"], num_bytes)
+        if self.history is not None:
+            self._entries = [*self._entries, {"action": "alloc"}][-self.history["max_entries"] :]
 
     def cudaMemGetInfo(self, index):
         self._of(index)
@@ -101,6 +108,18 @@ class CudaDriver:
     def _set_fraction(self, fraction, index):
         self._of(index)
         self.fraction = fraction
+
+    def _record_history(
+        self, enabled, context, stacks, max_entries, clear_history, compile_context, annotations, skip_actions
+    ):
+        assert enabled in (None, "state", "all"), enabled
+        assert context in (None, "state", "alloc", "all"), context
+        assert stacks in ("python", "all"), stacks
+        assert type(clear_history) is type(compile_context) is type(annotations) is bool
+        if clear_history or enabled is None:
+            self._entries = []
+        known = {"context": context, "stacks": stacks, "max_entries": max_entries}
+        self.history = None if enabled is None else known
 
     def _stats(self):
         def counter(name):

@@ -26,8 +26,8 @@ def report_console(options: argparse.Namespace) -> Console:
 
 def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace) -> None:
     """The plot and the allocator's snapshot, where they were asked for."""
-    from lowmem_ft.reports.memory_plot import write_plot
     from lowmem_ft.memory.snapshot import write_snapshot
+    from lowmem_ft.reports.memory_plot import write_plot
     from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_environment
 
     config = allocator_config_of_environment()

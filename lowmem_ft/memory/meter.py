@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,8 @@ _RESET_PEAK = "5"
 
 _peaks_before: dict[str, int] = {}
 """The highest before the last phase began, by device: beginning one makes the system and the driver forget it."""
+
+_watchers: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ def begin_phase(device: torch.device) -> bool:
     Returns:
         Whether it does: the host's peak can be reset on Linux only.
     """
+    peaks_will_be_reset()
     if device.type == "cuda":
         _peaks_before[str(device)] = read_device_memory(device).peak_bytes
         torch.cuda.reset_peak_memory_stats(device)
@@ -70,6 +75,26 @@ def begin_phase(device: torch.device) -> bool:
         return False
     _peaks_before["host"] = before
     return True
+
+
+@contextlib.contextmanager
+def before_each_reset(watcher: Callable[[], None]) -> Iterator[None]:
+    """Call a function before peaks begin anew, whoever lets them: what it has not read by then is forgotten.
+
+    Args:
+        watcher: is called in this block.
+    """
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def peaks_will_be_reset() -> None:
+    """Tell those who read peaks; :func:`begin_phase` does."""
+    for watcher in tuple(_watchers):
+        watcher()
 
 
 def phase_peak_bytes(device: torch.device) -> int:

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
-from lowmem_ft.memory.meter import begin_phase, phase_peak_bytes, read_device_memory, read_host_memory
+from lowmem_ft.memory.meter import (
+    before_each_reset,
+    begin_phase,
+    phase_peak_bytes,
+    read_device_memory,
+    read_host_memory,
+)
 
 
 class PhasePeaks:
@@ -32,13 +38,18 @@ class PhasePeaks:
         """Count a block as one phase, also if it fails."""
         self._note_reserved()
         can_be_told_apart = begin_phase(self._device)
-        try:
-            yield
-        finally:
+
+        def note() -> None:
             self._note_reserved()
             if can_be_told_apart:
                 peak_bytes = phase_peak_bytes(self._device)
                 self.by_phase[phase] = max(peak_bytes, self.by_phase.get(phase, 0))
+
+        with before_each_reset(note):
+            try:
+                yield
+            finally:
+                note()
 
     @property
     def peak_bytes(self) -> int:

@@ -37,13 +37,13 @@ class StorageTracker(TorchDispatchMode):
     frees an unsharded parameter, is gone.
 
     Limits: a workspace that a kernel takes for itself and frees before it returns is not seen. The storages inside a
-    tensor subclass such as DTensor are not seen.
+    tensor subclass such as DTensor, or a sparse tensor, are not seen.
 
     Args:
-        device_type: the device whose storages count, such as ``cpu`` or ``cuda``.
+        device_type: the device whose storages count, such as ``cpu`` or ``cuda``; None: all but ``meta``.
     """
 
-    def __init__(self, device_type: str = "cpu") -> None:
+    def __init__(self, device_type: str | None = "cpu") -> None:
         super().__init__()
         self.device_type = device_type
         self.live_bytes = 0
@@ -62,8 +62,8 @@ class StorageTracker(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor that was created before the block, such as a parameter."""
-        for storage in self._storages(tensor):
-            self._measure(storage)
+        for one in self._tensors(tensor):
+            self._measure_of(one)
 
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
@@ -80,26 +80,44 @@ class StorageTracker(TorchDispatchMode):
             return result
         # A view of, or a write into, a storage from before the block does not create it.
         inputs = () if func is _LIFT_FRESH else (args, kwargs)
-        known = {storage._cdata for storage in self._storages(inputs)} - self._bytes_by_storage.keys()
-        for storage in self._storages(result):
-            if storage._cdata not in known:
-                self._measure(storage)
+        known = {tensor.untyped_storage()._cdata for tensor in self._tensors(inputs)}
+        known -= self._bytes_by_storage.keys()
+        for tensor in self._tensors(result):
+            if tensor.untyped_storage()._cdata not in known:
+                self._measure_of(tensor)
         resized = storage_resized_by(func, args, result)
         if resized is not None:
             self._measure_again(resized.untyped_storage())
         return result
+
+    def is_new(self, tensor: torch.Tensor) -> None:
+        """A storage counts from here on, which this tensor shows: for those who want to know more than its bytes."""
 
     def _count_as(self, first: torch.Tensor, total: torch.Tensor) -> None:
         """Let a sum's storage stand for that of its first operand, counted or not."""
         take_as_much(total, first)
         size = self._bytes_by_storage.pop(first.untyped_storage()._cdata, None)
         if size is not None:
+            self.is_new(total)
             self._follow(total.untyped_storage(), size)
 
-    def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
+    def _tensors(self, tree: Any) -> Iterator[torch.Tensor]:
         for leaf in tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
-                yield leaf.untyped_storage()
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.layout is torch.strided
+                and self._counts(leaf.device.type)
+            ):
+                yield leaf
+
+    def _counts(self, device_type: str) -> bool:
+        return device_type == self.device_type or (self.device_type is None and device_type != "meta")
+
+    def _measure_of(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._bytes_by_storage:
+            self.is_new(tensor)
+        self._measure(storage)
 
     def _measure_again(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._bytes_by_storage:

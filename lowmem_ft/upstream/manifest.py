@@ -225,8 +225,15 @@ TORCH = (
     _replaced(
         "torch.nn.attention.flex_attention", "_validate_device", "query key value", "refuses FlexAttention"
     ),
-    *_each(
-        "called", "torch.cuda.memory", "_snapshot _dump_snapshot _record_memory_history", "refused by name"
+    *_each("called", "torch.cuda.memory", "_dump_snapshot", "refused by name"),
+    _called(
+        "torch.cuda.memory", "_snapshot", "", "what a recording writes; refused by name on a virtual GPU"
+    ),
+    _called(
+        "torch.cuda.memory",
+        "_record_memory_history",
+        "* enabled context stacks max_entries clear_history",
+        "the same",
     ),
     *_each("called", "torch.cuda.jiterator", "_create_jit_fn _create_multi_output_jit_fn", "refused by name"),
     *_each("module", "torch.cuda", "_memory_viz", "its viewer reads what a trace's snapshot writes"),

@@ -21,6 +21,10 @@ class ActiveGpu(Protocol):
     counters: MemoryCounters
     cap_bytes: int | None
 
+    def outside_bytes(self) -> int:
+        """What a process holds beside what torch's allocator holds."""
+        ...
+
     def say(self, choice: str) -> None:
         """Note a decision that users should hear of."""
         ...

@@ -69,6 +69,15 @@ class VirtualGPU(VirtualMachine):
         stack.enter_context(flash_attention_2_as_on_cuda())
         super()._enter(stack)
 
+    def outside_bytes(self) -> int:
+        """What a process holds on this GPU beside what torch's allocator holds."""
+        return sum(self._outside().values())
+
+    def _outside(self) -> dict[str, int]:
+        return process_overhead_bytes(
+            self.spec, uses_bitsandbytes="bitsandbytes" in sys.modules, num_processes=1
+        )
+
     def report(self, *, tokens_per_step: int = 0) -> MemoryEstimate:
         """What the programs that ran here need on this GPU.
 
@@ -78,15 +87,12 @@ class VirtualGPU(VirtualMachine):
         Returns:
             The estimate. Time is that of the last optimizer step; host memory beside the trace is not in it.
         """
-        outside = process_overhead_bytes(
-            self.spec, uses_bitsandbytes="bitsandbytes" in sys.modules, num_processes=1
-        )
         return estimate_on_gpu(
             self.trace(),
             self.spec,
             BudgetVerdict(device_bytes=self.spec.memory_bytes, host_bytes=None),
             Surroundings(
-                outside_bytes=outside,
+                outside_bytes=self._outside(),
                 tokens_per_step=tokens_per_step,
                 allowed_bytes=self.cap_bytes,
                 not_modelled=("host memory of the process beside its tensors",),

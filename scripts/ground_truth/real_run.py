@@ -7,7 +7,6 @@ each phase is told to a meter, which reads the peak of the phase before.
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from lowmem_ft.memory.category import Phase
 from lowmem_ft.memory.meter import read_host_memory
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.models import load_model_config
+from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import Plan, build_session, plan_session
@@ -98,6 +98,7 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peaks = RealPeaks()
+        self._process = ProcessBytes(device)
         self._phase: Phase | None = None
 
     def begin(self, phase: Phase) -> None:
@@ -111,40 +112,9 @@ class CudaMeter:
         if self._phase is not None:
             _raise_to(self.peaks.allocated, self._phase, torch.cuda.max_memory_allocated(self.device))
             _raise_to(self.peaks.reserved, self._phase, torch.cuda.max_memory_reserved(self.device))
-            used, self.peaks.process_read_by = process_bytes_on(self.device)
+            used, self.peaks.process_read_by = self._process.read()
             self.peaks.process = max(self.peaks.process, used)
         self._phase = None
-
-
-def process_bytes_on(device: torch.device) -> tuple[int, str]:
-    """Device memory of this process, and who says so.
-
-    NVML tells it for each process, but by the host's process numbers: in a container ours is not among them. Then all
-    that is used on the device counts, which is right where nobody else uses it.
-    """
-    own = _own_bytes_by_nvml(device)
-    if own is not None:
-        return own, "NVML, this process"
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free, "cudaMemGetInfo, the whole device"
-
-
-def _own_bytes_by_nvml(device: torch.device) -> int | None:
-    """None if the package nvidia-ml-py is not installed, or NVML does not know this process or its part of a GPU."""
-    try:
-        import pynvml  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    pynvml.nvmlInit()
-    try:
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its index may differ from torch's
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-    return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
 
 
 class MeasuredRuntime(AccelerateRuntime):

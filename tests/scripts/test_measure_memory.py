@@ -1,6 +1,5 @@
 import json
 import sys
-from types import SimpleNamespace
 
 import measure_memory
 import pytest
@@ -39,40 +38,6 @@ def test_cuda_peaks_belong_to_the_phase_that_made_them(cuda):
     meter.end()
     assert meter.peaks.allocated == {"forward": 60, "backward": 40}
     assert meter.peaks.reserved == {"forward": 80, "backward": 80}
-
-
-def test_without_nvml_the_whole_device_counts(cuda):
-    cuda(20, 80)
-    assert real_run.process_bytes_on(DEVICE) == (130, "cudaMemGetInfo, the whole device")
-
-
-class NVMLError(Exception):
-    pass
-
-
-def handle_of(uuid):
-    if uuid != "GPU-abc":
-        raise NVMLError
-    return uuid
-
-
-@pytest.mark.parametrize("uuid,knows_us", [("abc", True), ("abc", False), ("of a part by MIG", True)])
-def test_nvml_counts_this_process_if_it_knows_it(cuda_driver, monkeypatch, uuid, knows_us):
-    cuda_driver(total_memory=1000, uuid=uuid)
-    monkeypatch.setattr(real_run.os, "getpid", lambda: 7)
-    processes = [
-        SimpleNamespace(pid=6, usedGpuMemory=1),
-        SimpleNamespace(pid=7 if knows_us else 8, usedGpuMemory=2),
-    ]
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        NVMLError=NVMLError,
-        nvmlDeviceGetHandleByUUID=handle_of,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: processes,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert real_run.process_bytes_on(DEVICE)[0] == (2 if (uuid, knows_us) == ("abc", True) else 50)
 
 
 def test_rows_that_are_there_are_not_run_again(tmp_path, monkeypatch):

@@ -1,0 +1,29 @@
+"""What a real run holds, phase by phase, layer by layer, and what it forgets to let go: for any PyTorch program.
+
+A library of its own: it knows nothing of recipes, techniques, optimizers or our training loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowmem_ft.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lowmem_ft.monitoring.activations import activation_report
+    from lowmem_ft.monitoring.leaks import LeakFinder, find_leaks
+    from lowmem_ft.monitoring.meter import MemoryMeter
+    from lowmem_ft.monitoring.recording import record_snapshot
+
+__all__ = ["LeakFinder", "MemoryMeter", "activation_report", "find_leaks", "record_snapshot"]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "LeakFinder": "leaks",
+        "MemoryMeter": "meter",
+        "activation_report": "activations",
+        "find_leaks": "leaks",
+        "record_snapshot": "recording",
+    },
+)

@@ -1,0 +1,246 @@
+"""What a model keeps for its backward pass, by the module that keeps it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.monitoring.live_tensors import has_storage, storage_key
+from lowmem_ft.monitoring.text_table import size, text_table
+
+OUTSIDE = "(outside the model)"
+"""Stands for a module where none runs, as in a loss function."""
+
+
+@dataclass(frozen=True)
+class KeptByModule:
+    """One module, or several alike: of one class, with names that differ in numbers alone, keeping the same tensors.
+
+    Attributes:
+        name: qualified, with ``*`` for the number in which several differ; empty: the model itself.
+        class_name: of the module.
+        count: how many they are.
+        kept_bytes: of all of them together.
+        tensors: what each keeps, as ``[4, 128, 512] bfloat16`` and how often.
+    """
+
+    name: str
+    class_name: str
+    count: int
+    kept_bytes: int
+    tensors: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ActivationReport:
+    """What a forward pass leaves behind for the backward pass.
+
+    Attributes:
+        modules: that keep something, the largest first.
+        kept_bytes: of all of them.
+        elsewhere_bytes: of storages that the forward pass made and that live on without being saved that way: its
+            outputs, and what is kept in other ways, as selective checkpointing and some custom functions do.
+        num_uncounted: saved tensors without a storage to count, such as sparse ones.
+    """
+
+    modules: tuple[KeptByModule, ...]
+    kept_bytes: int
+    elsewhere_bytes: int
+    num_uncounted: int
+
+    def table(self, max_rows: int = 20) -> str:
+        """The modules that keep most, 80 columns wide.
+
+        Args:
+            max_rows: how many to show; the rest stand in one row.
+        """
+        rows = [
+            (
+                row.name or "(the model)",
+                f"x{row.count}",
+                size(row.kept_bytes // row.count),
+                size(row.kept_bytes),
+            )
+            for row in self.modules[:max_rows]
+        ]
+        rest = self.modules[max_rows:]
+        if rest:
+            rows.append((f"({len(rest)} more)", "", "", size(sum(row.kept_bytes for row in rest))))
+        rows.append(("kept for backward", "", "", size(self.kept_bytes)))
+        rows.append(("alive besides, such as outputs", "", "", size(self.elsewhere_bytes)))
+        table = text_table(("module", "alike", "each", "together"), rows)
+        if self.num_uncounted:
+            table += f"\n{self.num_uncounted} saved tensors have no storage that could be counted."
+        return table
+
+    def to_json(self) -> str:
+        """Everything, in bytes."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+
+def activation_report(
+    model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None = None
+) -> ActivationReport:
+    """Run a model's forward pass once and count what autograd keeps of it, by module.
+
+    Each storage counts once, in full, for the module that saved it first: the innermost one whose code was running, or
+    the layer that a checkpoint belongs to. What is there anyway does not count: parameters, buffers and the batch.
+    Works on a CPU, on CUDA and inside a ``VirtualGPU``, with and without checkpointing: of a checkpointed layer its
+    inputs are kept, and are what is counted.
+
+    Cost: one forward pass through a dispatch mode. It is not a training step: no gradient is computed, and random
+    numbers are drawn again afterwards. Running statistics, as of batch norm, move as in any forward pass.
+
+    Args:
+        model: in the mode in which it is trained.
+        batch: a mapping is given to it by name, a tuple or list by position, anything else as the only argument.
+        loss_fn: makes the loss of what the model returns; None: the model makes its own, or there is none.
+
+    Returns:
+        What is kept, the largest first.
+
+    Raises:
+        UserError: if nothing requires a gradient, so that autograd keeps nothing.
+    """
+    tracker = StorageTracker(device_type=None)
+    saved = _Saved(model, [*model.parameters(), *model.buffers(), *_tensors_in(batch)], tracker)
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    with (
+        torch.random.fork_rng(devices),
+        torch.enable_grad(),
+        saved_tensors_hooks(saved.pack, saved.unpack),
+        tracker,
+    ):
+        output = _call(model, batch)
+        result = output if loss_fn is None else loss_fn(output)
+    if not any(tensor.requires_grad for tensor in _tensors_in(result)):
+        raise UserError(
+            "Autograd keeps nothing of this forward pass: its result requires no gradient. Train at least one "
+            "parameter, and let the model run outside of `torch.no_grad()` and `torch.inference_mode()`."
+        )
+    kept = list(saved.kept.values())  # while `output` and `result` are alive, and their graph with them
+    kept_bytes = sum(tensor.num_bytes for tensor in kept)
+    return ActivationReport(
+        modules=tuple(_folded(kept)),
+        kept_bytes=kept_bytes,
+        elsewhere_bytes=tracker.live_bytes - kept_bytes,
+        num_uncounted=saved.num_uncounted,
+    )
+
+
+class _Running(NamedTuple):
+    """The module that runs, and what stands for it and for those like it."""
+
+    name: str = OUTSIDE
+    class_name: str = ""
+    pattern: str = OUTSIDE
+
+
+class _Kept(NamedTuple):
+    """A storage that autograd keeps, by the module that saved it first."""
+
+    module: _Running
+    num_bytes: int
+    description: str
+
+
+class _Saved:
+    """What autograd gives to be kept, as long as it is."""
+
+    def __init__(self, model: nn.Module, there_anyway: Iterable[Tensor], tracker: StorageTracker) -> None:
+        self.kept: dict[int, _Kept] = {}
+        self.num_uncounted = 0
+        self._module_of = {
+            id(module): _Running(name, type(module).__name__, _pattern(model, name))
+            for name, module in model.named_modules()
+        }
+        self._there_anyway = {storage_key(tensor) for tensor in there_anyway if has_storage(tensor)}
+        self._tracker = tracker
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        if has_storage(tensor):
+            self._keep(tensor)
+        elif tensor.layout is not torch.strided:
+            self.num_uncounted += 1
+        return tensor.detach()  # the tensor itself would hold the graph that holds it, in a circle in C++
+
+    @staticmethod
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _keep(self, tensor: Tensor) -> None:
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        if key in self._there_anyway or key in self.kept:
+            return
+        description = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        self.kept[key] = _Kept(self._running_module(sys._getframe(2)), storage.nbytes(), description)
+        self._tracker.add(tensor)
+        weakref.finalize(storage, self.kept.pop, key, None).atexit = False  # saved, and no longer needed
+
+    def _running_module(self, frame: FrameType | None) -> _Running:
+        """The innermost module that runs; a checkpoint's inputs are saved by the layer around it."""
+        while frame is not None and frame.f_code is not activation_report.__code__:
+            if frame.f_code.co_varnames[:1] == ("self",):
+                running = self._module_of.get(id(frame.f_locals["self"]))
+                if running is not None:
+                    return running
+            frame = frame.f_back
+        return _Running()
+
+
+def _pattern(model: nn.Module, name: str) -> str:
+    """A module's name with ``*`` for each place in a list; the parts of a sequence differ by their places."""
+    parts, module = [], model
+    for part in filter(None, name.split(".")):
+        parent, module = module, module.get_submodule(part)
+        is_step = isinstance(parent, nn.Sequential) and next(module.children(), None) is None
+        parts.append("*" if part.isdigit() and not is_step else part)
+    return ".".join(parts)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def _folded(kept: Iterable[_Kept]) -> list[KeptByModule]:
+    of_module: dict[_Running, Counter[tuple[str, int]]] = {}
+    for tensor in kept:
+        of_module.setdefault(tensor.module, Counter())[tensor.description, tensor.num_bytes] += 1
+    alike: dict[Any, list[_Running]] = {}
+    for module, tensors in of_module.items():
+        alike.setdefault((module.pattern, module.class_name, frozenset(tensors.items())), []).append(module)
+    rows = [
+        KeptByModule(
+            name=pattern if len(modules) > 1 else modules[0].name,
+            class_name=class_name,
+            count=len(modules),
+            kept_bytes=len(modules) * sum(num_bytes * times for (_, num_bytes), times in tensors),
+            tensors={text: times for (text, _), times in sorted(tensors)},
+        )
+        for (pattern, class_name, tensors), modules in alike.items()
+    ]
+    return sorted(rows, key=lambda row: row.kept_bytes, reverse=True)

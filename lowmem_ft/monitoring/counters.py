@@ -1,0 +1,229 @@
+"""Who counts a program's bytes: the device's allocator, the system, or a tracker of every storage."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import torch
+
+from lowmem_ft.catalog.this_machine import this_machines_gpu
+from lowmem_ft.devices import kernels_of, with_index
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.meter import (
+    begin_phase,
+    peaks_will_be_reset,
+    phase_peak_bytes,
+    read_device_memory,
+    read_host_memory,
+)
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.monitoring.live_tensors import live_tensors
+from lowmem_ft.monitoring.process_bytes import ProcessBytes
+from lowmem_ft.monitoring.usage import MemoryUsage
+from lowmem_ft.virtual_gpu.active import active_gpu, active_gpu_or_none
+
+_CPU = torch.device("cpu")
+
+
+class Counters(Protocol):
+    """Bytes now, and their peak since it was last let begin anew.
+
+    Attributes:
+        notes: what is to be known beside the numbers, as sentences.
+    """
+
+    notes: dict[str, str]
+
+    def now(self) -> MemoryUsage:
+        """At this moment."""
+        ...
+
+    def peak(self) -> MemoryUsage:
+        """The most since the last reset."""
+        ...
+
+    def peak_since_start(self) -> MemoryUsage:
+        """The most since the process began, as far as it is known."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Let the peak begin anew, after telling whoever else reads it."""
+        ...
+
+
+class HostCounters:
+    """Resident memory of the process, which the system counts: no cost between two readings."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {}
+        self._can_reset = False
+
+    def now(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        return MemoryUsage(host_bytes=read_host_memory().now_bytes)
+
+    def peak(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        return MemoryUsage(host_bytes=phase_peak_bytes(_CPU)) if self._can_reset else HostCounters.now(self)
+
+    def peak_since_start(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        return MemoryUsage(host_bytes=read_host_memory().peak_bytes)
+
+    def reset_peak(self) -> None:
+        """See :class:`Counters`."""
+        self._can_reset = begin_phase(_CPU)
+        if not self._can_reset:
+            self.notes["host"] = (
+                "This system keeps one host peak for the whole process: what stands for a phase's is the highest that "
+                "was read where phases begin and end."
+            )
+
+
+class StorageCounters(HostCounters):
+    """Every storage on the CPU, to the byte, and resident memory.
+
+    Args:
+        tracker: which is running.
+    """
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def now(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        return super().now().highest(MemoryUsage(allocated_bytes=self._tracker.live_bytes))
+
+    def peak(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        return super().peak().highest(MemoryUsage(allocated_bytes=self._tracker.peak_bytes))
+
+    def reset_peak(self) -> None:
+        """See :class:`Counters`."""
+        super().reset_peak()
+        self._tracker.reset_peak()
+
+
+class CudaCounters(HostCounters):
+    """The counters of torch's allocator, which move when the host asks for memory: no need to wait for kernels.
+
+    Args:
+        device: with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        torch.cuda.init()  # without a context there are no counters to reset
+        self._process = ProcessBytes(device, this_machines_gpu(device).held_by_others_bytes or 0)
+
+    def now(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        process_bytes, self.notes["process"] = self._process.read()
+        return super().now().highest(_of_allocator(self._device, "current", process_bytes))
+
+    def peak(self) -> MemoryUsage:
+        """See :class:`Counters`. What lies outside the allocator does not shrink while the process lives."""
+        now = self.now()
+        assert now.process_bytes is not None
+        assert now.reserved_bytes is not None
+        peak = _of_allocator(self._device, "peak", None)
+        assert peak.reserved_bytes is not None
+        outside_bytes = now.process_bytes - now.reserved_bytes
+        return (
+            super()
+            .peak()
+            .highest(peak)
+            .highest(MemoryUsage(process_bytes=outside_bytes + peak.reserved_bytes))
+        )
+
+    def peak_since_start(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        allocated = MemoryUsage(allocated_bytes=read_device_memory(self._device).peak_bytes)
+        return super().peak_since_start().highest(self.peak()).highest(allocated)
+
+    def reset_peak(self) -> None:
+        """See :class:`Counters`."""
+        begin_phase(self._device)
+        super().reset_peak()
+
+
+class VirtualCounters:
+    """The trace of a virtual GPU as far as it has come. Host memory is that of the tracing process, and not counted."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {"process": "the virtual GPU: reserved and the catalogue's context"}
+        self._device = torch.device("cuda", 0)
+        self._outside_bytes = active_gpu().outside_bytes()
+
+    def now(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        return self._read("current")
+
+    def peak(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        return self._read("peak")
+
+    def peak_since_start(self) -> MemoryUsage:
+        """See :class:`Counters`."""
+        return self.peak()
+
+    def reset_peak(self) -> None:
+        """See :class:`Counters`."""
+        peaks_will_be_reset()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _read(self, which: str) -> MemoryUsage:
+        usage = _of_allocator(self._device, which, None)
+        assert usage.reserved_bytes is not None
+        return usage.highest(MemoryUsage(process_bytes=usage.reserved_bytes + self._outside_bytes))
+
+
+def _of_allocator(device: torch.device, which: str, process_bytes: int | None) -> MemoryUsage:
+    stats = torch.cuda.memory_stats(device)
+    return MemoryUsage(
+        allocated_bytes=stats[f"allocated_bytes.all.{which}"],
+        reserved_bytes=stats[f"reserved_bytes.all.{which}"],
+        process_bytes=process_bytes,
+    )
+
+
+def device_to_measure(device: torch.device | str | None) -> torch.device:
+    """The device whose memory counts, with its index; None: CUDA if it is there, else the CPU.
+
+    Raises:
+        UserError: for a device that is not there, or whose allocator has no such counters.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = kernels_of(device)
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"Memory is measured on cuda and cpu, got the device {device}. Name one of them.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"Memory is to be measured on {device}, but torch finds no CUDA device here. Leave the device out, or "
+            "measure inside the block of a `VirtualGPU`."
+        )
+    return with_index(device)
+
+
+def counters_of(device: torch.device, running: contextlib.ExitStack, *, exact: bool) -> Counters:
+    """Counters of a device, at work.
+
+    Args:
+        device: as :func:`device_to_measure` gives it.
+        running: where to put what has to end.
+        exact: count every storage of a CPU; CUDA's counters are exact as they are.
+    """
+    if device.type != "cpu" and active_gpu_or_none() is not None:  # its block lends it the name of CUDA
+        return VirtualCounters()
+    if device.type == "cuda":
+        return CudaCounters(device)
+    if not exact:
+        return HostCounters()
+    tracker = StorageTracker()
+    for tensor in live_tensors():
+        tracker.add(tensor)
+    return StorageCounters(running.enter_context(tracker))

@@ -1,0 +1,253 @@
+"""Peaks of a program by phase, in a ``with`` block around any PyTorch code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.meter import before_each_reset
+from lowmem_ft.monitoring.counters import Counters, counters_of, device_to_measure
+from lowmem_ft.monitoring.text_table import WIDTH, share, size, text_table
+from lowmem_ft.monitoring.usage import MemoryUsage
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass
+class PhaseUsage:
+    """What one phase held, or what there was at a mark.
+
+    Attributes:
+        path: names of the phases around it, the outermost first, then its own.
+        is_mark: whether it is one moment; its peak is that since a phase last began or ended.
+        runs: how often it came.
+        peak: the most of all its runs.
+        now: at the mark, or as the last run ended.
+    """
+
+    path: tuple[str, ...]
+    is_mark: bool = False
+    runs: int = 0
+    peak: MemoryUsage = field(default_factory=MemoryUsage)
+    now: MemoryUsage = field(default_factory=MemoryUsage)
+
+    @property
+    def name(self) -> str:
+        """Such as ``step/forward``."""
+        return "/".join(self.path)
+
+
+class MemoryMeter:
+    """Measures memory in a block, and in phases of it.
+
+    ::
+
+        with MemoryMeter() as meter:
+            model = load()
+            meter.mark("after load")
+            for batch in batches:
+                with meter.phase("forward"):
+                    loss = model(**batch).loss
+                with meter.phase("backward"):
+                    loss.backward()
+        print(meter.table())
+
+    Phases may lie within phases; one that comes again keeps its highest peak. On CUDA the counters are those of torch's
+    allocator; inside a ``VirtualGPU`` those of its trace; on a CPU resident memory, or every storage with ``exact``.
+
+    Cost: nothing per operator. A phase's begin and end read counters, and wait for no kernel. ``exact`` on a CPU sees
+    every operator; docs/monitoring.md has the seconds.
+
+    Peaks begin anew with each phase: ``torch.cuda.max_memory_allocated()`` is then the phase's. What it would have said
+    is :attr:`peak_since_start`. Several meters, one within the other, know of each other; a program that itself calls
+    ``torch.cuda.reset_peak_memory_stats`` takes away what it resets.
+
+    Args:
+        device: whose memory; None: CUDA's current device if there is one, else the CPU.
+        exact: count every storage of a CPU to the byte; CUDA's counters are exact as they are. Tensors from before the
+            block count if Python knows them.
+        label: of the run, in its table and its JSON.
+
+    Attributes:
+        phases: and marks, in the order in which they first came.
+
+    Raises:
+        UserError: if the device is not there, or is neither CUDA nor a CPU.
+    """
+
+    def __init__(
+        self, device: torch.device | str | None = None, *, exact: bool = False, label: str = ""
+    ) -> None:
+        self.device = device_to_measure(device)
+        self.label = label
+        self.phases: list[PhaseUsage] = []
+        self._exact = exact
+        self._counters: Counters | None = None
+        self._running = contextlib.ExitStack()
+        self._open: list[PhaseUsage] = []
+        self._whole = PhaseUsage(path=("whole block",))
+        self._before = MemoryUsage()
+        self._notes: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        if self._whole.runs:
+            raise UserError("A MemoryMeter measures one block, and this one has had its own. Make another.")
+        with contextlib.ExitStack() as running:
+            self._counters = counters_of(self.device, running, exact=self._exact)
+            self._before = self._counters.peak_since_start()
+            self._notes = self._counters.notes
+            self._counters.reset_peak()
+            running.enter_context(before_each_reset(self._fold))
+            self._running = running.pop_all()
+        self._begin(self._whole)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            self._end(self._whole)
+        finally:
+            self._counters = None
+            self._running.__exit__(*exception)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count a block as one phase, also if it fails.
+
+        Args:
+            name: within the phase around it.
+
+        Raises:
+            UserError: outside of the meter's own block.
+        """
+        self._needs_counters()
+        phase = self._find(name, is_mark=False)
+        self._next()
+        self._begin(phase)
+        try:
+            yield
+        finally:
+            self._end(phase)
+
+    def mark(self, name: str) -> MemoryUsage:
+        """Keep what there is at this moment, and the peak since the last phase began or ended.
+
+        Args:
+            name: within the phase around it.
+
+        Returns:
+            What there is.
+
+        Raises:
+            UserError: outside of the meter's own block.
+        """
+        counters = self._needs_counters()
+        mark = self._find(name, is_mark=True)
+        mark.runs += 1
+        mark.now = counters.now()
+        mark.peak = mark.peak.highest(counters.peak()).highest(mark.now)
+        return mark.now
+
+    @property
+    def peak(self) -> MemoryUsage:
+        """The most of the whole block, so far."""
+        if self._counters is not None:
+            self._fold()
+        return self._whole.peak
+
+    @property
+    def peak_since_start(self) -> MemoryUsage:
+        """What torch's counters would call the peak, had this meter not let them begin anew."""
+        return self.peak.highest(self._before)
+
+    def table(self) -> str:
+        """What each phase held, 80 columns wide: peaks, and allocated bytes as it ended.
+
+        ``idle`` is reserved and in no tensor, see :attr:`MemoryUsage.fragmentation`. A mark has no runs.
+        """
+        _ = self.peak
+        rows = [_row(phase) for phase in (*self.phases, self._whole)]
+        headings = ("", "runs", "allocated", "at end", "reserved", "idle", "process", "host")
+        title = f"Memory of {self.device}" + (f": {self.label}" if self.label else "") + ", peaks by phase"
+        notes = (
+            line for about, note in self._notes.items() for line in textwrap.wrap(f"{about}: {note}", WIDTH)
+        )
+        return "\n".join((title, text_table(headings, rows), *notes))
+
+    def to_json(self) -> str:
+        """The same and more, in bytes."""
+        _ = self.peak
+        return json.dumps(
+            {
+                "device": str(self.device),
+                "label": self.label,
+                "peak": self._whole.peak.as_dict(),
+                "peak_since_start": self.peak_since_start.as_dict(),
+                "phases": [
+                    {
+                        "name": phase.name,
+                        "is_mark": phase.is_mark,
+                        "runs": phase.runs,
+                        "peak": phase.peak.as_dict(),
+                        "now": phase.now.as_dict(),
+                    }
+                    for phase in self.phases
+                ],
+                "notes": self._notes,
+            },
+            indent=2,
+        )
+
+    def _needs_counters(self) -> Counters:
+        if self._counters is None:
+            raise UserError(
+                "A MemoryMeter measures inside its block. Write `with MemoryMeter() as meter:` around it."
+            )
+        return self._counters
+
+    def _find(self, name: str, *, is_mark: bool) -> PhaseUsage:
+        path = (*(phase.path[-1] for phase in self._open[1:]), name)
+        for phase in self.phases:
+            if phase.path == path and phase.is_mark == is_mark:
+                return phase
+        self.phases.append(PhaseUsage(path=path, is_mark=is_mark))
+        return self.phases[-1]
+
+    def _begin(self, phase: PhaseUsage) -> None:
+        phase.runs += 1
+        self._open.append(phase)
+
+    def _end(self, phase: PhaseUsage) -> None:
+        self._next()
+        phase.now = self._needs_counters().now()
+        self._open.remove(phase)
+
+    def _next(self) -> None:
+        """Give the peak so far to the phases that run, and begin a new one."""
+        self._needs_counters().reset_peak()  # which calls `_fold`, of other meters too
+
+    def _fold(self) -> None:
+        peak = self._needs_counters().peak()
+        for phase in self._open:
+            phase.peak = phase.peak.highest(peak)
+
+
+def _row(phase: PhaseUsage) -> tuple[str, ...]:
+    usage = phase.now if phase.is_mark else phase.peak
+    return (
+        "  " * (len(phase.path) - 1) + phase.path[-1],
+        "" if phase.is_mark else str(phase.runs),
+        size(usage.allocated_bytes),
+        size(phase.now.allocated_bytes),
+        size(usage.reserved_bytes),
+        share(usage.fragmentation),
+        size(usage.process_bytes),
+        size(usage.host_bytes),
+    )

@@ -1,0 +1,51 @@
+"""Bytes that a program holds at one moment, or held at most, in each way of counting them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUsage:
+    """One reading, or the highest of several, each number for itself; None where nobody counts it.
+
+    Attributes:
+        allocated_bytes: of tensors on the device.
+        reserved_bytes: that the device's caching allocator holds, for tensors and for later ones.
+        process_bytes: of device memory that the process holds in all, with its context and what libraries take.
+        host_bytes: resident memory of the process.
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    process_bytes: int | None = None
+    host_bytes: int | None = None
+
+    @property
+    def fragmentation(self) -> float | None:
+        """The share of reserved bytes that no tensor takes: pieces between tensors and what is cached for later ones.
+
+        Of a peak it is the least that there was: both are at their highest, which may be at two moments.
+        """
+        if not self.reserved_bytes or self.allocated_bytes is None:
+            return None
+        return 1 - self.allocated_bytes / self.reserved_bytes
+
+    def highest(self, other: MemoryUsage) -> MemoryUsage:
+        """Each number of the two that is higher."""
+        return MemoryUsage(
+            **{
+                field.name: _higher(getattr(self, field.name), getattr(other, field.name))
+                for field in fields(self)
+            }
+        )
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For JSON."""
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**numbers, "fragmentation": self.fragmentation}
+
+
+def _higher(one: int | None, other: int | None) -> int | None:
+    known = [number for number in (one, other) if number is not None]
+    return max(known, default=None)
