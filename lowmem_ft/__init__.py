@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lowmem_ft.budget import Budget
     from lowmem_ft.errors import Interrupted, UserError
     from lowmem_ft.estimator import estimate_memory
+    from lowmem_ft.planner import MemoryPlan, plan
     from lowmem_ft.preflight import train
     from lowmem_ft.recipe import Recipe, load_recipe
     from lowmem_ft.virtual_gpu import VirtualGPU
@@ -19,11 +20,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Budget",
     "Interrupted",
+    "MemoryPlan",
     "Recipe",
     "UserError",
     "VirtualGPU",
     "estimate_memory",
     "load_recipe",
+    "plan",
     "train",
 ]
 
@@ -36,6 +39,8 @@ __getattr__ = lazy_exports(
         "Recipe": "recipe",
         "estimate_memory": "estimator",
         "load_recipe": "recipe",
+        "MemoryPlan": "planner",
+        "plan": "planner",
         "train": "preflight",
         "VirtualGPU": "virtual_gpu",
     },

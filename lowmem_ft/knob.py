@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -41,12 +41,14 @@ class Effect:
         fidelity: what becomes of the numbers.
         needs_checkpointed: which layers have to be checkpointed.
         one_process_only: whether it reads gradients before they have been summed over all processes.
+        consent: the word in ``plan.allow`` without which a planner does not choose the value; empty: none is needed.
     """
 
     cost: Cost = "nothing"
     fidelity: Fidelity = "exact"
     needs_checkpointed: Checkpointed = "no layer"
     one_process_only: bool = False
+    consent: str = ""
 
 
 NO_EFFECT = Effect()
@@ -64,6 +66,7 @@ def knob(
     effects: Effects | None = None,
     off: Any = None,
     counts_layers: bool = False,
+    tries: Sequence[Any] = (),
 ) -> Any:
     """A dataclass field with its documentation.
 
@@ -76,6 +79,8 @@ def knob(
         off: where one effect stands for all values: the value without it.
         counts_layers: whether its value is a number of decoder layers. An estimate traces a model with fewer of them,
             and has to know how far into the stack a recipe reaches.
+        tries: the values that a planner may choose from, beside the recipe's own, from what needs most memory to what
+            is meant to need least; empty: it leaves the key alone.
 
     Returns:
         A ``dataclasses.field`` whose metadata holds all of it.
@@ -87,6 +92,7 @@ def knob(
         "effects": effects,
         "off": off,
         "counts_layers": counts_layers,
+        "tries": tuple(tries),
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)

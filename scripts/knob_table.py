@@ -54,6 +54,8 @@ def _words(effect: Effect) -> str:
     needs = ["one process"] if effect.one_process_only else []
     if effect.needs_checkpointed != "no layer":
         needs.append(f"{effect.needs_checkpointed} checkpointed")
+    if effect.consent:
+        needs.append(f"in plans by `plan.allow=[{effect.consent}]`")
     return "; ".join([effect.cost, effect.fidelity, *needs])
 
 

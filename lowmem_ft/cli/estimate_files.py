@@ -32,10 +32,10 @@ def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace) -> Non
 
     config = allocator_config_of_environment()
     if options.plot is not None:
-        with _writing("plot", options.plot) as path:
+        with writing("plot", options.plot) as path:
             write_plot(path, estimate, config)
     if options.snapshot is not None:
-        with _writing("snapshot", options.snapshot) as path:
+        with writing("snapshot", options.snapshot) as path:
             write_snapshot(path, estimate.timeline, config)
 
 
@@ -45,12 +45,13 @@ def write_json(values: dict[str, Any], options: argparse.Namespace) -> None:
     if options.json == "-":
         print(text)
     elif options.json is not None:
-        with _writing("json", options.json) as path:
+        with writing("json", options.json) as path:
             path.write_text(f"{text}\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _writing(option: str, name: str) -> Iterator[Path]:
+def writing(option: str, name: str) -> Iterator[Path]:
+    """A file that is being written; what stands in the way is told by the option's name."""
     try:
         yield Path(name)
     except OSError as error:

@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, lis
         UserError: if an option cannot be done, or neither a recipe nor a model is named.
     """
     options, others = _parser().parse_known_args(list(arguments))
-    recipe_name, settings = _split(others)
+    recipe_name, settings = split_recipe(others)
     _check(options)
     return options, recipe_name, settings
 
@@ -70,14 +70,23 @@ def names_model_alone(settings: Sequence[str], *, just_name: bool = False) -> bo
     return all(setting.partition("=")[0] in keys for setting in settings)
 
 
-def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str | None, list[str]]:
+    """The recipe's name or path, None where the settings name a model instead; and the settings.
+
+    Args:
+        arguments: as typed, without options.
+        what: needs one of the two, for the error.
+
+    Raises:
+        RecipeError: if there is neither, or more than one recipe.
+    """
     choices = [argument for argument in arguments if argument.startswith("recipe=")]
     settings = [argument for argument in arguments if not argument.startswith("recipe=")]
     names_model = any(setting.startswith(("model=", "model.name_or_path=")) for setting in settings)
     if choices == ["recipe="] or len(choices) > 1 or (not choices and not names_model):
         seen = " ".join(choices or arguments) or "nothing"
         raise RecipeError(
-            f"An estimate needs one recipe=NAME|PATH, or model=NAME, got {seen}. "
+            f"{what} needs one recipe=NAME|PATH, or model=NAME, got {seen}. "
             "`lowmem-ft recipes` and `lowmem-ft models` list the names."
         )
     return (choices[0].partition("=")[2] if choices else None), settings
@@ -89,7 +98,7 @@ def _check(options: argparse.Namespace) -> None:
         options.gpu = options.gpu.strip()
         if options.gpu.lower() in (ALL_GPUS, CPU):
             options.gpu = options.gpu.lower()
-    problems = [*_gpu_problems(options.gpu), *_file_problems(options)]
+    problems = [*gpu_problems(options.gpu), *_file_problems(options)]
     if problems:
         raise UserError(*problems)
     if options.plot is not None:
@@ -98,7 +107,8 @@ def _check(options: argparse.Namespace) -> None:
         check_plot_path(Path(options.plot))
 
 
-def _gpu_problems(gpu: str | None) -> Sequence[str]:
+def gpu_problems(gpu: str | None) -> Sequence[str]:
+    """What is wrong with what ``--gpu`` names."""
     if gpu in (None, ALL_GPUS, CPU):
         return ()
     if "," in gpu or " " in gpu.strip():
@@ -126,7 +136,7 @@ def _file_problems(options: argparse.Namespace) -> list[str]:
         if file is None or (name, file) == ("json", "-"):
             continue
         path = Path(file)
-        problem = _write_problem(name, file, path)
+        problem = write_problem(name, file, path)
         if problem is None and path.absolute() in options_by_file:
             other = options_by_file[path.absolute()]
             problem = f"--{other} and --{name} write files of their own, got {file} for both. Name another."
@@ -142,7 +152,7 @@ def _file_problems(options: argparse.Namespace) -> list[str]:
 NO_SNAPSHOT_OF_CPU = "--snapshot shows CUDA's caching allocator, got a CPU. Name a GPU: --gpu NAME."
 
 
-def _write_problem(name: str, file: str, path: Path) -> str | None:
+def write_problem(name: str, file: str, path: Path) -> str | None:
     """Why a file could not be written; None if nothing is known to stand in the way."""
     if path.is_dir():
         return f"--{name} names a file, got the folder {file or repr(file)}. Name a file in it."
@@ -158,10 +168,10 @@ def _write_problem(name: str, file: str, path: Path) -> str | None:
     return None
 
 
-class _Once(argparse.Action):
+class Once(argparse.Action):
     """Of two values for one option argparse would take the last, and say nothing."""
 
-    def __call__(
+    def __call__(  # noqa: D102
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
@@ -189,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu",
         metavar="NAME|all",
-        action=_Once,
+        action=Once,
         help="a GPU of `lowmem-ft gpus`, cpu, or all GPUs by price; without: what this machine has",
     )
     parser.add_argument(
@@ -201,16 +211,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json",
         metavar="FILE|-",
-        action=_Once,
+        action=Once,
         help="write the estimate as JSON; - is stdout, then JSON alone",
     )
     parser.add_argument(
-        "--plot", metavar="FILE", action=_Once, help="draw memory over the run: .html to explore, or .png"
+        "--plot", metavar="FILE", action=Once, help="draw memory over the run: .html to explore, or .png"
     )
     parser.add_argument(
         "--snapshot",
         metavar="FILE",
-        action=_Once,
+        action=Once,
         help="write a .pickle that https://pytorch.org/memory_viz opens",
     )
     return parser

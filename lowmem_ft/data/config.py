@@ -63,7 +63,8 @@ class DataConfig:
         "Longest example in tokens; longer ones are cut (text: split) and counted; null: the model's limit.",
         frees="activations grow with the tokens of a micro-batch",
         costs="what lies beyond the limit is not learnt",
-        effects=Effect(fidelity="other mathematics"),
+        effects=Effect(fidelity="other mathematics", consent="shorter_rows"),
+        tries=(4096, 2048, 1024, 512),
     )
     packing: bool = knob(
         False,

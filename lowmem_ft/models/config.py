@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,16 +32,23 @@ class ModelConfig:
         frees="bfloat16: 2 bytes a parameter for weights and 2 for gradients",
         costs="bfloat16: activations and gradients of 8 bits; master weights beside them (see optimizer.master)",
         effects={"bfloat16": _IN_16_BITS, "float16": _IN_16_BITS, "auto": _IN_16_BITS},
+        tries=("float32", "bfloat16", "float16"),
     )
     quantization: Literal["none", "nf4", "int8"] = knob(
         "none",
         "Frozen weights of the decoder layers in 4 bits (NF4, double quantisation) or 8 (LLM.int8); needs an adapter.",
         frees="nf4: 1.48 of bf16's 2 bytes a weight of a linear layer; int8: 1",
         costs="rounded weights, unpacked anew for each use",
-        effects={"nf4": _QUANTIZED, "int8": _QUANTIZED},
+        effects={
+            "nf4": dataclasses.replace(_QUANTIZED, consent="qlora"),
+            "int8": dataclasses.replace(_QUANTIZED, consent="qlora"),
+        },
+        tries=("none", "nf4"),
     )
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = knob(
-        "auto", "Attention kernel; auto picks the leanest that is installed and logs why."
+        "auto",
+        "Attention kernel; auto picks the leanest that is installed and logs why.",
+        tries=("auto",),
     )
     trust_remote_code: bool = knob(
         False, "Run Python code from the model's repository; pin a revision if you do."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class OptimizerConfig:
         frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4",
         costs="values rounded at random, without bias, by up to 1/8 of themselves (8bit) or 1/128 (bf16)",
         effects={"bf16": _ROUNDED, "8bit": _ROUNDED},
+        tries=("fp32", "bf16", "8bit"),
     )
     master: Literal["fp32", "split16", "split24", "stochastic_rounding", "none"] = knob(
         "fp32",
@@ -69,9 +71,10 @@ class OptimizerConfig:
         effects={
             "split16": Effect(),
             "split24": _ROUNDED,
-            "stochastic_rounding": _ROUNDED,
-            "none": Effect(fidelity="other mathematics"),
+            "stochastic_rounding": dataclasses.replace(_ROUNDED, consent="stochastic_rounding"),
+            "none": Effect(fidelity="other mathematics", consent="plain_bf16"),
         },
+        tries=("fp32", "split16", "split24", "stochastic_rounding", "none"),
     )
     in_backward: bool = knob(
         False,
@@ -79,6 +82,7 @@ class OptimizerConfig:
         frees="the gradients but those of one layer (without clipping), or all of them with offload to the host",
         costs="smaller kernels inside backward; with clipping and state on the host, gradients cross PCIe twice a step",
         effects={True: Effect(cost="time", one_process_only=True)},
+        tries=(False, True),
     )
     weight_decay: float = knob(
         0.0, "Decoupled decay of weights (sgd: L2 penalty), spared on biases and norms."

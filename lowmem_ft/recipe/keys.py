@@ -14,7 +14,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from lowmem_ft.knob import FIDELITIES, NO_EFFECT, Effect, Effects
 from lowmem_ft.recipe.tree import Recipe
 
-SHORT_FORMS = {"model": "model.name_or_path", "data": "data.path", "budget": "budget.device"}
+SHORT_FORMS = {
+    "model": "model.name_or_path",
+    "data": "data.path",
+    "budget": "budget.device",
+    "plan": "plan.mode",
+}
 """What a whole group stands for on the command line: ``budget=24GiB``."""
 
 UPSTREAM_NAMES = {
@@ -54,6 +59,7 @@ class RecipeKey:
     effects: Effects | None = field(hash=False)
     off: Any
     counts_layers: bool
+    tries: tuple[Any, ...]
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -128,6 +134,21 @@ def memory_knobs(recipe: Recipe) -> Iterator[tuple[RecipeKey, Any, Effect]]:
         if key.effects is not None:
             value = key.value_in(recipe)
             yield key, value, key.effect_of(value)
+
+
+def knobs_that_need_checkpointing() -> list[str]:
+    """The keys of which some value asks for checkpointed layers."""
+
+    def effects_of(key: RecipeKey) -> list[Effect]:
+        if isinstance(key.effects, Effect):
+            return [key.effects]
+        return list((key.effects or {}).values())
+
+    return [
+        path
+        for path, key in recipe_keys().items()
+        if any(effect.needs_checkpointed != "no layer" for effect in effects_of(key))
+    ]
 
 
 def unknown_key(path: str) -> str:

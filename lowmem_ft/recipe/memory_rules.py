@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowmem_ft.optimizers.table import DEFAULT_OPTIMIZER, listed, optimizers_that
-from lowmem_ft.recipe.keys import memory_knobs
+from lowmem_ft.recipe.keys import knobs_that_need_checkpointing, memory_knobs
 from lowmem_ft.recipe.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
@@ -93,7 +93,12 @@ def loss_scaling_needs_two_phases(recipe: Recipe) -> str | None:
     return None
 
 
-@reads("checkpointing.mode", "checkpointing.every_n_layers", "checkpointing.skip_last_layers")
+@reads(
+    "checkpointing.mode",
+    "checkpointing.every_n_layers",
+    "checkpointing.skip_last_layers",
+    *knobs_that_need_checkpointing(),
+)
 def layers_are_checkpointed_where_they_have_to_be(recipe: Recipe) -> Iterator[str]:
     """Vertical order, say, has the inputs of all micro-batches wait in each layer: what it makes of them must not."""
     config = recipe.checkpointing

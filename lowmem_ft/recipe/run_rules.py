@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from lowmem_ft.errors import UserError, did_you_mean
+from lowmem_ft.recipe.keys import recipe_groups, recipe_keys, unknown_key
 from lowmem_ft.recipe.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.units import parse_bytes
@@ -32,6 +34,14 @@ def budget_is_readable(recipe: Recipe) -> str | None:
         except UserError as error:
             return f"budget.{name}: {error}"
     return None
+
+
+@reads("plan.keep")
+def kept_keys_exist(recipe: Recipe) -> Iterator[str]:
+    """A misspelt key would be chosen anew, without a word."""
+    for path in recipe.plan.keep:
+        if path not in recipe_keys() and path not in recipe_groups():
+            yield f"plan.keep: {unknown_key(path)}"
 
 
 @reads("data.streaming", "training.max_steps")

@@ -77,6 +77,7 @@ class TrainingConfig:
             "bf16": Effect(fidelity="unbiased rounding"),
             "fp16": Effect(fidelity="unbiased rounding"),
         },
+        tries=("no", "bf16", "fp16"),
     )
     use_cpu: bool = knob(False, "Train on the CPU where there is an accelerator too.")
     seed: int = knob(42, "Seed of the data order, random weights and dropout.")

@@ -9,6 +9,7 @@ from lowmem_ft.data.config import DataConfig
 from lowmem_ft.knob import knob
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.optimizers.config import OptimizerConfig
+from lowmem_ft.recipe.plan_config import PlanConfig
 from lowmem_ft.recipe.training_config import TrainingConfig
 from lowmem_ft.techniques.config import (
     AccumulationConfig,
@@ -37,6 +38,7 @@ class Recipe:
     loss: LossConfig = field(default_factory=LossConfig)
     tiling: TilingConfig = field(default_factory=TilingConfig)
     budget: Budget = field(default_factory=Budget)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def uses_bitsandbytes(self) -> bool:

@@ -20,6 +20,7 @@ class CheckpointingConfig:
         costs="one more forward of each checkpointed layer: about a third more time with all of them; selective: less, "
         "for 2 bytes * tokens * hidden a layer in bf16",
         effects={"full": Effect(cost="time"), "selective": Effect(cost="time")},
+        tries=("none", "selective", "full"),
     )
     every_n_layers: int = knob(
         1,
@@ -27,6 +28,7 @@ class CheckpointingConfig:
         costs="memory: the layers in between keep their activations",
         effects={1: Effect(cost="time")},
         counts_layers=True,
+        tries=(1, 2),
     )
     skip_last_layers: int = knob(
         0,
@@ -69,6 +71,7 @@ class LossConfig:
         frees="12 bytes * tokens * vocabulary at the peak become 6 (float32: 4) bytes * chunk_tokens * vocabulary",
         costs="with a half-precision head, 2 bytes * label tokens * vocabulary, at most 4 * hidden * vocabulary",
         effects=NO_EFFECT,
+        tries=(None, 1024),
     )
     label_smoothing_factor: float = knob(
         0.0,
@@ -109,6 +112,7 @@ class OffloadConfig:
             "inputs": Effect(cost="host link", needs_checkpointed="some layers"),
             "all": Effect(cost="host link"),
         },
+        tries=("none", "inputs", "all"),
     )
     optimizer: Literal["device", "host"] = knob(
         "device",
@@ -116,6 +120,7 @@ class OffloadConfig:
         frees="all of the optimizer's state and the low halves of master weights, but a few chunks",
         costs="the state crosses PCIe twice a step",
         effects={"host": Effect(cost="host link", one_process_only=True)},
+        tries=("device", "host"),
     )
     parameters: Literal["device", "stream"] = knob(
         "device",
@@ -123,6 +128,7 @@ class OffloadConfig:
         frees="all weights but two layers and resident_layers",
         costs="the weights cross PCIe twice a step, and once more with their updates",
         effects={"stream": Effect(cost="host link", one_process_only=True)},
+        tries=("device", "stream"),
     )
     resident_layers: int = knob(
         0,
@@ -130,6 +136,7 @@ class OffloadConfig:
         costs="memory: the weights of n layers",
         effects={0: Effect(cost="host link")},
         counts_layers=True,
+        tries=(0, 4, 8, 16, 32),
     )
     folder: str | None = knob(
         None,
@@ -138,6 +145,7 @@ class OffloadConfig:
         frees="host memory: all that waits, but what the kernel has room to keep",
         costs="what RAM cannot keep comes from the disk and goes back to it each step; copies are not pinned",
         effects=Effect(cost="disk"),
+        tries=(None,),
     )
 
     def problems(self) -> list[str]:
@@ -172,13 +180,15 @@ class AccumulationConfig:
         frees="vertical: gradients are finished layer by layer, so that the optimizer can step inside backward",
         costs="vertical: the layers' inputs of all micro-batches live at once",
         effects={"vertical": Effect(needs_checkpointed="every layer")},
+        tries=("horizontal", "vertical"),
     )
     dtype: Literal["float32", "weights"] = knob(
         "float32",
         "Type in which the gradients of several micro-batches are summed; weights: the weights' own.",
         frees="weights: 2 bytes a parameter with bfloat16 weights and horizontal order",
         costs="weights: each micro-batch's share is rounded to the sum's 8 bits",
-        effects={"weights": Effect(fidelity="other mathematics")},
+        effects={"weights": Effect(fidelity="other mathematics", consent="bf16_sums")},
+        tries=("float32", "weights"),
     )
 
 
@@ -193,6 +203,7 @@ class TilingConfig:
         costs="each piece is computed once more in backward; smaller matrix products",
         effects=Effect(cost="time"),
         off=1,
+        tries=(1, 4),
     )
     head: int = knob(
         1,
@@ -201,6 +212,7 @@ class TilingConfig:
         costs="the head's logits are computed twice",
         effects=Effect(cost="time"),
         off=1,
+        tries=(1, 8),
     )
 
     def problems(self) -> list[str]:
@@ -221,7 +233,8 @@ class AdapterConfig:
         "lora: the model's own weights are frozen, and low-rank matrices beside them are trained.",
         frees="gradients and optimizer state of all but the adapters (less than 1 % of the parameters)",
         costs="other mathematics: the update of each matrix has rank r",
-        effects={"lora": Effect(fidelity="other mathematics")},
+        effects={"lora": Effect(fidelity="other mathematics", consent="lora")},
+        tries=("none", "lora"),
     )
     r: int = knob(16, "Rank of the adapters.")
     lora_alpha: float = knob(32.0, "The adapters' product counts lora_alpha / r times (rsLoRA: / sqrt(r)).")

@@ -50,6 +50,7 @@ from lowmem_ft.training.session import Session
 from lowmem_ft.training.start import num_training_steps, progress_at, read_data, stream_from
 from lowmem_ft.training.step import StepResult
 from lowmem_ft.training.threads import warn_of_idle_cores
+from lowmem_ft.training.unplanned import refuse_unplanned
 from lowmem_ft.upstream.tested import warn_if_untested
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def train(
         KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
     """
     check_recipe(recipe)
+    refuse_unplanned(recipe)
     with deterministic_kernels(recipe.training.full_determinism):
         return _train(recipe, folder, runtime, preflight)
 

@@ -24,6 +24,7 @@ IN_BACKWARD = ["optimizer.in_backward=true", "accumulation.order=vertical"]
 BROKEN_AND_MENDED = {
     "model_is_named": (["model=null"], ["model=x"]),
     "budget_is_readable": (["budget.host=12 parsecs"], ["budget.host=12GB"]),
+    "kept_keys_exist": (["plan.keep=[optimizer.stat]"], ["plan.keep=[optimizer.state, loss]"]),
     "fp16_needs_float32_weights": (
         ["training.mixed_precision=fp16", "model.dtype=float16"],
         ["training.mixed_precision=fp16", "model.dtype=float32"],

@@ -1,0 +1,148 @@
+"""``lowmem-ft plan``: the memory knobs with which a step is fastest inside a budget, and why."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowmem_ft.cli.estimate_files import report_console, write_json, writing
+from lowmem_ft.cli.estimate_options import ALL_GPUS, Once, gpu_problems, split_recipe, write_problem
+from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.help_formatter import HelpFormatter
+from lowmem_ft.cli.progress import progress_line
+from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
+
+if TYPE_CHECKING:
+    from lowmem_ft.planner import MemoryPlan, PlanProgress
+    from lowmem_ft.recipe import Recipe
+
+_USAGE = (
+    "lowmem-ft plan recipe=NAME|PATH | model=NAME [key=value ...] [--gpu NAME]\n"
+    "       [--write FILE.yaml] [--json FILE|-]"
+)
+_EXAMPLES = """\
+examples:
+  lowmem-ft plan model=llama-3.1-8b budget=24GiB budget.host=64GiB
+  lowmem-ft plan recipe=7b-bf16 --gpu rtx-4090 --write my.yaml
+  lowmem-ft plan recipe=7b-bf16 budget=8GiB plan.keep=[optimizer.state] plan.allow=[lora,qlora]
+
+The rows of a step and the mathematics stay (unbiased rounding may come): plan.allow=[...] names what may go, the least
+missed first, and plan.keep=[...] keys that stay as they are. A model alone is planned for steps of 16 rows of 2048
+tokens. Ctrl-C ends the search and gives the best so far.
+
+Exit codes: 0 a plan that fits; 3 nothing fits; 2 the input is at fault."""
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan what the settings describe.
+
+    Args:
+        argv: ``recipe=NAME|PATH`` or ``model=NAME``, ``key=value`` settings and options; None: those of this process.
+
+    Returns:
+        The exit code: 0 if the plan fits, else 3.
+    """
+    options, others = _parser().parse_known_args(list(sys.argv[1:] if argv is None else argv))
+    recipe_name, settings = split_recipe(others, "A plan")
+    _check(options)
+
+    from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.models.local_paths import check_model_path
+    from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.defaults import with_defaults_of_plan
+
+    set_up_logging()
+    logging.getLogger("lowmem_ft").setLevel(logging.ERROR)  # of forty recipes that are only looked at
+    added = [] if recipe_name is not None else with_defaults_of_plan(settings)[: -len(settings)]
+    with progress_line("loading torch and transformers"):
+        recipe = load_recipe(recipe_name, [*added, *settings])
+        check_model_path(recipe.model)
+        import lowmem_ft.planner
+
+    take_over_library_logs()
+    doing = f"{recipe.model.name_or_path}: planning"
+    with progress_line(doing) as say:
+        plan = lowmem_ft.planner.plan(
+            recipe, gpu=options.gpu, on_progress=lambda progress: say(f"{doing}, {_words(progress)}")
+        )
+    return _report(
+        plan, recipe, [*([f"recipe={recipe_name}"] if recipe_name else []), *added, *settings], options
+    )
+
+
+def _words(progress: PlanProgress) -> str:
+    best = progress.best
+    found = "nothing fits yet" if best is None else "one fits"
+    if best is not None and best.step is not None:
+        found = f"{best.step.seconds:.3g} s a step so far"
+    return (
+        f"{progress.estimated} of {progress.combinations:,} combinations estimated, {found}; Ctrl-C ends it"
+    )
+
+
+def _report(plan: MemoryPlan, recipe: Recipe, command: Sequence[str], options: argparse.Namespace) -> int:
+    from lowmem_ft.recipe import recipe_to_yaml
+    from lowmem_ft.reports.plan_table import plan_table
+
+    console = report_console(options)
+    console.print(plan_table(plan, recipe, command))
+    if options.write is not None and plan.fits:
+        with writing("write", options.write) as path:
+            path.write_text(
+                f"# lowmem-ft train recipe={path}\n{recipe_to_yaml(plan.recipe)}", encoding="utf-8"
+            )
+        console.print(f"\nWritten: {options.write}. Train it: lowmem-ft train recipe={options.write}")
+    elif options.write is not None:
+        console.print(f"\n{options.write} is not written, as nothing fits.")
+    write_json(plan.to_json(), options)
+    return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = list(gpu_problems(options.gpu))
+    if options.gpu is not None and options.gpu.strip().lower() == ALL_GPUS:
+        problems.append(
+            "A plan is for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or a budget."
+        )
+    for name in ("write", "json"):
+        file = getattr(options, name)
+        if file is None or (name, file) == ("json", "-"):
+            continue
+        problem = write_problem(name, file, Path(file))
+        problems += [problem] if problem else []
+    if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
+        problems.append(f"--write names a recipe's file, which ends in .yaml, got {options.write}.")
+    if options.write is not None and options.json is not None and options.write == options.json:
+        problems.append(f"--write and --json write files of their own, got {options.write} for both.")
+    if problems:
+        raise UserError(*problems)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lowmem-ft plan",
+        usage=_USAGE,
+        description="Choose the memory knobs with which a step is fastest inside a budget of device and host memory, "
+        "and say why.",
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        action=Once,
+        help="a GPU of `lowmem-ft gpus`, or cpu; without: what this machine has, or one of the budget's size",
+    )
+    parser.add_argument(
+        "--write", metavar="FILE.yaml", action=Once, help="write the plan as a recipe that trains as it is"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE|-", action=Once, help="write the plan as JSON; - is stdout, then JSON alone"
+    )
+    return parser

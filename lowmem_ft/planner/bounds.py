@@ -1,0 +1,219 @@
+"""What any step of a recipe takes at the least: bytes that lie still, products of matrices, bytes over the host link.
+
+Nothing here is an estimate: these numbers only spare a search the combinations that cannot do. Each holds whatever the
+other settings are (``tests/planner/test_bounds.py`` holds them against estimates), which is why activations, that grow
+and shrink with everything, have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.errors import ModelError
+from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.models.loading import compute_dtype
+from lowmem_ft.optimizers.master_formats import master_format
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.virtual_gpu.replay.clock import host_link_rate, matmul_rate
+
+DEVICE_KEYS = ("model", "adapter", "optimizer", "offload", "accumulation", "training")
+"""Groups that bounds of bytes read; those of seconds read the next ones too."""
+
+SECONDS_KEYS = (*DEVICE_KEYS, "checkpointing", "data")
+
+_QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
+"""Of an element, without the scales."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What bounds read of a model.
+
+    Args:
+        num_layers: decoder layers.
+        parameters: of the whole, a tied one once.
+        layer_parameters: of all decoder layers.
+        products: elements of the matrices in them that every token passes; experts, of which it passes some, are not.
+        products_again: of those, what the recomputation of all layers passes: it ends before each layer's last product.
+        head_products: elements of the head.
+        longest_row: tokens of a row, where ``data.max_length`` is null.
+        checkpoint_dtype: type of the weights, where ``model.dtype`` is auto.
+    """
+
+    num_layers: int
+    parameters: int
+    layer_parameters: int
+    products: int
+    products_again: int
+    head_products: int
+    longest_row: int
+    checkpoint_dtype: torch.dtype
+
+    def dtype_of(self, recipe: Recipe) -> torch.dtype:
+        """Of the weights: ``model.dtype``, or the checkpoint's own."""
+        name = recipe.model.dtype
+        return self.checkpoint_dtype if name == "auto" else getattr(torch, name)
+
+
+def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.dtype) -> ModelShape:
+    """The shape of a model on the meta device.
+
+    Args:
+        model: its modules; their types do not matter.
+        longest_row: tokens of a row, where ``data.max_length`` is null.
+        checkpoint_dtype: type of the weights, where ``model.dtype`` is auto.
+
+    Returns:
+        The shape; of a model without one stack of decoder layers, one that bounds less.
+    """
+    try:
+        layers: list[nn.Module] = list(decoder_layers(model))
+    except ModelError:
+        layers = []
+    products = [list(_products(layer)) for layer in layers]
+    head = model.get_output_embeddings()
+    return ModelShape(
+        num_layers=len(layers),
+        parameters=_numel(model),
+        layer_parameters=sum(_numel(layer) for layer in layers),
+        products=sum(map(sum, products)),
+        products_again=sum(sum(of_layer) - max(of_layer, default=0) for of_layer in products),
+        head_products=head.weight.numel() if isinstance(head, nn.Linear) else 0,
+        longest_row=longest_row,
+        checkpoint_dtype=checkpoint_dtype,
+    )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _products(layer: nn.Module) -> Iterator[int]:
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear) and "expert" not in name:
+            yield module.weight.numel()
+
+
+def device_bytes(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+    """Bytes of the process on the device that are there at the end of each step's backward pass."""
+    return gpu.context_bytes + _weights(recipe, shape) + _state(recipe, shape) + _gradients(recipe, shape)
+
+
+def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Resident host memory: the process, and what waits there, unless it is in files."""
+    process = PROCESS_BYTES + CUDA_PROCESS_BYTES
+    if recipe.offload.folder is not None:
+        return process
+    waiting = _state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0
+    if recipe.offload.parameters == "stream":
+        waiting += _streamed_bytes(recipe, shape)
+    if recipe.offload.optimizer == "host" and _gradients_wait(recipe):
+        waiting += shape.layer_parameters * shape.dtype_of(recipe).itemsize
+    return process + waiting
+
+
+def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+    """A step's products on the device, and its bytes over the host link, whichever takes longer."""
+    dtype = compute_dtype(shape.dtype_of(recipe), recipe.training.mixed_precision)
+    rate = matmul_rate(gpu, str(dtype).removeprefix("torch."))
+    copied = _state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0
+    if recipe.offload.parameters == "stream":
+        copied += _streamed_bytes(recipe, shape)
+    return max(_flops(recipe, shape) / rate, copied / host_link_rate(gpu))
+
+
+def _flops(recipe: Recipe, shape: ModelShape) -> float:
+    training = recipe.training
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    length = recipe.data.max_length or shape.longest_row
+    tokens, learnt = rows * length, rows * (length - 1)
+    if recipe.adapter.name == "none":
+        passes = 6.0  # two operations an element forward, for the input's gradient and for the weight's
+    else:
+        # Frozen: no gradient of the weight, nor of what enters the first layer.
+        passes = 2.0 + 2.0 * max(0, shape.num_layers - 1) / max(1, shape.num_layers)
+    head = 6.0 if recipe.adapter.name == "none" else 4.0
+    return (
+        tokens * (passes * shape.products + 2.0 * _share_again(recipe, shape) * shape.products_again)
+        + learnt * head * shape.head_products
+    )
+
+
+def _share_again(recipe: Recipe, shape: ModelShape) -> float:
+    """Of the layers, those that are computed twice."""
+    config = recipe.checkpointing
+    if config.mode == "none" or not shape.num_layers:
+        return 0.0
+    return len(range(0, shape.num_layers - config.skip_last_layers, config.every_n_layers)) / shape.num_layers
+
+
+def _layer_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Of all decoder layers at rest."""
+    itemsize = shape.dtype_of(recipe).itemsize
+    quantized = _QUANTIZED_BYTES.get(recipe.model.quantization, itemsize)
+    return shape.products * quantized + (shape.layer_parameters - shape.products) * min(itemsize, quantized)
+
+
+def _streamed_share(recipe: Recipe, shape: ModelShape) -> float:
+    return max(0, shape.num_layers - recipe.offload.resident_layers) / max(1, shape.num_layers)
+
+
+def _streamed_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    return _layer_weight_bytes(recipe, shape) * _streamed_share(recipe, shape)
+
+
+def _weights(recipe: Recipe, shape: ModelShape) -> float:
+    layers = _layer_weight_bytes(recipe, shape)
+    if recipe.offload.parameters == "stream":
+        return layers * (1 - _streamed_share(recipe, shape))
+    return layers + (shape.parameters - shape.layer_parameters) * shape.dtype_of(recipe).itemsize
+
+
+def _state_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Of the optimizer, wherever it lies: averages and what stands beside 16-bit weights."""
+    optimizer = recipe.optimizer
+    if recipe.adapter.name != "none":
+        return 0.0
+    averages = 0.0 if optimizer.momentum == 0 else optimizer.row.state_bytes(optimizer.state)
+    if not optimizer.row.takes_formats:
+        return averages * shape.parameters
+    beside = master_format(optimizer.master, shape.dtype_of(recipe)).tensors.values()
+    return (averages + sum(dtype.itemsize for dtype in beside)) * shape.parameters
+
+
+def _state(recipe: Recipe, shape: ModelShape) -> float:
+    form = recipe.optimizer.row.bitsandbytes
+    is_elsewhere = recipe.offload.optimizer == "host" or (form is not None and form.paged)
+    return 0.0 if is_elsewhere else _state_bytes(recipe, shape)
+
+
+def _gradients(recipe: Recipe, shape: ModelShape) -> float:
+    """Of trained weights, all of which are there at once unless the optimizer spends them as they come."""
+    if recipe.adapter.name != "none":
+        return 0.0
+    itemsize = shape.dtype_of(recipe).itemsize
+    if recipe.optimizer.in_backward:
+        waits_here = _gradients_wait(recipe) and recipe.offload.optimizer == "device"
+        return float(shape.parameters * itemsize) if waits_here else 0.0
+    summed = (
+        recipe.training.gradient_accumulation_steps > 1
+        and recipe.accumulation.order == "horizontal"
+        and recipe.accumulation.dtype == "float32"
+    )
+    return float(shape.parameters * (4 if summed else itemsize))
+
+
+def _gradients_wait(recipe: Recipe) -> bool:
+    """For their norm, while the optimizer steps in backward."""
+    return (
+        recipe.optimizer.in_backward
+        and recipe.training.max_grad_norm is not None
+        and recipe.adapter.name == "none"
+    )

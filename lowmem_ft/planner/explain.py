@@ -1,0 +1,224 @@
+"""Why a plan is what it is, read from what its search has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.planner.memory_plan import Binding, Choice, KnobChoice, Purchase, Rejected, typed
+from lowmem_ft.planner.search import Candidates, Limits, Need, Search, Searched
+from lowmem_ft.planner.space import Combination, Space
+from lowmem_ft.units import format_bytes
+
+MOST_ALTERNATIVES = 4
+MOST_REJECTED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """A search and what it was about."""
+
+    space: Space
+    candidates: Candidates
+    limits: Limits
+    found: Searched
+
+    def changes(self, place: int) -> dict[str, Any]:
+        """What a combination changes of the recipe."""
+        return self.space.changes(self.space.combinations[place])
+
+    def choice(self, place: int) -> Choice:
+        """A combination with what it needs."""
+        estimate: MemoryEstimate = self.found.needs[place].estimate
+        return Choice(
+            overrides=self.changes(place),
+            device_bytes=estimate.process_high_bytes,
+            host_bytes=estimate.host_peak_bytes,
+            step_seconds=None if estimate.step is None else estimate.step.seconds,
+        )
+
+    def reason(self, need: Need) -> str:
+        """Why something that was estimated does not fit; empty if it does."""
+        if need.fits:
+            return ""
+        over_device, over_host = self.limits.missing(need.device_bytes, need.host_bytes)
+        parts = [
+            f"{format_bytes(round(over))} too much for the {where}"
+            for over, where in ((over_device, "device"), (over_host, "host"))
+            if over
+        ]
+        return " and ".join(parts) or "the caching allocator runs out of memory"
+
+    @property
+    def _faster(self) -> list[int]:
+        """Estimated combinations that would be better, if they fitted."""
+        found, best = self.found, self.found.best
+        return [
+            place
+            for place, need in found.needs.items()
+            if not need.fits and (best is None or need.seconds < found.needs[best].seconds)
+        ]
+
+    def alternatives(self) -> tuple[Choice, ...]:
+        """Others that fit: each is slower, and needs less of the device's or the host's memory than all faster ones."""
+        fitting = sorted(
+            (place for place, need in self.found.needs.items() if need.fits),
+            key=lambda place: (self.found.needs[place].seconds, int(self.candidates.after_N[place])),
+        )
+        kept: list[int] = []
+        for place in fitting:
+            need = self.found.needs[place]
+            others = [self.found.needs[other] for other in kept]
+            is_leaner = all(need.device_bytes < other.device_bytes for other in others) or all(
+                need.host_bytes < other.host_bytes for other in others
+            )
+            if not kept or is_leaner:
+                kept.append(place)
+        return tuple(self.choice(place) for place in kept if place != self.found.best)[:MOST_ALTERNATIVES]
+
+    def rejected(self) -> tuple[Rejected, ...]:
+        """What was estimated and does not fit, that which misses least first, then what cannot be built."""
+        needs = self.found.needs
+        missing = {
+            place: sum(self.limits.missing(need.device_bytes, need.host_bytes))
+            for place, need in needs.items()
+            if not need.fits
+        }
+        nearest = sorted(missing, key=lambda place: (missing[place], place))
+        rejected = [
+            Rejected(overrides=self.changes(place), reason=self.reason(needs[place])) for place in nearest
+        ]
+        rejected += [
+            Rejected(overrides=self.changes(place), reason=why) for place, why in self.found.refused.items()
+        ]
+        return tuple(rejected[:MOST_REJECTED])
+
+    def binds(self) -> tuple[Binding, ...]:
+        """What the combinations lack that would be faster; ``time`` if there is none."""
+        over = [
+            self.limits.missing(self.found.needs[place].device_bytes, self.found.needs[place].host_bytes)
+            for place in self._faster
+        ]
+        binding: list[Binding] = []
+        if any(device for device, _ in over):
+            binding.append("device")
+        if any(host for _, host in over):
+            binding.append("host")
+        return tuple(binding) or ("time",)
+
+    def purchases(self) -> tuple[Purchase, ...]:
+        """The least more of device memory, and of host memory, that makes a step faster."""
+        return tuple(purchase for of in ("device", "host") if (purchase := self._purchase(of)) is not None)
+
+    def _purchase(self, of: Literal["device", "host"]) -> Purchase | None:
+        if self.found.best is None:
+            return None
+        offers = []
+        for place in self._faster:
+            need = self.found.needs[place]
+            device, host = self.limits.missing(need.device_bytes, need.host_bytes)
+            extra, other = (device, host) if of == "device" else (host, device)
+            if extra and not other:
+                offers.append((extra, need.seconds, place))
+        if not offers:
+            return None
+        extra, seconds, place = min(offers)
+        return Purchase(of=of, extra_bytes=round(extra), step_seconds=seconds, overrides=self.changes(place))
+
+
+class Neighbours:
+    """The combinations that differ from the best in one knob, by a value that needs more memory.
+
+    Args:
+        space: what there is to choose from.
+        search: asked for what is not known yet.
+    """
+
+    def __init__(self, space: Space, search: Search) -> None:
+        self._space = space
+        self._search = search
+        self._places = {combination: place for place, combination in enumerate(space.combinations)}
+
+    def improve(self, max_estimates: int) -> None:
+        """Estimate the neighbours of the best; where one is better, go on with its own."""
+        left = max_estimates
+        best = None
+        while left > 0 and best != self._search.found.best:
+            best = self._search.found.best
+            for combination in self._next_cheaper():
+                place = self._places.get(combination)
+                if place is not None and left > 0 and self._search.is_open(place):
+                    self._search.estimate(place)
+                    left -= 1
+                if self._search.found.best != best:
+                    break
+
+    def knobs(self, findings: Findings) -> tuple[KnobChoice, ...]:
+        """For each knob of the best, why not the next cheaper value."""
+        return tuple(
+            self._knob(findings, place, combination)
+            for place, combination in enumerate(self._next_cheaper(each=True))
+            if combination
+        )
+
+    def _next_cheaper(self, *, each: bool = False) -> Iterator[Combination]:
+        """For each dimension in turn; with ``each`` an empty one where there is nothing cheaper."""
+        best = self._search.found.best
+        chosen = () if best is None else self._space.combinations[best]
+        for place, index in enumerate(chosen):
+            if index > 0:
+                yield (*chosen[:place], index - 1, *chosen[place + 1 :])
+            elif each:
+                yield ()
+
+    def _knob(self, findings: Findings, place: int, combination: Combination) -> KnobChoice:
+        best = self._search.found.best
+        assert best is not None, "without a best there are no neighbours"
+        dimension = self._space.dimensions[place]
+        return KnobChoice(
+            setting=" ".join(typed(dimension.choices[self._space.combinations[best][place]])),
+            cheaper=" ".join(typed(dimension.choices[combination[place]])),
+            reason=self._against(findings, combination),
+        )
+
+    def _against(self, findings: Findings, combination: Combination) -> str:
+        place = self._places.get(combination)
+        if place is None:
+            return self._space.refusal(combination) or "the device or the model does not take it"
+        found, candidates = findings.found, findings.candidates
+        if place in found.refused:
+            return found.refused[place]
+        if place in found.needs:
+            need = found.needs[place]
+            assert found.best is not None
+            return findings.reason(need) or _slower(need.seconds, found.needs[found.best].seconds)
+        over_device, over_host = findings.limits.missing(
+            float(candidates.device_bytes_N[place]), float(candidates.host_bytes_N[place])
+        )
+        parts = [
+            f"at least {format_bytes(round(over))} too much for the {where}"
+            for over, where in ((over_device, "device"), (over_host, "host"))
+            if over
+        ]
+        if parts:
+            return " and ".join(parts)
+        if not self._search.is_open(place):
+            return f"takes {candidates.seconds_N[place]:.3g} s at least"
+        return "not estimated"
+
+
+def _slower(seconds: float, best_seconds: float) -> str:
+    if seconds <= best_seconds:
+        return "fits too, and is no faster"
+    return f"fits too, and is slower: {seconds:.3g} s against {best_seconds:.3g}"
+
+
+def nearest(needs: Sequence[tuple[int, Need]], limits: Limits) -> int | None:
+    """The one that misses least in all; None of none."""
+    return min(
+        needs,
+        key=lambda item: (sum(limits.missing(item[1].device_bytes, item[1].host_bytes)), item[0]),
+        default=(None, None),
+    )[0]

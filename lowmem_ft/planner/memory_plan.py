@@ -1,0 +1,191 @@
+"""What a plan says: the recipe that was chosen, why, what was not, and what would buy more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import recipe_keys
+
+SCHEMA = 1
+
+Binding = Literal["device", "host", "time"]
+"""What keeps a step from being faster: memory of either, or nothing that memory could buy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One combination of settings, and what it was found to need.
+
+    Args:
+        overrides: what it changes of the recipe, by dotted key.
+        device_bytes: of the process on the device, at the upper end of its range.
+        host_bytes: resident host memory.
+        step_seconds: of one step; None where there is no clock.
+    """
+
+    overrides: Mapping[str, Any]
+    device_bytes: int
+    host_bytes: int
+    step_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A combination that was not chosen.
+
+    Args:
+        overrides: what it changes of the recipe.
+        reason: why, with the bytes or seconds that decided.
+    """
+
+    overrides: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobChoice:
+    """Why one knob is not left at a value that needs more memory.
+
+    Args:
+        setting: what was chosen, as it is typed.
+        cheaper: the next value that needs more memory.
+        reason: what stands against it, all else as chosen.
+    """
+
+    setting: str
+    cheaper: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Purchase:
+    """What more memory would buy, among all that was estimated.
+
+    Args:
+        of: device or host.
+        extra_bytes: how much more of it.
+        step_seconds: of a step then.
+        overrides: the settings that take it.
+    """
+
+    of: Literal["device", "host"]
+    extra_bytes: int
+    step_seconds: float
+    overrides: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How many combinations there are, by what became of each.
+
+    Args:
+        estimated: on the virtual GPU.
+        refused: by a rule of the recipe, the device or the model.
+        beyond_bytes: cannot fit: what lies still alone is more than there is.
+        beyond_seconds: cannot be faster: the products or the copies alone take longer than the chosen step.
+        left: none of these; one of them may be faster than the plan.
+    """
+
+    estimated: int
+    refused: int
+    beyond_bytes: int
+    beyond_seconds: int
+    left: int
+
+    @property
+    def considered(self) -> int:
+        """All but those left."""
+        return self.estimated + self.refused + self.beyond_bytes + self.beyond_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The fastest settings that were found to fit, or the nearest to fitting.
+
+    Args:
+        recipe: with the settings, its ``plan.mode`` none: it trains as it is.
+        estimate: of that recipe.
+        fits: whether it fits, with the headroom that an estimate needs not to be tight.
+        overrides: what the plan changes of the recipe, by dotted key.
+        alternatives: others that fit, each with less memory of one kind than all faster ones.
+        rejected: estimated combinations that do not fit or cannot be built, the nearest first.
+        knobs: for each knob that was moved, what the next cheaper value misses by.
+        purchases: what more device or host memory would buy.
+        binds: what keeps a step from being faster.
+        counts: combinations by what became of them.
+        left_seconds: what a step of the combinations left takes at least; 0 if none is left.
+        interrupted: whether the user ended the search.
+        missing_device_bytes: where it does not fit: what the device lacks, headroom included.
+        missing_host_bytes: likewise of the host.
+        smallest_gpu: where it does not fit: the smallest card of the catalogue that would do; None: not known.
+        given_up: words of ``plan.allow`` that the plan uses.
+        seconds: how long planning took.
+    """
+
+    recipe: Recipe
+    estimate: MemoryEstimate
+    fits: bool
+    overrides: Mapping[str, Any]
+    alternatives: tuple[Choice, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    knobs: tuple[KnobChoice, ...] = ()
+    purchases: tuple[Purchase, ...] = ()
+    binds: tuple[Binding, ...] = ()
+    counts: Counts = field(
+        default_factory=lambda: Counts(estimated=0, refused=0, beyond_bytes=0, beyond_seconds=0, left=0)
+    )
+    left_seconds: float = 0.0
+    interrupted: bool = False
+    missing_device_bytes: int = 0
+    missing_host_bytes: int = 0
+    smallest_gpu: str | None = None
+    given_up: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def searched(self) -> int:
+        """Combinations that were considered: estimated, or proven not to do."""
+        return self.counts.considered
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no combination is left that could be faster."""
+        return self.fits and self.counts.left == 0
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The overrides as they are typed."""
+        return typed(self.overrides)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON types, by the names of the published schema."""
+        return {
+            "schema": SCHEMA,
+            "fits": self.fits,
+            "chosen": {"overrides": dict(self.overrides), "estimate": self.estimate.to_json()},
+            "alternatives": [asdict(choice) for choice in self.alternatives],
+            "rejected": [asdict(rejected) for rejected in self.rejected],
+            "knobs": [asdict(knob) for knob in self.knobs],
+            "purchases": [asdict(purchase) for purchase in self.purchases],
+            "binds": list(self.binds),
+            "given_up": list(self.given_up),
+            "searched": self.searched,
+            "counts": asdict(self.counts),
+            "proven": self.is_proven,
+            "left_seconds": self.left_seconds,
+            "interrupted": self.interrupted,
+            "missing": {"device_bytes": self.missing_device_bytes, "host_bytes": self.missing_host_bytes},
+            "smallest_gpu": self.smallest_gpu,
+            "seconds": self.seconds,
+        }
+
+
+def typed(overrides: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings as they are typed."""
+    return tuple(
+        recipe_keys()[key].setting("null" if value is None else value) for key, value in overrides.items()
+    )

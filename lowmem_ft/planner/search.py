@@ -1,0 +1,243 @@
+"""The search itself: which combination to estimate next, and when none of the others can be better.
+
+It knows nothing of recipes. A combination has proven lower bounds of seconds and bytes, is estimated at most once, and
+drops out when it is estimated, when its bytes cannot fit, or when its seconds cannot beat the best found. Nothing else
+drops out, so that a search that comes to its end has found the fastest; one that is ended early says so.
+
+Axes: N combinations, D dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowmem_ft.planner.ranking import Beliefs, Prior
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What there is to choose from.
+
+    Args:
+        choices_ND: the index of a choice for each dimension.
+        before_N: decides before the seconds do, the smaller the better.
+        after_N: decides where the seconds are equal, the smaller the better; no two are equal.
+        seconds_N: a step takes no less.
+        device_bytes_N: the device is asked for no less.
+        host_bytes_N: the host is asked for no less.
+    """
+
+    choices_ND: Ints
+    before_N: Ints
+    after_N: Ints
+    seconds_N: Floats
+    device_bytes_N: Floats
+    host_bytes_N: Floats
+
+    def __len__(self) -> int:
+        return len(self.choices_ND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a combination was found to need.
+
+    Args:
+        seconds: of a step.
+        device_bytes: of the device, with the headroom that is asked for.
+        host_bytes: of the host, likewise.
+        fits: whether that is there, and nothing else stands in the way.
+        estimate: where the numbers are from.
+    """
+
+    seconds: float
+    device_bytes: float
+    host_bytes: float
+    fits: bool
+    estimate: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The bytes that there are; infinite where nobody set a limit."""
+
+    device_bytes: float = float("inf")
+    host_bytes: float = float("inf")
+
+    def missing(self, device_bytes: float, host_bytes: float) -> tuple[float, float]:
+        """Bytes that are missing on the device and on the host."""
+        return max(0.0, device_bytes - self.device_bytes), max(0.0, host_bytes - self.host_bytes)
+
+
+@dataclass(kw_only=True)
+class Searched:
+    """What a search has found, and how.
+
+    Args:
+        best: the index of the best combination; None if none fits.
+        needs: of each that was estimated, in their order.
+        refused: what the device or the model says against others, which only building them showed.
+        beyond_bytes: how many cannot fit by their bounds.
+        beyond_seconds: how many cannot be better by their bounds.
+        left: how many are neither.
+        left_seconds: the least that a step of one of those takes.
+        interrupted: whether the user ended it.
+    """
+
+    best: int | None = None
+    needs: dict[int, Need] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    beyond_bytes: int = 0
+    beyond_seconds: int = 0
+    left: int = 0
+    left_seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether nothing is left that could be better."""
+        return self.left == 0
+
+
+class Search:
+    """Looks for the best combination that fits; an iteration is an estimate.
+
+    Args:
+        candidates: what there is.
+        limits: what there is of memory.
+        need_of: estimates one by its index; a text says why it cannot be built.
+        prior: what to expect before anything is known; it decides the order and nothing else.
+        max_estimates: after which the search ends; None: when nothing is left that could be better.
+    """
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        limits: Limits,
+        need_of: Callable[[int], Need | str],
+        prior: Prior,
+        *,
+        max_estimates: int | None = None,
+    ) -> None:
+        self._candidates = candidates
+        self._limits = limits
+        self._need_of = need_of
+        self._beliefs = Beliefs(candidates.choices_ND, prior)
+        self._max_estimates = max_estimates
+        self._open_N = np.ones(len(candidates), dtype=bool)
+        self.found = Searched()
+        self._exclude_by_bytes()
+
+    def run(self, first: int | None = None) -> Searched:
+        """Search until nothing is left that could be better, or the estimates are used up.
+
+        Args:
+            first: what to estimate first, if its bounds let it fit.
+
+        Returns:
+            What was found; Ctrl-C ends the search early.
+        """
+        try:
+            if first is not None and self._open_N[first] and self._has_estimates_left():
+                self.estimate(first)
+            while self._has_estimates_left() and (place := self._next()) is not None:
+                self.estimate(place)
+        except KeyboardInterrupt:
+            self.found.interrupted = True
+        return self.conclude()
+
+    def estimate(self, place: int) -> Need | str:
+        """What one needs, which is asked once."""
+        found = self.found
+        if place in found.needs:
+            return found.needs[place]
+        if place in found.refused:
+            return found.refused[place]
+        need = self._need_of(place)
+        self._open_N[place] = False
+        if isinstance(need, str):
+            found.refused[place] = need
+            return need
+        found.needs[place] = need
+        candidates = self._candidates
+        self._beliefs.learn(
+            place,
+            seconds=need.seconds - candidates.seconds_N[place],
+            device_bytes=need.device_bytes - candidates.device_bytes_N[place],
+            host_bytes=need.host_bytes - candidates.host_bytes_N[place],
+        )
+        if need.fits and (found.best is None or self._key(place) < self._key(found.best)):
+            found.best = place
+            self._exclude_by_seconds()
+        return need
+
+    def is_open(self, place: int) -> bool:
+        """Whether one may still be better than the best, for all that is known."""
+        return bool(self._open_N[place])
+
+    def conclude(self) -> Searched:
+        """What has been found so far, and what is left."""
+        found = self.found
+        found.left = int(self._open_N.sum())
+        found.left_seconds = float(self._candidates.seconds_N[self._open_N].min()) if found.left else 0.0
+        return found
+
+    def _has_estimates_left(self) -> bool:
+        made = len(self.found.needs) + len(self.found.refused)
+        return self._max_estimates is None or made < self._max_estimates
+
+    def _key(self, place: int) -> tuple[int, float, int]:
+        candidates = self._candidates
+        return (
+            int(candidates.before_N[place]),
+            self.found.needs[place].seconds,
+            int(candidates.after_N[place]),
+        )
+
+    def _exclude_by_bytes(self) -> None:
+        candidates, limits = self._candidates, self._limits
+        beyond_N = (candidates.device_bytes_N > limits.device_bytes) | (
+            candidates.host_bytes_N > limits.host_bytes
+        )
+        self._open_N &= ~beyond_N
+        self.found.beyond_bytes = int(beyond_N.sum())
+
+    def _exclude_by_seconds(self) -> None:
+        """Whatever comes after the best even at its least seconds."""
+        assert self.found.best is not None
+        before, seconds, after = self._key(self.found.best)
+        candidates = self._candidates
+        slower_N = (candidates.seconds_N > seconds) | (
+            (candidates.seconds_N == seconds) & (candidates.after_N > after)
+        )
+        worse_N = (candidates.before_N > before) | ((candidates.before_N == before) & slower_N)
+        self.found.beyond_seconds += int((worse_N & self._open_N).sum())
+        self._open_N &= ~worse_N
+
+    def _next(self) -> int | None:
+        """The one that promises most: the likelier it fits and the faster it may be; None if nothing is left."""
+        open_ = np.flatnonzero(self._open_N)
+        if not len(open_):
+            return None
+        candidates, best = self._candidates, self.found.best
+        promise = self._beliefs.promise(
+            open_,
+            best_seconds=None if best is None else self.found.needs[best].seconds,
+            seconds=candidates.seconds_N[open_],
+            spare_device_bytes=self._limits.device_bytes - candidates.device_bytes_N[open_],
+            spare_host_bytes=self._limits.host_bytes - candidates.host_bytes_N[open_],
+        )
+        if best is not None:
+            # What gives up less is better however long it takes.
+            promise = np.where(candidates.before_N[open_] < candidates.before_N[best], promise + 1, promise)
+        order = np.lexsort((candidates.after_N[open_], candidates.before_N[open_], -promise))
+        return int(open_[order[0]])

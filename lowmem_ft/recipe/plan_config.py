@@ -1,0 +1,42 @@
+"""What may be chosen for a recipe before it is trained; :mod:`lowmem_ft.planner` does the choosing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lowmem_ft.knob import knob
+
+Consent = Literal["shorter_rows", "lora", "qlora", "plain_bf16", "stochastic_rounding", "bf16_sums"]
+"""What a plan may give up of the mathematics, if it is allowed to; each is the ``consent`` of some knob's value."""
+
+INCLUDED: Mapping[str, Consent] = {"qlora": "lora"}
+"""Whoever allows the first is not asked for the second where both are given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Whether the memory knobs are chosen for the budget, and which of them may be."""
+
+    mode: Literal["none", "auto"] = knob(
+        "none",
+        "auto: before training, choose the memory knobs with which a step is fastest inside the budget; none: train "
+        "the recipe as it is.",
+    )
+    allow: tuple[Consent, ...] = knob(
+        (),
+        "What the choice may change of the mathematics where nothing else fits, the least missed first, such as "
+        "[lora, qlora]; empty: nothing.",
+    )
+    keep: tuple[str, ...] = knob(
+        (), "Keys that stay as the recipe has them, such as [optimizer.state, checkpointing.mode]."
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong with these values in themselves; empty if nothing is."""
+        return [
+            f"plan.{name} names a thing once, got {', '.join(twice)} twice. Leave one out."
+            for name, words in (("allow", self.allow), ("keep", self.keep))
+            if (twice := sorted({word for word in words if words.count(word) > 1}))
+        ]

@@ -1,0 +1,171 @@
+"""A plan at a glance: what to set, what it then takes, why not less, and what more memory would buy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lowmem_ft.planner.memory_plan import Counts, MemoryPlan, typed
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.reports.wording import host_need, verdict
+from lowmem_ft.units import format_bytes
+
+MOST_REJECTED = 4
+
+BINDING_WORDS = {
+    "device": "device memory",
+    "host": "host memory",
+    "time": "nothing that memory could buy, among what was estimated",
+}
+
+
+def plan_table(plan: MemoryPlan, recipe: Recipe, command: Sequence[str]) -> RenderableType:
+    """A plan, for a rich console of any width.
+
+    Args:
+        plan: what to show.
+        recipe: what it was made for.
+        command: the recipe and settings as they were typed, without those of the plan.
+
+    Returns:
+        Something that ``rich.print`` prints.
+    """
+    parts: list[RenderableType] = [_headline(plan)]
+    parts += _section("Settings", _settings(plan, recipe))
+    if plan.fits:
+        parts += _section("Why not with less effort, all else as chosen", _knobs(plan))
+        parts += _section("What more memory would buy", _purchases(plan))
+        parts += _section("Others that fit", _alternatives(plan))
+    parts += _section("Nearest that do not fit", _rejected(plan))
+    parts += ["", Text(_search_words(plan))]
+    if plan.fits:
+        train = " ".join(["lowmem-ft train", *command, *plan.settings])
+        parts += ["", Text.assemble("Train it: ", (train, "bold"))]
+    return Group(*parts)
+
+
+def _headline(plan: MemoryPlan) -> Text:
+    estimate = plan.estimate
+    if not plan.fits:
+        return _shortfall(plan)
+    lines = [f"{estimate.model.name} {verdict(estimate)}"]
+    if estimate.step is not None:
+        lines.append(
+            f"{estimate.step.seconds:.3g} s a step of {estimate.step.tokens:,} tokens, bound by "
+            f"{estimate.step.bound_by}; what keeps it from being faster: "
+            f"{' and '.join(BINDING_WORDS[binding] for binding in plan.binds)}"
+        )
+    if plan.given_up:
+        lines.append(f"It gives up what plan.allow names: {', '.join(plan.given_up)}.")
+    return Text("\n".join(lines), "green")
+
+
+def _shortfall(plan: MemoryPlan) -> Text:
+    missing = [
+        f"{num_bytes / 2**30:.2f} GiB of {where} memory"
+        for num_bytes, where in ((plan.missing_device_bytes, "device"), (plan.missing_host_bytes, "host"))
+        if num_bytes
+    ]
+    # A hole in memory that is large enough, as the allocator may leave it, is no number of bytes.
+    what = " and ".join(missing) or "room for the caching allocator"
+    estimate, keep = plan.estimate, plan.recipe.plan.keep
+    lines = [
+        f"{estimate.model.name} does not fit in {_limit_words(plan)}: the nearest plan lacks {what}, with the headroom "
+        f"that estimates ask for. It takes {format_bytes(estimate.process_high_bytes)} and {host_need(estimate)}."
+    ]
+    if plan.smallest_gpu:
+        lines.append(f"The smallest card of the catalogue that would do: {plan.smallest_gpu}.")
+    if keep:
+        lines.append(f"plan.keep holds {', '.join(keep)}: without it more can be chosen.")
+    if not plan.recipe.plan.allow:
+        lines.append("plan.allow=[lora, qlora] names what a plan may give up of the mathematics; see --help.")
+    if plan.missing_host_bytes and plan.recipe.offload.folder is None:
+        lines.append("offload.folder=FOLDER on a fast local disk takes the place of host memory.")
+    return Text("\n".join(lines), "red")
+
+
+def _limit_words(plan: MemoryPlan) -> str:
+    budget = plan.estimate.budget
+    device = (
+        ""
+        if budget.device_bytes is None
+        else f"{format_bytes(budget.device_bytes)} of {plan.estimate.gpu.name}"
+    )
+    host = "" if budget.host_bytes is None else f"{format_bytes(budget.host_bytes)} of host memory"
+    return " and ".join(part for part in (device, host) if part) or plan.estimate.gpu.name
+
+
+def _settings(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if not plan.overrides:
+        yield "the recipe as it is", ""
+    for key, value in plan.overrides.items():
+        before = recipe_keys()[key].value_in(recipe)
+        yield from ((setting, f"was {_plain(before)}") for setting in typed({key: value}))
+
+
+def _plain(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _knobs(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    for knob in plan.knobs:
+        yield knob.cheaper, knob.reason
+
+
+def _purchases(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    for purchase in plan.purchases:
+        yield (
+            f"{purchase.extra_bytes / 2**30:.2f} GiB more {purchase.of} memory",
+            f"{purchase.step_seconds:.3g} s a step: {_difference(purchase.overrides, plan)}",
+        )
+
+
+def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    for choice in plan.alternatives:
+        time = "" if choice.step_seconds is None else f"{choice.step_seconds:.3g} s, "
+        memory = f"{format_bytes(choice.device_bytes)}, host {format_bytes(choice.host_bytes)}"
+        yield f"{time}{memory}", _difference(choice.overrides, plan)
+
+
+def _rejected(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    for rejected in plan.rejected[:MOST_REJECTED]:
+        yield rejected.reason, _difference(rejected.overrides, plan)
+
+
+def _difference(overrides: Mapping[str, Any], plan: MemoryPlan) -> str:
+    """What one combination has otherwise than the plan."""
+    chosen = plan.recipe
+    own = {key: recipe_keys()[key].value_in(chosen) for key in {**plan.overrides, **overrides}}
+    changed = {key: value for key, value in overrides.items() if value != own[key]}
+    back = [f"without {' '.join(typed({key: own[key]}))}" for key in plan.overrides if key not in overrides]
+    return ", ".join([*typed(changed), *back]) or "the plan"
+
+
+def _search_words(plan: MemoryPlan) -> str:
+    counts: Counts = plan.counts
+    words = (
+        f"{counts.considered:,} combinations considered in {plan.seconds:.0f} s: {counts.estimated} estimated, "
+        f"{counts.refused:,} refused by rules, {counts.beyond_bytes:,} too large by what lies still alone, "
+        f"{counts.beyond_seconds:,} too slow by their products or copies alone."
+    )
+    if plan.interrupted:
+        words += " You ended the search."
+    if counts.left:
+        least = f", and none takes less than {plan.left_seconds:.3g} s" if plan.left_seconds else ""
+        return f"{words} {counts.left:,} were left{least}: one of them may be better."
+    return f"{words} None is left that could be better." if plan.fits else f"{words} None is left."
+
+
+def _section(title: str, rows: Iterator[tuple[str, str]]) -> list[RenderableType]:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold", max_width=40)
+    table.add_column(overflow="fold")
+    for left, right in rows:
+        table.add_row(Text(left), Text(right))
+    return ["", Text(title, "bold"), Padding(table, (0, 0, 0, 2))] if table.row_count else []

@@ -1,0 +1,19 @@
+"""A recipe whose memory knobs are still to be chosen is not trained."""
+
+from __future__ import annotations
+
+from lowmem_ft.errors import RecipeError
+from lowmem_ft.recipe import Recipe
+
+
+def refuse_unplanned(recipe: Recipe) -> None:
+    """Refuse a recipe that is to be planned first, which is done above training.
+
+    Raises:
+        RecipeError: if ``plan.mode`` is auto.
+    """
+    if recipe.plan.mode == "auto":
+        raise RecipeError(
+            "plan.mode=auto is settled before training, got a recipe that nobody has planned. Train "
+            "lowmem_ft.plan(recipe).recipe, what `lowmem-ft plan ... --write FILE.yaml` writes, or set plan.mode=none."
+        )

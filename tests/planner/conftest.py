@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+
+import pytest
+from transformers import LlamaConfig
+
+from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate, ProcessRange, StepTime
+from lowmem_ft.memory.uncertainty import Uncertainty
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.units import GIB, parse_bytes
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        vocab_size=4096,
+        max_position_embeddings=1024,
+    ).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def make_recipe(folder) -> Callable[..., Recipe]:
+    def make(*settings: str) -> Recipe:
+        return load_recipe(
+            None,
+            [
+                f"model={folder}",
+                "model.weights=random",
+                "data.max_length=512",
+                "training.gradient_accumulation_steps=4",
+                *settings,
+            ],
+        )
+
+    return make
+
+
+SMALL = [
+    "plan.keep=[model.dtype,training.mixed_precision,optimizer,checkpointing.every_n_layers,offload,tiling,"
+    "loss.chunk_tokens]"
+]
+"""Leaves micro-batches, checkpointing and order to choose."""
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """An estimator at once, by what a recipe says: bytes, seconds. Its rules are as strict as the real one's."""
+    from lowmem_ft.planner import planning
+
+    asked: list[Recipe] = []
+
+    def pretend(device_gib, host_gib=lambda recipe: 4.0, seconds=lambda recipe: 10.0) -> list[Recipe]:
+        def estimate_memory(recipe: Recipe, gpu, *, budget) -> MemoryEstimate:
+            asked.append(recipe)
+            device, host = round(device_gib(recipe) * GIB), round(host_gib(recipe) * GIB)
+            limit = gpu.memory_bytes if budget.device is None else parse_bytes(budget.device)
+            host_limit = None if budget.host is None else parse_bytes(budget.host)
+            plain = plain_estimate()
+            return dataclasses.replace(
+                plain,
+                gpu=dataclasses.replace(plain.gpu, name=gpu.name, memory_bytes=gpu.memory_bytes),
+                process_peak_bytes=device,
+                process_range=ProcessRange(
+                    low_bytes=device,
+                    high_bytes=device,
+                    uncertainty=Uncertainty(reserved_share=0.0, outside_share=0.0),
+                ),
+                host_peak_bytes=host,
+                step=StepTime(seconds=seconds(recipe), tokens=2048, bound_by="compute"),
+                budget=BudgetVerdict(device_bytes=limit, host_bytes=host_limit),
+                fits=device <= limit and (host_limit is None or host <= host_limit),
+            )
+
+        monkeypatch.setattr(planning, "estimate_memory", estimate_memory)
+        return asked
+
+    return pretend
+
+
+def plain_estimate() -> MemoryEstimate:
+    from lowmem_ft.memory.estimate import DeviceLimit, ModelSize
+
+    return MemoryEstimate(
+        model=ModelSize(name="tiny", parameters=10_000_000, trainable_parameters=10_000_000),
+        gpu=DeviceLimit(name="l4", memory_bytes=22 * GIB),
+        allocated_peak_bytes=GIB,
+        reserved_peak_bytes=GIB,
+        process_peak_bytes=GIB,
+        host_peak_bytes=GIB,
+        host_pinned_bytes=0,
+        by_category_at_peak={},
+        by_phase={"backward": GIB},
+        peak_phase="backward",
+        peak_module="",
+        step=None,
+        budget=BudgetVerdict(device_bytes=None, host_bytes=None),
+        fits=True,
+    )
+
+
+def says(recipe: Recipe, key: str) -> object:
+    return operator.attrgetter(key)(recipe)

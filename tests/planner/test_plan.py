@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+
+import lowmem_ft
+from lowmem_ft.budget import Budget
+from lowmem_ft.errors import RecipeError, UserError
+from lowmem_ft.planner import plan, planned
+from lowmem_ft.planner.space import space_of
+from lowmem_ft.recipe import load_recipe, recipe_to_yaml
+from lowmem_ft.training import train
+
+KEEP = (
+    "plan.keep=[model,training.mixed_precision,optimizer,checkpointing.every_n_layers,offload,tiling,loss,"
+    "accumulation.dtype]"
+)
+"""Leaves micro-batches, checkpointing and their order to choose."""
+
+
+def rows(recipe) -> int:
+    return recipe.training.per_device_train_batch_size
+
+
+def made_up_bytes(recipe) -> float:
+    """More rows, more bytes, but where their halving makes float32 sums of a second micro-batch."""
+    sums = recipe.training.gradient_accumulation_steps > 1 and recipe.accumulation.order == "horizontal"
+    activations = {"none": 2.0, "selective": 0.6, "full": 0.5}[recipe.checkpointing.mode]
+    return 1.0 + rows(recipe) * activations + 4.0 * sums
+
+
+def made_up_seconds(recipe) -> float:
+    again = {"none": 1.0, "selective": 1.3, "full": 1.33}[recipe.checkpointing.mode]
+    return (
+        10.0
+        * again
+        / (1 - 0.5 / (1 + rows(recipe)))
+        * (0.9 if recipe.accumulation.order == "vertical" else 1.0)
+    )
+
+
+def budget(gib: float, host_gib: float = 32) -> Budget:
+    return Budget(device=f"{gib}GiB", host=f"{host_gib}GiB")
+
+
+def by_looking_at_everything(recipe, limit_gib: float) -> float:
+    space = space_of(recipe, num_layers=2, has_bfloat16=True)
+    recipes = [space.recipe_of(combination) for combination in space.combinations]
+    return min(made_up_seconds(one) for one in recipes if made_up_bytes(one) <= limit_gib * 0.94)
+
+
+@pytest.mark.parametrize("gib", [2.0, 3.5, 5.0, 8.0, 11.0, 20.0])
+def test_it_is_the_fastest_that_fits(make_recipe, at_once, gib):
+    """Counter-examples to what seems plain stand in these numbers: smaller micro-batches that take more memory, and an
+    order that takes less memory and less time."""
+    at_once(made_up_bytes, seconds=made_up_seconds)
+    recipe = make_recipe(KEEP)
+    result = plan(recipe, budget(gib), "l4")
+    assert result.fits
+    assert result.is_proven
+    assert result.estimate.step is not None
+    assert result.estimate.step.seconds == by_looking_at_everything(recipe, gib)
+    changed = load_recipe(None, [*settings_of(recipe), *result.settings])
+    assert made_up_seconds(changed) == result.estimate.step.seconds
+
+
+def settings_of(recipe) -> list[str]:
+    return [
+        f"model={recipe.model.name_or_path}",
+        "model.weights=random",
+        "data.max_length=512",
+        "training.gradient_accumulation_steps=4",
+    ]
+
+
+def test_more_memory_is_never_slower(make_recipe, at_once):
+    at_once(made_up_bytes, seconds=made_up_seconds)
+    recipe = make_recipe(KEEP)
+    plans = [plan(recipe, budget(gib), "l4") for gib in (2, 3, 4, 6, 9, 13, 18)]
+    seconds = [result.estimate.step.seconds for result in plans]
+    assert all(later <= earlier for earlier, later in itertools.pairwise(seconds))
+    assert seconds[-1] < seconds[0]
+
+
+def test_it_says_why(make_recipe, at_once):
+    at_once(made_up_bytes, seconds=made_up_seconds)
+    result = plan(make_recipe(KEEP), budget(5), "l4")
+    assert result.binds == ("device",)
+    assert {knob.setting for knob in result.knobs} >= {"checkpointing.mode=selective"}
+    for knob in result.knobs:
+        assert knob.reason
+    (purchase,) = result.purchases
+    assert purchase.of == "device"
+    assert purchase.step_seconds < result.estimate.step.seconds
+    bigger = plan(make_recipe(KEEP), budget(5 + purchase.extra_bytes / 2**30 + 0.01), "l4")
+    assert bigger.estimate.step.seconds <= purchase.step_seconds
+    assert all(re.match(r"[\d.]+ [GM]iB too much for the device", one.reason) for one in result.rejected)
+    total = result.counts.considered + result.counts.left
+    sizes = [
+        len(dimension.choices)
+        for dimension in space_of(make_recipe(KEEP), num_layers=2, has_bfloat16=True).dimensions
+    ]
+    assert total == sizes[0] * sizes[1] * sizes[2]
+
+
+def test_what_fits_tightly_is_no_plan(make_recipe, at_once):
+    """Estimates have been off by as much as the headroom."""
+    at_once(lambda recipe: 9.5 if rows(recipe) == 4 else 9.3, seconds=lambda recipe: 9.0 - rows(recipe))
+    result = plan(make_recipe(KEEP), budget(10), "l4")
+    assert result.estimate.process_peak_bytes == round(9.3 * 2**30)
+
+
+def test_host_memory_binds_as_well(make_recipe, at_once):
+    at_once(
+        lambda recipe: 1.0,
+        host_gib=lambda recipe: 2.5 * rows(recipe),
+        seconds=lambda recipe: 9 - rows(recipe),
+    )
+    result = plan(make_recipe(KEEP), budget(10, host_gib=6), "l4")
+    assert rows(result.recipe) == 2
+    assert result.binds == ("host",)
+    assert [purchase.of for purchase in result.purchases] == ["host"]
+
+
+def test_where_nothing_fits_the_nearest_and_a_card_are_named(make_recipe, at_once):
+    at_once(lambda recipe: 30.0 + rows(recipe))
+    result = plan(make_recipe(KEEP), budget(20), "l4")
+    assert not result.fits
+    assert rows(result.recipe) == 1
+    assert result.missing_device_bytes == round(31 * 2**30 / 0.94 - 20 * 2**30)
+    gpu = lowmem_ft.catalog.gpus.find_gpu(result.smallest_gpu)
+    assert gpu.memory_bytes * 0.94 >= 31 * 2**30
+    smaller = [
+        card
+        for card in lowmem_ft.catalog.gpus.load_gpus().values()
+        if card.has_bfloat16 and 31 * 2**30 / 0.94 <= card.memory_bytes < gpu.memory_bytes
+    ]
+    assert not smaller
+
+
+def test_mathematics_goes_where_nothing_else_fits_and_the_least_missed_first(make_recipe, at_once):
+    keep = "plan.keep=[training,checkpointing,offload,tiling,loss,accumulation,optimizer]"
+
+    def device(recipe) -> float:
+        lora = recipe.adapter.name == "lora"
+        return {(False, "none"): 9.0, (True, "none"): 5.0, (True, "nf4"): 3.0}[
+            lora, recipe.model.quantization
+        ]
+
+    at_once(device, seconds=lambda recipe: 1.0 if recipe.adapter.name == "lora" else 9.0)
+    recipe = make_recipe(keep, "plan.allow=[lora,qlora]", "training.mixed_precision=bf16")
+    whole, lora, qlora = (plan(recipe, budget(gib), "l4") for gib in (12, 6, 4))
+    assert whole.given_up == ()
+    assert whole.recipe.adapter.name == "none"
+    assert lora.given_up == ("lora",)
+    assert qlora.given_up == ("qlora",)
+    assert qlora.recipe.model.quantization == "nf4"
+    refused = plan(make_recipe(keep), budget(6), "l4")
+    assert not refused.fits
+
+
+def test_the_same_plan_twice(make_recipe, at_once):
+    at_once(made_up_bytes, seconds=made_up_seconds)
+    one, two = (plan(make_recipe(KEEP), budget(3), "l4").to_json() for _ in range(2))
+    assert one.pop("seconds") > 0
+    assert two.pop("seconds") > 0
+    assert one == two
+
+
+def test_a_large_space_is_considered_in_few_estimates(make_recipe, at_once):
+    asked = at_once(made_up_bytes, seconds=made_up_seconds)
+    result = plan(make_recipe(), budget(3), "l4")
+    assert len(asked) == result.counts.estimated <= 40
+    assert result.searched > 200
+    assert result.counts.left == 0 or not result.is_proven
+    everything = result.counts.considered + result.counts.left
+    space = space_of(make_recipe(), num_layers=2, has_bfloat16=True)
+    assert everything == len(space.combinations) + sum(space.refused.values())
+
+
+def test_ctrl_c_gives_the_best_so_far(make_recipe, at_once, monkeypatch):
+    asked = at_once(lambda recipe: 1.0, seconds=made_up_seconds)
+    stopped = []
+
+    def on_progress(progress) -> None:
+        if progress.estimated == 3 and not stopped:
+            stopped.append(progress)
+            raise KeyboardInterrupt
+
+    result = plan(make_recipe(KEEP), budget(8), "l4", on_progress=on_progress)
+    assert result.interrupted
+    assert result.fits
+    assert len(asked) == 3
+    with pytest.raises(KeyboardInterrupt):
+        plan(
+            make_recipe(KEEP),
+            budget(8),
+            "l4",
+            on_progress=lambda progress: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
+
+
+def test_json_has_the_published_names(make_recipe, at_once):
+    at_once(made_up_bytes, seconds=made_up_seconds)
+    result = plan(make_recipe(KEEP), budget(5), "l4")
+    values = json.loads(json.dumps(result.to_json()))
+    assert values["schema"] == 1
+    assert values.keys() >= {
+        "fits",
+        "chosen",
+        "alternatives",
+        "rejected",
+        "searched",
+        "seconds",
+        "counts",
+        "proven",
+    }
+    assert values["chosen"].keys() == {"overrides", "estimate"}
+    assert values["chosen"]["overrides"] == dict(result.overrides)
+    assert values["rejected"]
+    assert all(entry.keys() == {"overrides", "reason"} for entry in values["rejected"])
+    assert values["searched"] == sum(
+        values["counts"][name] for name in ("estimated", "refused", "beyond_bytes", "beyond_seconds")
+    )
+
+
+def test_a_plan_is_a_recipe_that_is_not_planned_again(make_recipe, at_once, tmp_path):
+    at_once(made_up_bytes, seconds=made_up_seconds)
+    result = planned(make_recipe(KEEP, "plan=auto", "budget=5GiB", "budget.host=32GiB"))
+    assert result.recipe.plan.mode == "none"
+    file = tmp_path / "planned.yaml"
+    file.write_text(recipe_to_yaml(result.recipe))
+    assert load_recipe(file) == result.recipe
+
+
+def test_training_refuses_what_nobody_has_planned(make_recipe):
+    with pytest.raises(RecipeError, match=r"plan\.mode=auto is settled before training"):
+        train(make_recipe("plan=auto"))
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (Budget(device="-4GiB"), "A size is a positive number and a unit"),
+        (Budget(device="0GiB"), "A size is a positive number and a unit"),
+        (Budget(device="24"), "A size is a positive number and a unit"),
+        (Budget(host="0GiB"), "budget.host: A size is a positive number"),
+        (Budget(device="400GiB"), "budget.device=400GiB is more than l4 has"),
+        (Budget(device="100MiB"), "budget.device=100MiB is less than the process takes on l4"),
+        (Budget(device="8GiB", host="1GiB"), "budget.host=1GiB is less than the process itself takes"),
+    ],
+)
+def test_budgets_that_cannot_be(make_recipe, at_once, wrong, says):
+    at_once(lambda recipe: 1.0)
+    with pytest.raises(UserError, match=says):
+        plan(make_recipe(), wrong, "l4")
+
+
+def test_a_host_budget_beyond_this_machine(make_recipe, at_once):
+    at_once(lambda recipe: 1.0)
+    with pytest.raises(UserError, match=r"budget\.host=900TiB is more than this machine has"):
+        plan(make_recipe(), Budget(host="900TiB"), None)
+
+
+def test_words_and_keys_that_do_not_exist(make_recipe, at_once):
+    at_once(lambda recipe: 1.0)
+    with pytest.raises(RecipeError, match=r"plan\.keep: optimiser\.state is not a recipe key\. Did you mean"):
+        plan(make_recipe(), budget(8), "l4", keep=["optimiser.state"])
+    with pytest.raises(RecipeError, match=r"plan\.allow must be a list"):
+        make_recipe("plan.allow=[lorra]")
+    with pytest.raises(RecipeError, match=r"plan\.keep names a thing once"):
+        make_recipe("plan.keep=[data,data]")
+
+
+def test_a_recipe_with_conflicts_is_not_planned(make_recipe, at_once):
+    at_once(lambda recipe: 1.0)
+    from lowmem_ft.planner.space import with_settings
+
+    broken = with_settings(make_recipe(), {"tiling.mlp": 0})
+    with pytest.raises(RecipeError, match=r"tiling\.mlp must be at least 1"):
+        plan(broken, budget(8), "l4")
+
+
+def test_what_is_kept_may_make_it_impossible(make_recipe, at_once):
+    at_once(made_up_bytes)
+    result = plan(make_recipe(KEEP), budget(1.3), "l4", keep=["checkpointing", "accumulation"])
+    assert not result.fits
+    assert result.recipe.checkpointing.mode == "none"
