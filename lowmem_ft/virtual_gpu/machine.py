@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +20,7 @@ from lowmem_ft.repetition import abridged_for
 from lowmem_ft.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.attribution import Attribution
 from lowmem_ft.virtual_gpu.fake_results import FakeResults
+from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.placement import place_module
 from lowmem_ft.virtual_gpu.recorder import Recorder
 from lowmem_ft.virtual_gpu.trace import Trace
@@ -94,7 +94,7 @@ class VirtualMachine:
         warn_if_untested()  # of what the program has imported meanwhile
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(_without_garbage_collection())
+        stack.enter_context(collector_paused())
         # Autograd's own threads would not see the modes of this one.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(self._fake_mode)
@@ -234,15 +234,3 @@ class VirtualMachine:
 
 def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Tensors go with their last reference; a collection at a random moment would only cost time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,11 +1,10 @@
 """The trace of a deep model from that of a shallow one, where it is exact.
 
-Decoder layers repeat, and so does what they allocate. A trace is cut into *sweeps*: stretches in which the program goes
-through the layers one after the other, up (forward, the optimizer over its parameters) or down (backward). In each
-sweep the part of one layer is copied for the layers that are missing. What an allocation lives until is kept relative:
-an activation that dies in the backward part of its own layer does so in every copy.
+Decoder layers repeat, and so does what they allocate. A trace is cut into *sweeps*, in each of which the part of one
+layer is copied for the layers that are missing. What an allocation lives until is kept relative: an activation that
+dies in the backward part of its own layer does so in every copy.
 
-Whether the program really is that regular is not taken on trust: :func:`extend` gets two short traces, and the shorter
+Whether the program really is that regular is not taken on trust: :func:`prove` gets two short traces, and the shorter
 one, extended, must be the longer one, event for event. What lies outside all layers and grows with their number (a
 stack of all gradients' norms) grows linearly.
 """
@@ -14,33 +13,169 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from lowmem_ft.memory.timeline import Allocation, Timeline
+import numpy as np
+from numpy.typing import NDArray
+
+from lowmem_ft.memory.timeline import Allocation, Event, Timeline
+from lowmem_ft.virtual_gpu.replay.sweeps import (
+    ALIVE,
+    OUTSIDE,
+    Integers,
+    Layers,
+    NotRegularError,
+    Part,
+    Segment,
+    Sweeps,
+    structure_of,
+)
 from lowmem_ft.virtual_gpu.trace import Trace
 from lowmem_ft.virtual_gpu.work import Work
 
 
-class NotRegularError(Exception):
-    """The traces do not repeat layer by layer; trace the whole model instead."""
+class GrowingSize(NamedTuple):
+    """An allocation's bytes in the short trace, and those that each further period adds."""
+
+    size_bytes: int
+    more_bytes: int
+
+
+class GrowingWork(NamedTuple):
+    """The work behind a birth where it grows: entries that get larger, or entries that are put in.
+
+    Args:
+        costs: bytes and operations of each entry in the short trace.
+        more: bytes and operations that each further period adds to them.
+        added: entries that each further period adds, by the number of the entry before which they come.
+    """
+
+    costs: tuple[tuple[int, int], ...]
+    more: tuple[tuple[int, int], ...] = ()
+    added: tuple[tuple[int, tuple[Work, ...]], ...] = ()
+
+    def grown(self, entries: Sequence[Work], extra: int) -> list[Work]:
+        """The work of a model with so many further periods."""
+        if self.more:
+            return [
+                dataclasses.replace(
+                    entry, num_bytes=entry.num_bytes + extra * num_bytes, flops=entry.flops + extra * flops
+                )
+                for entry, (num_bytes, flops) in zip(entries, self.more, strict=True)
+            ]
+        result, done = [], 0
+        for position, added in self.added:
+            result += [*entries[done:position], *(added * extra)]
+            done = position
+        return [*result, *entries[done:]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
-    """How a stack of layers repeats.
+class Repetition:
+    """What two traces have shown of a program: how any number of layers follows from the shorter one.
+
+    It holds for other traces of the same structure too, where nothing that grows is of another size.
 
     Args:
-        stack: qualified name of the list of layers, such as ``model.layers``.
-        lead: layers at the beginning that are unlike the rest.
-        period: layers after which the rest repeats.
+        layers: how they repeat.
+        structure: of the short trace, see :func:`~lowmem_ft.virtual_gpu.replay.sweeps.structure_of`.
+        is_relative: for each birth, whether the layer in whose turn it dies is as far from its own in every copy.
+        is_from_end: whether that layer is as far from the last one.
+        sizes: of births that are larger in deeper models.
+        work: behind births where there is more of it in deeper models.
+        parameters: that a period has, and those of them that are trained.
     """
 
-    stack: str
-    lead: int
-    period: int
+    layers: Layers
+    structure: str
+    is_relative: NDArray[np.bool_]
+    is_from_end: NDArray[np.bool_]
+    sizes: Mapping[int, GrowingSize]
+    work: Mapping[int, GrowingWork]
+    parameters: tuple[int, int]
+
+    def holds_for(self, short: Trace) -> bool:
+        """Whether another short trace differs from the one that this was shown with only where it may."""
+        if structure_of(short) != self.structure:
+            return False
+        allocations = short.timeline.allocations
+        if any(allocations[birth].size_bytes != size.size_bytes for birth, size in self.sizes.items()):
+            return False
+        sweeps = Sweeps.of(short, self.layers)
+        return all(_costs(_work_behind(sweeps, birth)) == work.costs for birth, work in self.work.items())
+
+    def extend(self, short: Trace, num_layers: int) -> Trace:
+        """The trace of a model of ``num_layers`` layers.
+
+        Args:
+            short: one that this holds for.
+            num_layers: its own plus a multiple of the period.
+
+        Returns:
+            The trace. Frees between two allocations are in the order of birth.
+
+        Raises:
+            NotRegularError: if an allocation would die where there is nothing.
+        """
+        sweeps = Sweeps.of(short, self.layers)
+        return self._extended(sweeps, self._extra(sweeps, num_layers)).trace(sweeps, self)
+
+    def refuse_depth(self, short: Trace, num_layers: int) -> None:
+        """Raise what :meth:`extend` would raise, without the trace.
+
+        Raises:
+            NotRegularError: as there.
+        """
+        sweeps = Sweeps.of(short, self.layers)
+        self._extended(sweeps, self._extra(sweeps, num_layers))
+
+    def _extra(self, sweeps: Sweeps, num_layers: int) -> int:
+        extra, rest = divmod(num_layers - sweeps.num_layers, self.layers.period)
+        if rest:
+            raise NotRegularError("the traces are not some periods apart")
+        return extra
+
+    def _extended(self, sweeps: Sweeps, extra: int) -> _Extended:
+        turns = list(_turns(sweeps, self.layers, extra))
+        lengths = [len(turn.part) for turn in turns]
+        source = np.concatenate([np.arange(turn.part.start, turn.part.stop) for turn in turns])
+        shift = np.repeat([turn.layer - turn.source for turn in turns], lengths)
+        return _Extended(extra, turns, source, shift, self._deaths(sweeps, extra, turns, source, shift))
+
+    def _deaths(
+        self, sweeps: Sweeps, extra: int, turns: list[_Turn], source: Integers, shift: Integers
+    ) -> Integers:
+        """For each birth of the extended model, the one before which it dies."""
+        dies_before = sweeps.dies_before[source]
+        dies_last = dies_before == len(sweeps.dies_before)
+        dies_at_birth = (dies_before != ALIVE) & ~dies_last
+        at = dies_before[dies_at_birth]
+        places = sweeps.places
+        layer = (
+            places.layer[at]
+            + self.is_from_end[source][dies_at_birth] * extra * self.layers.period
+            + self.is_relative[source][dies_at_birth] * shift[dies_at_birth]
+        )
+        starts = np.full((len(sweeps.segments), sweeps.num_layers + extra * self.layers.period + 1), -1)
+        lengths = np.zeros_like(starts)
+        num_births = 0
+        for turn in turns:
+            starts[turn.segment, turn.layer] = num_births  # OUTSIDE is the last column
+            lengths[turn.segment, turn.layer] = len(turn.part)
+            num_births += len(turn.part)
+        if ((layer < OUTSIDE) | (layer >= starts.shape[1] - 1)).any():
+            raise NotRegularError("an allocation dies where the extended trace has no layer")
+        if (places.ordinal[at] >= lengths[places.segment[at], layer]).any():
+            raise NotRegularError("an allocation dies where the extended trace has nothing")
+        result = np.where(dies_last, num_births, ALIVE)
+        result[dies_at_birth] = starts[places.segment[at], layer] + places.ordinal[at]
+        dead = np.flatnonzero(result != ALIVE)
+        if (dead >= result[dead]).any():
+            raise NotRegularError("an allocation dies before it is born")
+        return result
 
 
 def extend(short: Trace, longer: Trace, layers: Layers, num_layers: int) -> Trace:
@@ -58,360 +193,309 @@ def extend(short: Trace, longer: Trace, layers: Layers, num_layers: int) -> Trac
     Raises:
         NotRegularError: if the longer trace is not the extended shorter one.
     """
-    base, proof = _Cut.of(short, layers), _Cut.of(longer, layers)
-    extra = (num_layers - base.num_layers) // layers.period
-    if proof.num_layers != base.num_layers + layers.period or (num_layers - base.num_layers) % layers.period:
+    return prove(short, longer, layers).extend(short, num_layers)
+
+
+def prove(short: Trace, longer: Trace, layers: Layers) -> Repetition:
+    """Show that the layers of a program repeat.
+
+    Args:
+        short: of the model with ``n`` layers: the lead and at least three periods.
+        longer: of the model with one period more.
+        layers: how the layers repeat.
+
+    Returns:
+        How deeper models follow.
+
+    Raises:
+        NotRegularError: if the longer trace is not the extended shorter one.
+    """
+    base, proof = Sweeps.of(short, layers), Sweeps.of(longer, layers)
+    if proof.num_layers != base.num_layers + layers.period:
         raise NotRegularError("the two traces are not one period apart")
-    _refuse_difference(base.extended(1, proof), proof)
-    grown = base.extended(extra, proof)
-    return grown.trace(short, longer, extra)
-
-
-Anchor = tuple[int, int, int]
-"""Where an allocation is born: segment, layer (-1 outside layers), ordinal in the layer's part of the segment."""
-
-
-@dataclass
-class _Birth:
-    """One allocation: what it is, the birth before which it dies (None: it lives on), and the work that follows it."""
-
-    allocation: Allocation
-    dies_before: Anchor | None = None
-    work: list[Work] = field(default_factory=list)
-
-
-@dataclass
-class _Segment:
-    """Either births outside the layers (under layer -1), or a sweep: the births of each layer, in order of visit."""
-
-    parts: dict[int, list[_Birth]]
-
-    @property
-    def is_sweep(self) -> bool:
-        return -1 not in self.parts
-
-    @property
-    def goes_up(self) -> bool:
-        layers = list(self.parts)
-        return layers[0] < layers[-1]
+    if len(proof.segments) != len(base.segments):
+        raise NotRegularError("the traces pass through the layers differently often")
+    partners = _partners(base, proof, layers)
+    shown = Repetition(
+        layers=layers,
+        structure=structure_of(short),
+        **_ends_of_lives(base, proof, partners, layers),
+        sizes=dict(_growing_sizes(base, proof, partners, layers)),
+        work=dict(_growing_work(base, proof, partners, layers)),
+        parameters=(
+            longer.model.parameters - short.model.parameters,
+            longer.model.trainable_parameters - short.model.trainable_parameters,
+        ),
+    )
+    shown._extended(base, 1).refuse_difference(base, proof, shown)
+    return shown
 
 
 class _Turn(NamedTuple):
-    """A layer of the extended model (-1: outside layers), the layer here that it is like, and the segment."""
+    """A layer of the extended model (or ``OUTSIDE``), the layer here that it is like, and that one's births."""
 
     segment: int
     source: int
     layer: int
+    part: Part
 
 
-@dataclass
-class _Cut:
-    """A timeline as segments; ``first_work`` is what comes before the first birth."""
-
-    segments: list[_Segment]
-    first_work: list[Work]
-    layers: Layers
-    num_layers: int
-
-    @classmethod
-    def of(cls, trace: Trace, layers: Layers) -> _Cut:
-        if any(kind == "empty_cache" for kind, _ in trace.timeline.events):
-            raise NotRegularError("the cache is emptied on the way")
-        allocations = trace.timeline.allocations
-        labels = _without_gaps(_labels(allocations, layers.stack), allocations)
-        if max(labels, default=-1) < layers.lead + 2 * layers.period:
-            raise NotRegularError("too few layers")
-        segments: list[_Segment] = []
-        anchors: list[Anchor] = []
-        births: list[_Birth] = []
-        for allocation, label in zip(allocations, labels, strict=True):
-            if not segments or not _continues(segments[-1], label):
-                segments.append(_Segment({}))
-            part = segments[-1].parts.setdefault(label, [])
-            anchors.append((len(segments) - 1, label, len(part)))
-            births.append(_Birth(allocation))
-            part.append(births[-1])
-        first_work = _attach_deaths_and_work(trace, births, anchors)
-        return cls(segments, first_work, layers, max(labels) + 1)
-
-    @property
-    def pivot(self) -> int:
-        """The first layer of the period that is repeated: the second period, as the first one may be at an edge."""
-        return self.layers.lead + self.layers.period
-
-    def extended(self, extra: int, proof: _Cut) -> _Cut:
-        """With the pivot's period repeated; all else grows as it does from here to ``proof``."""
-        if len(proof.segments) != len(self.segments):
-            raise NotRegularError("the traces pass through the layers differently often")
-        segments = [
-            self._extended_sweep(number, other, extra)
-            if segment.is_sweep
-            else _Segment(
-                {-1: self._part(segment.parts[-1], other.parts.get(-1), _Turn(number, -1, -1), extra)}
-            )
-            for number, (segment, other) in enumerate(zip(self.segments, proof.segments, strict=True))
-        ]
-        return _Cut(segments, self.first_work, self.layers, self.num_layers + extra * self.layers.period)
-
-    def _extended_sweep(self, number: int, proof: _Segment, extra: int) -> _Segment:
-        segment = self.segments[number]
-        first, last = min(segment.parts), max(segment.parts)
-        after = self.pivot + self.layers.period
-        if first < after <= last and first > self.pivot:
-            raise NotRegularError("a pass through the layers begins in the middle")
-        if last < after:
-            layers = range(first, last + 1)
-        else:
-            shift = extra * self.layers.period
-            layers = range(first if first < after else first + shift, last + shift + 1)
-        parts: dict[int, list[_Birth]] = {}
-        for layer in layers if segment.goes_up else reversed(layers):
-            source = self._source(layer, extra) if last >= after else layer
-            longer = proof.parts.get(source if source < after else source + self.layers.period)
-            turn = _Turn(number, source, layer)
-            parts[layer] = self._part(segment.parts.get(source), longer, turn, extra)
-        return _Segment(parts)
-
-    def _part(
-        self, births: list[_Birth] | None, longer: list[_Birth] | None, at: _Turn, extra: int
-    ) -> list[_Birth]:
-        """The births of one layer's turn, or of what is outside the layers, as the extended model has them."""
-        if births is None or (longer is not None and len(births) != len(longer)):
-            raise NotRegularError(f"layer {at.layer} has nothing to be copied from")
-        if longer is None:
-            return [self._moved(birth, None, ordinal, at, extra) for ordinal, birth in enumerate(births)]
-        is_repeated = 0 <= at.source - self.pivot < self.layers.period
-        return [
-            self._moved(birth if is_repeated else _grown(birth, by, extra), by, ordinal, at, extra)
-            for ordinal, (birth, by) in enumerate(zip(births, longer, strict=True))
-        ]
-
-    def _source(self, layer: int, extra: int) -> int:
-        """The layer here that a layer of the extended model is like."""
-        period = self.layers.period
-        if layer < self.pivot + period:
-            return layer
-        if layer < self.pivot + period * (extra + 1):
-            return self.pivot + (layer - self.pivot) % period
-        return layer - period * extra
-
-    def _moved(self, birth: _Birth, by: _Birth | None, ordinal: int, at: _Turn, extra: int) -> _Birth:
-        """A birth as a layer of the extended model has it; ``by`` is the same birth in the longer trace."""
-        allocation = birth.allocation
-        if at.layer != at.source:
-            module = _renumbered(allocation.module, self.layers.stack, at.source, at.layer)
-            allocation = dataclasses.replace(allocation, module=module)
-        dies_before = birth.dies_before
-        if dies_before is not None and dies_before[1] >= 0:
-            number, dies_in, death_ordinal = dies_before
-            layer = self._layer_of_death(birth, ordinal, at, extra)
-            is_before_repetition = 0 <= at.source < self.pivot + self.layers.period
-            if (
-                is_before_repetition
-                and by
-                and by.dies_before == (number, dies_in + self.layers.period, death_ordinal)
-            ):
-                layer = dies_in + extra * self.layers.period  # as far from the last layer as here
-            dies_before = (number, layer, death_ordinal)
-        return _Birth(allocation, dies_before, birth.work)
-
-    def _layer_of_death(self, birth: _Birth, ordinal: int, at: _Turn, extra: int) -> int:
-        """The layer in whose turn a birth of the extended model dies: as far from its own as here.
-
-        What goes at one moment for all layers, as a list of their norms does, goes so in the extended model too.
-        """
-        assert birth.dies_before is not None
-        number, dies_in, _ = birth.dies_before
-        from_pass_to_pass = (
-            number != at.segment
-            and at.source == list(self.segments[at.segment].parts)[-1]
-            and dies_in == next(iter(self.segments[number].parts))
-        )
-        if at.source < 0 or from_pass_to_pass or self._dies_with_its_like(birth, ordinal, at):
-            return self._met_first(number, dies_in, extra)
-        return dies_in + at.layer - at.source
-
-    def _dies_with_its_like(self, birth: _Birth, ordinal: int, at: _Turn) -> bool:
-        """Whether the same birth of a layer one period on dies at the same moment, whoever's turn that is."""
-        parts = self.segments[at.segment].parts
-        likes = parts.get(at.source + self.layers.period) or parts.get(at.source - self.layers.period) or []
-        return ordinal < len(likes) and likes[ordinal].dies_before == birth.dies_before
-
-    def _met_first(self, number: int, layer: int, extra: int) -> int:
-        """The layer of the extended model that a pass meets where it meets a layer here, whoever else is meant."""
-        shift = self.layers.period * extra
-        if layer < self.pivot:
-            return layer
-        if layer >= self.pivot + self.layers.period:
-            return layer + shift
-        return layer if self.segments[number].goes_up else layer + shift
-
-    def trace(self, short: Trace, longer: Trace, extra: int) -> Trace:
-        """The segments as a timeline and a log of work again."""
-        births = [birth for segment in self.segments for part in segment.parts.values() for birth in part]
-        index_of = {
-            (number, layer, ordinal): index for index, (number, layer, ordinal) in enumerate(self._anchors())
-        }
-        deaths: dict[int, list[int]] = {}
-        for index, birth in enumerate(births):
-            if birth.dies_before is not None:
-                try:
-                    deaths.setdefault(index_of[birth.dies_before], []).append(index)
-                except KeyError as error:
-                    raise NotRegularError(
-                        "an allocation dies where the extended trace has nothing"
-                    ) from error
-        timeline = Timeline()
-        work: list[Work] = []
-        pending = self.first_work  # what a birth is followed by comes after the deaths that follow it, too
-        for index in range(len(births) + 1):
-            for dead in deaths.get(index, ()):
-                if dead >= index:
-                    raise NotRegularError("an allocation dies before it is born")
-                timeline.free(dead)
-            position = len(timeline.events)
-            work += [entry.at(position) for entry in pending]
-            if index < len(births):
-                timeline.malloc(births[index].allocation)
-                pending = births[index].work
-        grown = longer.model.parameters - short.model.parameters
-        grown_trainable = longer.model.trainable_parameters - short.model.trainable_parameters
-        model = dataclasses.replace(
-            short.model,
-            parameters=short.model.parameters + extra * grown,
-            trainable_parameters=short.model.trainable_parameters + extra * grown_trainable,
-        )
-        return dataclasses.replace(short, timeline=timeline, work=work, model=model)
-
-    def _anchors(self) -> Iterator[Anchor]:
-        for number, segment in enumerate(self.segments):
-            for layer, part in segment.parts.items():
-                for ordinal in range(len(part)):
-                    yield number, layer, ordinal
-        yield _END
-
-
-_END: Anchor = (-1, -1, -1)
-"""The death of what is freed after the last birth."""
-
-
-def _labels(allocations: Sequence[Allocation], stack: str) -> list[int]:
-    """The layer of each allocation, -1 outside layers."""
-    pattern = re.compile(re.escape(stack) + r"\.(\d+)(?:\.|$)")
-    labels: dict[str, int] = {}
-    for allocation in allocations:
-        if allocation.module not in labels:
-            match = pattern.match(allocation.module)
-            labels[allocation.module] = int(match[1]) if match else -1
-    return [labels[allocation.module] for allocation in allocations]
-
-
-def _without_gaps(labels: list[int], allocations: Sequence[Allocation]) -> list[int]:
-    """What is allocated between two neighbouring layers goes with the first of them, as it repeats too.
-
-    So does what is allocated within one layer's turn; between two turns of a layer, as between the forward pass and
-    the backward pass of the last one, the phase changes.
-    """
-    result = list(labels)
-    last = None
-    for index, label in enumerate(labels):
-        if label < 0:
+def _turns(sweeps: Sweeps, layers: Layers, extra: int) -> Iterator[_Turn]:
+    """The turns of a model in which the repeated period stands ``extra`` times more, in order."""
+    shift = extra * layers.period
+    for number, segment in enumerate(sweeps.segments):
+        if not segment.is_sweep:
+            yield _Turn(number, OUTSIDE, OUTSIDE, segment.parts[OUTSIDE])
             continue
-        if last is not None and last < index - 1:
-            step = abs(label - labels[last])
-            is_same_turn = step == 0 and allocations[last].phase == allocations[index].phase
-            if step == 1 or is_same_turn:
-                result[last + 1 : index] = [labels[last]] * (index - last - 1)
-        last = index
-    return result
+        for layer in _visited(segment, layers, shift):
+            source = layer
+            if max(segment.parts) >= layers.after and layer >= layers.after:
+                in_copies = layer < layers.after + shift
+                source = layers.pivot + (layer - layers.pivot) % layers.period if in_copies else layer - shift
+            if source not in segment.parts:
+                raise NotRegularError(f"layer {layer} has nothing to be copied from")
+            yield _Turn(number, source, layer, segment.parts[source])
 
 
-def _continues(segment: _Segment, label: int) -> bool:
-    """Whether a birth of that layer belongs to a segment: to the last layer of a sweep, or to the one after it."""
-    if (label < 0) != (not segment.is_sweep):
-        return False
-    visited = list(segment.parts)
-    if label < 0 or label == visited[-1]:
-        return True
-    step = label - visited[-1]
-    return abs(step) == 1 and (len(visited) == 1 or step == visited[-1] - visited[-2])
+def _visited(segment: Segment, layers: Layers, shift: int) -> Sequence[int]:
+    first, last = min(segment.parts), max(segment.parts)
+    if layers.pivot < first < layers.after <= last:
+        raise NotRegularError("a pass through the layers begins in the middle")
+    visited = range(first, last + 1)
+    if last >= layers.after:
+        visited = range(first if first < layers.after else first + shift, last + shift + 1)
+    return visited if segment.goes_up else visited[::-1]
 
 
-def _attach_deaths_and_work(trace: Trace, births: list[_Birth], anchors: list[Anchor]) -> list[Work]:
-    """Deaths as the birth that follows them, work as the birth before it; the work before all births is returned."""
-    events = trace.timeline.events
-    num_born, born_at = 0, [0] * (len(events) + 1)
-    for position, (kind, index) in enumerate(events):
-        if kind == "malloc":
-            num_born += 1
-        else:
-            births[index].dies_before = anchors[num_born] if num_born < len(anchors) else _END
-        born_at[position + 1] = num_born
-    first_work: list[Work] = []
-    for entry in trace.work:
-        index = born_at[entry.position] - 1
-        (births[index].work if index >= 0 else first_work).append(entry)
-    return first_work
+@dataclass(frozen=True)
+class _Extended:
+    """A deeper model: for each birth the one here that it is like, how many layers on it is, and where it dies."""
 
+    extra: int
+    turns: list[_Turn]
+    source: Integers
+    shift: Integers
+    dies_before: Integers
 
-def _renumbered(module: str, stack: str, source: int, layer: int) -> str:
-    prefix = f"{stack}.{source}"
-    if module == prefix or module.startswith(f"{prefix}."):
-        return f"{stack}.{layer}{module[len(prefix) :]}"
-    return module
-
-
-def _grown(birth: _Birth, other: _Birth, extra: int) -> _Birth:
-    """A birth whose size went up from one trace to the next goes up so with every period added."""
-    size, more = birth.allocation.size_bytes, other.allocation.size_bytes
-    allocation = birth.allocation
-    if size != more:
-        allocation = dataclasses.replace(allocation, size_bytes=size + extra * (more - size))
-    return _Birth(allocation, birth.dies_before, _grown_work(birth.work, other.work, extra))
-
-
-def _grown_work(work: list[Work], longer: list[Work], extra: int) -> list[Work]:
-    """Work that went up likewise: one entry that gets larger, or more entries of the same kind."""
-    if [entry.name for entry in work] == [entry.name for entry in longer]:
-        return [
-            dataclasses.replace(
-                entry,
-                num_bytes=entry.num_bytes + extra * (by.num_bytes - entry.num_bytes),
-                flops=entry.flops + extra * (by.flops - entry.flops),
+    def allocations(self, sweeps: Sweeps, shown: Repetition) -> list[Allocation]:
+        """Those of the extended model."""
+        prefix = f"{shown.layers.stack}."
+        here = list(sweeps.trace.timeline.allocations)
+        for birth, size in shown.sizes.items():
+            here[birth] = dataclasses.replace(
+                here[birth], size_bytes=size.size_bytes + self.extra * size.more_bytes
             )
-            for entry, by in zip(work, longer, strict=True)
+        result: list[Allocation] = []
+        for turn in self.turns:
+            part = here[turn.part.start : turn.part.stop]
+            if turn.layer != turn.source:
+                old, new = f"{prefix}{turn.source}", f"{prefix}{turn.layer}"
+                part = [_renumbered(allocation, old, new) for allocation in part]
+            result += part
+        return result
+
+    def work_behind(self, sweeps: Sweeps, shown: Repetition) -> list[list[Work]]:
+        """The work behind each birth of the shallow model, as that of the extended one has it."""
+        starts, entries = sweeps.work_starts, sweeps.trace.work
+        behind = [entries[start:stop] for start, stop in itertools.pairwise(starts)]
+        for birth, growing in shown.work.items():
+            behind[birth] = growing.grown(behind[birth], self.extra)
+        return behind
+
+    def refuse_difference(self, sweeps: Sweeps, real: Sweeps, shown: Repetition) -> None:
+        """Against a real one: the same births with the same sizes, purposes, deaths and work."""
+        turns = [(turn.segment, turn.layer, len(turn.part)) for turn in self.turns]
+        theirs = [
+            (number, layer, len(part))
+            for number, segment in enumerate(real.segments)
+            for layer, part in segment.parts.items()
         ]
-    grown: list[Work] = []
-    added: list[Work] = []
+        if [turn[:2] for turn in turns] != [turn[:2] for turn in theirs]:
+            raise NotRegularError("the traces pass through the layers in different order")
+        is_same = turns == theirs and np.array_equal(self.dies_before, real.dies_before)
+        if is_same:
+            behind = self.work_behind(sweeps, shown)
+            work = [entry for birth in self.source.tolist() for entry in behind[birth]]
+            rest = real.trace.work[real.work_starts[0] :]
+            is_same = (
+                self.allocations(sweeps, shown) == real.trace.timeline.allocations
+                and list(map(_cost, work)) == list(map(_cost, rest))
+                and all(
+                    len(behind[birth]) == stop - start
+                    for birth, start, stop in zip(
+                        self.source.tolist(), real.work_starts, real.work_starts[1:], strict=False
+                    )
+                )
+            )
+        if not is_same:
+            raise NotRegularError("what a layer does, or what lies outside the layers, does not repeat")
+
+    def trace(self, sweeps: Sweeps, shown: Repetition) -> Trace:
+        """The extended model's trace."""
+        num_births = len(self.source)
+        dead = np.flatnonzero(self.dies_before != ALIVE)
+        dead = dead[np.argsort(self.dies_before[dead], kind="stable")]
+        num_dead = np.searchsorted(self.dies_before[dead], np.arange(num_births + 1), side="right")
+        born_at = np.arange(num_births) + num_dead[:-1]
+        is_birth = np.zeros(num_births + len(dead), bool)
+        is_birth[born_at] = True
+        indices = np.empty(len(is_birth), np.int64)
+        indices[is_birth], indices[~is_birth] = np.arange(num_births), dead
+        kinds = map(("free", "malloc").__getitem__, is_birth.tolist())
+        events = list(map(Event, kinds, indices.tolist()))
+        # What a birth is followed by comes after the deaths that follow it, too.
+        positions = (np.arange(num_births) + 1 + num_dead[1:]).tolist()
+        work = sweeps.trace.work[: sweeps.work_starts[0]]
+        work = [entry.at(0) for entry in work]
+        behind = self.work_behind(sweeps, shown)
+        for birth, position in zip(self.source.tolist(), positions, strict=True):
+            for entry in behind[birth]:
+                work.append(entry.at(position))
+        model, (parameters, trainable) = sweeps.trace.model, shown.parameters
+        model = dataclasses.replace(
+            model,
+            parameters=model.parameters + self.extra * parameters,
+            trainable_parameters=model.trainable_parameters + self.extra * trainable,
+        )
+        timeline = Timeline(self.allocations(sweeps, shown), events)
+        return dataclasses.replace(sweeps.trace, timeline=timeline, work=work, model=model)
+
+
+def _renumbered(allocation: Allocation, old: str, new: str) -> Allocation:
+    module = allocation.module
+    if module != old and not module.startswith(f"{old}."):
+        return allocation
+    return Allocation(
+        size_bytes=allocation.size_bytes,
+        category=allocation.category,
+        phase=allocation.phase,
+        module=new + module[len(old) :],
+        stream=allocation.stream,
+        place=allocation.place,
+    )
+
+
+# --- what two traces show ---------------------------------------------------------------------------------------------
+
+
+def _partners(base: Sweeps, proof: Sweeps, layers: Layers) -> Integers:
+    """For each birth, the one of the longer trace that it is like; -1 if that trace has no such turn."""
+    partners = np.full(len(base.dies_before), -1)
+    for segment, other in zip(base.segments, proof.segments, strict=True):
+        for layer, part in segment.parts.items():
+            twin = other.parts.get(layer if layer < layers.after else layer + layers.period)
+            if twin is None:
+                continue
+            if len(twin) != len(part):
+                raise NotRegularError(f"layer {layer} does something else in a deeper model")
+            partners[part.start : part.stop] = np.arange(twin.start, twin.stop)
+    return partners
+
+
+def _ends_of_lives(
+    base: Sweeps, proof: Sweeps, partners: Integers, layers: Layers
+) -> dict[str, NDArray[np.bool_]]:
+    """By what the layer in whose turn a birth dies goes, where there are more layers."""
+    num_births = len(base.dies_before)
+    is_relative, is_from_end = np.zeros(num_births, bool), np.zeros(num_births, bool)
+    here, there = base.places, proof.places
+    for birth in np.flatnonzero((base.dies_before != ALIVE) & (base.dies_before < num_births)).tolist():
+        death = base.dies_before[birth]
+        dies_in, source = int(here.layer[death]), int(here.layer[birth])
+        if dies_in == OUTSIDE:
+            continue
+        goes_with_the_end = False
+        partner = partners[birth]
+        if 0 <= source < layers.after and partner >= 0:
+            other = proof.dies_before[partner]
+            goes_with_the_end = other != ALIVE and (
+                (there.segment[other], there.layer[other], there.ordinal[other])
+                == (here.segment[death], dies_in + layers.period, here.ordinal[death])
+            )
+        if goes_with_the_end:
+            is_from_end[birth] = True
+        elif _is_met_first(base, birth, layers):
+            is_from_end[birth] = dies_in >= layers.after or (
+                dies_in >= layers.pivot and not base.segments[here.segment[death]].goes_up
+            )
+        else:
+            is_relative[birth] = True
+    return {"is_relative": is_relative, "is_from_end": is_from_end}
+
+
+def _is_met_first(base: Sweeps, birth: int, layers: Layers) -> bool:
+    """Whether a birth dies where a pass meets a layer, whoever's turn that is.
+
+    What goes at one moment for all layers, as a list of their norms does, goes so in the extended model too.
+    """
+    here, death = base.places, base.dies_before[birth]
+    source, segment = int(here.layer[birth]), base.segments[here.segment[birth]]
+    if source == OUTSIDE:
+        return True
+    from_pass_to_pass = (
+        here.segment[death] != here.segment[birth]
+        and source == segment.last
+        and here.layer[death] == base.segments[here.segment[death]].first
+    )
+    if from_pass_to_pass:
+        return True
+    likes = segment.parts.get(source + layers.period) or segment.parts.get(source - layers.period) or range(0)
+    ordinal = int(here.ordinal[birth])
+    return ordinal < len(likes) and base.dies_before[likes[ordinal]] == death
+
+
+def _growing_births(base: Sweeps, partners: Integers, layers: Layers) -> Iterator[tuple[int, int]]:
+    """Births that are not copied, and those of the longer trace that they are like."""
+    for birth, (layer, partner) in enumerate(
+        zip(base.places.layer.tolist(), partners.tolist(), strict=False)
+    ):
+        if partner >= 0 and not layers.is_repeated(layer):
+            yield birth, partner
+
+
+def _growing_sizes(
+    base: Sweeps, proof: Sweeps, partners: Integers, layers: Layers
+) -> Iterator[tuple[int, GrowingSize]]:
+    here, there = base.trace.timeline.allocations, proof.trace.timeline.allocations
+    for birth, partner in _growing_births(base, partners, layers):
+        size, more = here[birth].size_bytes, there[partner].size_bytes
+        if size != more:
+            yield birth, GrowingSize(size, more - size)
+
+
+def _growing_work(
+    base: Sweeps, proof: Sweeps, partners: Integers, layers: Layers
+) -> Iterator[tuple[int, GrowingWork]]:
+    for birth, partner in _growing_births(base, partners, layers):
+        work, longer = _work_behind(base, birth), _work_behind(proof, partner)
+        if list(map(_cost, work)) == list(map(_cost, longer)):
+            continue
+        if [entry.name for entry in work] == [entry.name for entry in longer]:
+            more = tuple(
+                (by.num_bytes - entry.num_bytes, by.flops - entry.flops)
+                for entry, by in zip(work, longer, strict=True)
+            )
+            yield birth, GrowingWork(_costs(work), more)
+        else:
+            yield birth, GrowingWork(_costs(work), added=tuple(_added_work(work, longer)))
+
+
+def _added_work(work: list[Work], longer: list[Work]) -> Iterator[tuple[int, tuple[Work, ...]]]:
     matches = difflib.SequenceMatcher(None, [*map(_cost, work)], [*map(_cost, longer)], autojunk=False)
-    for kind, first, last, longer_first, longer_last in matches.get_opcodes():
+    for kind, first, _, longer_first, longer_last in matches.get_opcodes():
         if kind not in ("equal", "insert"):
             raise NotRegularError("the work outside the layers changes with their number")
-        grown += work[first:last]
-        added = longer[longer_first:longer_last] if kind == "insert" else []
-        grown += added * extra
-    return grown
+        if kind == "insert":
+            yield first, tuple(longer[longer_first:longer_last])
 
 
-def _refuse_difference(extended: _Cut, real: _Cut) -> None:
-    """The extended trace against a real one: same births with the same sizes, purposes, deaths and work."""
-    for mine, theirs in zip(extended.segments, real.segments, strict=True):
-        if list(mine.parts) != list(theirs.parts):
-            raise NotRegularError("the traces pass through the layers in different order")
-        for layer, part in mine.parts.items():
-            other = theirs.parts[layer]
-            if len(part) != len(other) or not all(map(_is_same, part, other)):
-                what = f"layer {layer}" if layer >= 0 else "what lies outside the layers"
-                raise NotRegularError(f"{what} does not repeat")
-
-
-def _is_same(mine: _Birth, theirs: _Birth) -> bool:
-    return (
-        mine.allocation == theirs.allocation
-        and mine.dies_before == theirs.dies_before
-        and [_cost(entry) for entry in mine.work] == [_cost(entry) for entry in theirs.work]
-    )
+def _work_behind(sweeps: Sweeps, birth: int) -> list[Work]:
+    return sweeps.trace.work[sweeps.work_starts[birth] : sweeps.work_starts[birth + 1]]
 
 
 def _cost(entry: Work) -> tuple[object, ...]:
     return entry.kind, entry.name, entry.flops, entry.num_bytes, entry.stream
+
+
+def _costs(entries: Sequence[Work]) -> tuple[tuple[int, int], ...]:
+    return tuple((entry.num_bytes, entry.flops) for entry in entries)

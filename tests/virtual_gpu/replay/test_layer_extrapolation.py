@@ -9,7 +9,8 @@ import pytest
 from lowmem_ft.memory.category import Phase
 from lowmem_ft.memory.estimate import ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
-from lowmem_ft.virtual_gpu.replay.layer_extrapolation import Layers, NotRegularError, extend
+from lowmem_ft.virtual_gpu.replay.layer_extrapolation import extend
+from lowmem_ft.virtual_gpu.replay.sweeps import Layers, NotRegularError
 from lowmem_ft.virtual_gpu.trace import Trace
 from lowmem_ft.virtual_gpu.work import Work, WorkLog
 
