@@ -44,6 +44,18 @@ class Block:
         """Whether the segment holds other blocks too."""
         return self.previous is not None or self.next is not None
 
+    def copied(self, pool: BlockPool, after: Block | None) -> Block:
+        """The same block in another pool, behind another neighbour; the pool has it if it is free."""
+        other = Block(pool, self.address, self.size, self.is_mapped)
+        other.is_allocated, other.requested_bytes = self.is_allocated, self.requested_bytes
+        other.freed_at = self.freed_at
+        other.previous = after
+        if after is not None:
+            after.next = other
+        if not self.is_allocated:
+            pool.add(other)
+        return other
+
     def split(self, size: int) -> Block:
         """Keep the first ``size`` bytes; the rest, as a block of its own."""
         rest = Block(self.pool, self.address + size, self.size - size, self.is_mapped)

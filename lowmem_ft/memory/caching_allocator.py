@@ -163,6 +163,24 @@ class CachingAllocator:
         """Give back to the driver what is cached and not tied to a block in use."""
         self._segments.release_cached(self._pools_in_order())
 
+    def copied(self) -> tuple[CachingAllocator, dict[Block, Block]]:
+        """The allocator once more, in the same state, and for each block here its like there; it is not traced."""
+        other = CachingAllocator(
+            self.config, capacity_bytes=self._driver.capacity_bytes, allowed_bytes=self._allowed_bytes
+        )
+        other.allocated_bytes, other.peak_allocated_bytes = self.allocated_bytes, self.peak_allocated_bytes
+        other.num_retries, other._num_large_searches = self.num_retries, self._num_large_searches
+        other._driver.continue_from(self._driver)
+        copies: dict[Block, Block] = {}
+        for address, head in self._segments.heads.items():
+            previous, block = None, head
+            while block is not None:
+                pool = other._pool(block.pool.is_small, block.pool.stream)
+                copies[block] = previous = block.copied(pool, after=previous)
+                block = block.next
+            other._segments.heads[address] = copies[head]
+        return other, copies
+
     def segments(self) -> list[Segment]:
         """All the memory that is held, by address."""
         heads = self._segments.heads

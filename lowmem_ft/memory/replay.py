@@ -57,45 +57,90 @@ def replay(
     Returns:
         The counters after every event, the peaks and the failure, if any.
     """
-    allocations = timeline.allocations
-    is_served = [allocation.place in places for allocation in allocations]
-    live: dict[int, Block] = {}
-    allocated, reserved = array("q"), array("q")
-    block_bytes = array("q", bytes(8 * len(allocations)))
-    peak_allocated, peak_allocated_at = 0, None
-    peak_reserved, peak_reserved_at = 0, None
-    failure: OutOfMemory | None = None
-    for position, (kind, index) in enumerate(timeline.events):
-        if kind == "empty_cache":
-            allocator.empty_cache()
-        elif not is_served[index]:
-            pass
-        elif kind == "free":
-            allocator.free(live.pop(index))
-        else:
-            request = allocations[index]
-            try:
-                live[index] = block = allocator.malloc(request.size_bytes, request.stream)
-                block_bytes[index] = block.size
-            except OutOfMemory as error:
-                failure = error
-            if allocator.allocated_bytes > peak_allocated:
-                peak_allocated, peak_allocated_at = allocator.allocated_bytes, position
-            if allocator.peak_reserved_bytes > peak_reserved:
-                peak_reserved, peak_reserved_at = allocator.peak_reserved_bytes, position
-            if failure is not None:
-                break
-        allocated.append(allocator.allocated_bytes)
-        reserved.append(allocator.reserved_bytes)
-    return Replay(
-        allocated_bytes=allocated,
-        reserved_bytes=reserved,
-        block_bytes=block_bytes,
-        peak_allocated_bytes=peak_allocated,
-        peak_allocated_at=peak_allocated_at,
-        peak_reserved_bytes=peak_reserved,
-        peak_reserved_at=peak_reserved_at,
-        num_retries=allocator.num_retries,
-        out_of_memory=failure,
-        out_of_memory_at=None if failure is None else len(allocated),
-    )
+    replaying = Replaying(timeline, allocator, places=places)
+    replaying.run()
+    return replaying.counters()
+
+
+class Replaying:
+    """A replay under way; see :func:`replay`."""
+
+    def __init__(
+        self, timeline: Timeline, allocator: CachingAllocator, *, places: Sequence[Place] = ("device",)
+    ) -> None:
+        self._timeline = timeline
+        self._allocator = allocator
+        self._places = places
+        self._live: dict[int, Block] = {}
+        self._allocated, self._reserved = array("q"), array("q")
+        self._block_bytes = array("q", bytes(8 * len(timeline.allocations)))
+        self._peak_allocated: tuple[int, int | None] = (0, None)
+        self._peak_reserved: tuple[int, int | None] = (0, None)
+        self._failure: OutOfMemory | None = None
+
+    def run(self, until: int | None = None) -> None:
+        """Go on to the event at a position, or to the end; or else to the first request that does not fit."""
+        allocator, live = self._allocator, self._live
+        allocations, events = self._timeline.allocations, self._timeline.events
+        is_served = [allocation.place in self._places for allocation in allocations]
+        for position in range(len(self._allocated), len(events) if until is None else until):
+            kind, index = events[position]
+            if kind == "empty_cache":
+                allocator.empty_cache()
+            elif not is_served[index]:
+                pass
+            elif kind == "free":
+                allocator.free(live.pop(index))
+            else:
+                request = allocations[index]
+                try:
+                    live[index] = block = allocator.malloc(request.size_bytes, request.stream)
+                    self._block_bytes[index] = block.size
+                except OutOfMemory as error:
+                    self._failure = error
+                if allocator.allocated_bytes > self._peak_allocated[0]:
+                    self._peak_allocated = allocator.allocated_bytes, position
+                if allocator.peak_reserved_bytes > self._peak_reserved[0]:
+                    self._peak_reserved = allocator.peak_reserved_bytes, position
+                if self._failure is not None:
+                    break
+            self._allocated.append(allocator.allocated_bytes)
+            self._reserved.append(allocator.reserved_bytes)
+
+    def counters(self) -> Replay:
+        """The counters so far."""
+        peak_allocated, peak_allocated_at = self._peak_allocated
+        peak_reserved, peak_reserved_at = self._peak_reserved
+        return Replay(
+            allocated_bytes=self._allocated,
+            reserved_bytes=self._reserved,
+            block_bytes=self._block_bytes,
+            peak_allocated_bytes=peak_allocated,
+            peak_allocated_at=peak_allocated_at,
+            peak_reserved_bytes=peak_reserved,
+            peak_reserved_at=peak_reserved_at,
+            num_retries=self._allocator.num_retries,
+            out_of_memory=self._failure,
+            out_of_memory_at=None if self._failure is None else len(self._allocated),
+        )
+
+    def peak_reserved_bytes_on(self, timeline: Timeline) -> int:
+        """What an allocator without limits would hold at most, if from here on it served another timeline.
+
+        Args:
+            timeline: which so far is the same.
+        """
+        allocator, copies = self._allocator.copied()
+        # What has no bytes lies nowhere.
+        live = {index: copies.get(block, block) for index, block in self._live.items()}
+        allocations = timeline.allocations
+        for kind, index in timeline.events[len(self._allocated) :]:
+            if kind == "empty_cache":
+                allocator.empty_cache()
+            elif allocations[index].place not in self._places:
+                pass
+            elif kind == "free":
+                allocator.free(live.pop(index))
+            else:
+                live[index] = allocator.malloc(allocations[index].size_bytes, allocations[index].stream)
+        return allocator.peak_reserved_bytes

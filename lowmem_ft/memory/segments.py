@@ -48,6 +48,11 @@ class Driver:
         self._trace = trace
         self._lowest_address = self._highest_address = _FIRST_ADDRESS
 
+    def continue_from(self, other: Driver) -> None:
+        """Have given out what another has."""
+        self.reserved_bytes, self.peak_reserved_bytes = other.reserved_bytes, other.peak_reserved_bytes
+        self._lowest_address, self._highest_address = other._lowest_address, other._highest_address
+
     def take(self, size: int) -> bool:
         """Reserve memory; False if there is not enough."""
         reserved = self.reserved_bytes + size

@@ -2,7 +2,7 @@
 
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.caching_allocator import CachingAllocator
-from lowmem_ft.memory.replay import replay
+from lowmem_ft.memory.replay import Replaying, replay
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.units import MIB
 
@@ -93,3 +93,33 @@ def test_expandable_segments_reserve_less_for_growing_sizes():
     expandable = CachingAllocator(AllocatorConfig(expandable_segments=True))
     assert replay(timeline, expandable).peak_reserved_bytes == 60 * MIB
     assert replay(timeline, CachingAllocator()).peak_reserved_bytes == sum(range(20, 60, 2)) * MIB
+
+
+def test_a_replay_goes_on_with_another_timeline_as_if_it_had_served_that_from_the_start():
+    for config in (AllocatorConfig(), AllocatorConfig(expandable_segments=True)):
+        timeline = a_step_and_a_half()
+        longer = Timeline([*timeline.allocations], timeline.events[:5])
+        for size in (3, 40, 12):
+            longer.malloc(Allocation(size_bytes=size * MIB))
+        longer.free(0)
+        longer.malloc(Allocation(size_bytes=25 * MIB))
+        replaying = Replaying(timeline, CachingAllocator(config))
+        replaying.run(until=5)
+        assert (
+            replaying.peak_reserved_bytes_on(longer)
+            == replay(longer, CachingAllocator(config)).peak_reserved_bytes
+        )
+        replaying.run()
+        assert replaying.counters() == replay(timeline, CachingAllocator(config))
+
+
+def a_step_and_a_half():
+    """Blocks in use, cached ones between them, and one without bytes."""
+    timeline = Timeline()
+    for size in (12 * MIB, 3 * MIB, 0):
+        timeline.malloc(Allocation(size_bytes=size))
+    timeline.free(1)
+    timeline.malloc(Allocation(size_bytes=MIB))
+    timeline.free(2)
+    timeline.malloc(Allocation(size_bytes=7 * MIB))
+    return timeline

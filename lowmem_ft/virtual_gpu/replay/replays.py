@@ -10,7 +10,7 @@ from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.analysis import allocation_at, categories_at, peak_by_phase
 from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.category import Category, Phase, Place
-from lowmem_ft.memory.replay import Replay, replay
+from lowmem_ft.memory.replay import Replay, Replaying, replay
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.replay.clock import Clock
 from lowmem_ft.virtual_gpu.replay.host_peak import HostTensors
@@ -77,10 +77,27 @@ class Replays:
         self.allocator = allocator
         self._peaks: dict[tuple[Place, ...], int] = {}
 
-    @cached_property
+    @property
     def unlimited(self) -> Replay:
         """By an allocator that gets all it asks for."""
-        return replay(self.trace.timeline, CachingAllocator(self.allocator))
+        return self._without_limits[0]
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """The most that such an allocator holds in the long run."""
+        return self._without_limits[1]
+
+    @cached_property
+    def _without_limits(self) -> tuple[Replay, int]:
+        """As traced, and the peak in the long run, which goes other ways only once the traced steps are over."""
+        replaying = Replaying(self.trace.timeline, CachingAllocator(self.allocator))
+        if self.settled is self.trace.timeline:
+            replaying.run()
+            return replaying.counters(), replaying.counters().peak_reserved_bytes
+        replaying.run(until=self.trace.between_steps[-1])
+        settled = replaying.peak_reserved_bytes_on(self.settled)
+        replaying.run()
+        return replaying.counters(), settled
 
     @cached_property
     def tensor_peaks(self) -> TensorPeaks:
@@ -97,11 +114,6 @@ class Replays:
     def settled(self) -> Timeline:
         """The timeline with as many steps as the allocator needs to ask for no more."""
         return with_repeated_step(self.trace)
-
-    @cached_property
-    def reserved_peak_bytes(self) -> int:
-        """The most that such an allocator holds in the long run."""
-        return replay(self.settled, CachingAllocator(self.allocator)).peak_reserved_bytes
 
     @cached_property
     def clock(self) -> Clock:
