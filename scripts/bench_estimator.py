@@ -1,6 +1,10 @@
 """Seconds that an estimate takes, from 1B to 405B parameters: of a fresh process, of the next one, without extension.
 
     python scripts/bench_estimator.py [--models llama-3.1-8b ...] [--full-up-to 8] [--gpu h100-80gb] [--skip-all-gpus]
+    python scripts/bench_estimator.py --recipes 8b-24gb=rtx-4090 8b-bf16=h200 ...
+
+With ``--recipes``: of each, the first estimate, a variant of it (a row more in a micro-batch), and the same once more
+from kept traces, in seconds of the processor beyond the imports.
 
 Architectures come from the catalogue: no weights, no data, no network. Every row is a process of its own. What a user
 waits for beyond importing torch is the imports and the first estimate; a search pays only for the next ones. Tracing
@@ -29,11 +33,16 @@ def main() -> None:
     parser.add_argument("--full-up-to", type=float, default=8.5, help="billion parameters")
     parser.add_argument("--gpu", default="h100-80gb")
     parser.add_argument("--skip-all-gpus", action="store_true")
+    parser.add_argument("--recipes", nargs="+", metavar="NAME=GPU", help="shipped recipes, each on a GPU")
     parser.add_argument("--in-this-process", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.in_this_process:
-        model, gpu, mode = arguments.in_this_process
-        print(json.dumps(time_estimates(model, gpu, mode)))
+        name, gpu, mode = arguments.in_this_process
+        print(json.dumps(time_kept(name, gpu) if mode == "kept" else time_estimates(name, gpu, mode)))
+        return
+    if arguments.recipes:
+        rows = [in_new_process(*named.split("="), "kept") for named in arguments.recipes]
+        print(json.dumps({**_measured_on_cpu(), "rows": rows}, indent=2))
         return
     rows = []
     for model in arguments.models:
@@ -85,6 +94,38 @@ def time_estimates(model: str, gpu: str, mode: str) -> dict[str, Any]:
         "beyond_torch_seconds": round(beyond_torch, 2),
         "imports_share": round(imports_seconds / beyond_torch, 2),
     }
+
+
+def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
+    """Seconds of a recipe's first estimate, of a variant, and of both once more by another reader of the same files."""
+    import tempfile
+    from pathlib import Path
+
+    from lowmem_ft.estimator import estimate_memory
+    from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.recipe import load_recipe
+
+    recipe = load_recipe(recipe_name)
+    rows = recipe.training.per_device_train_batch_size + 2
+    variants = [
+        load_recipe(recipe_name, [f"training.per_device_train_batch_size={rows + more}"]) for more in (0, 1)
+    ]
+    estimate_memory(load_recipe("tiny"), gpu)  # imports what the first estimate would
+    seconds: dict[str, Any] = {"recipe": recipe_name, "gpu": gpu}
+    with tempfile.TemporaryDirectory() as folder:
+        kept = KeptTraces(Path(folder))
+        for name, which, traces in (
+            ("first", recipe, kept),
+            ("other_rows", variants[0], kept),
+            ("variant", variants[1], kept),
+            ("again", recipe, kept),
+            ("from_disk", recipe, KeptTraces(Path(folder))),
+        ):
+            start = time.process_time()
+            estimate_memory(which, gpu, kept=traces)
+            seconds[f"{name}_seconds"] = round(time.process_time() - start, 2)
+        seconds["file_bytes"] = max(file.stat().st_size for file in Path(folder).iterdir())
+    return seconds
 
 
 def _estimator(mode: str) -> Any:

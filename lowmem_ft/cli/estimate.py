@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.estimator import estimate_memory
+    from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.estimator.target import choose_gpu
     from lowmem_ft.reports.estimate_table import estimate_table
 
@@ -67,7 +68,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
         raise UserError(NO_SNAPSHOT_OF_CPU)
     try:
         with progress_line(_tracing(recipe)):
-            estimate = estimate_memory(recipe, options.gpu)
+            estimate = estimate_memory(recipe, options.gpu, kept=KeptTraces.of_user())
     except UserError as error:
         if target is None and options.gpu is None:
             raise UserError(*error.problems, FOR_THE_PROCESSOR) from error
@@ -84,12 +85,13 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
 def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.estimator import estimate_on_gpus
+    from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.memory.estimate import SCHEMA, MemoryEstimate
     from lowmem_ft.reports.gpu_table import by_price, gpu_table
 
     gpus = load_gpus()
     with progress_line(_tracing(recipe)):
-        results = estimate_on_gpus(recipe, list(gpus.values()))
+        results = estimate_on_gpus(recipe, list(gpus.values()), kept=KeptTraces.of_user())
     estimates = by_price([result for result in results if isinstance(result, MemoryEstimate)], gpus)
     refusals = [result for result in results if not isinstance(result, MemoryEstimate)]
     cannot_run = {refusal.gpu.name: " ".join(refusal.problems) for refusal in refusals}
@@ -138,6 +140,7 @@ def _is_search_wanted(options: argparse.Namespace) -> bool:
 def _search(recipe: Recipe, gpu: str | None) -> Changes:
     """The changes found, until the search ends or the user ends it."""
     from lowmem_ft.estimator.changes import ChangeSearch
+    from lowmem_ft.estimator.kept_traces import KeptTraces
 
     doing = f"{recipe.model.name_or_path}: searching for changes that make it fit"
     with progress_line(doing) as say:
@@ -145,6 +148,7 @@ def _search(recipe: Recipe, gpu: str | None) -> Changes:
         search = ChangeSearch(
             recipe,
             gpu,
+            kept=KeptTraces.of_user(),
             on_estimate=lambda made: say(f"{doing}: {made} tried, {len(found)} found; Ctrl-C ends it"),
         )
         try:

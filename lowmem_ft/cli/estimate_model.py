@@ -47,6 +47,7 @@ def estimate_model(
     """
     from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.estimator import estimate_methods
+    from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
 
     model = recipe.model.name_or_path or ""
@@ -62,6 +63,7 @@ def estimate_model(
             gpus,
             settings=[setting for setting in settings if not names_model_alone([setting], just_name=True)],
             float32_streaming=not is_all,
+            kept=KeptTraces.of_user(),
             on_start=lambda doing: say(f"{doing}: running one step on a virtual GPU"),
         )
     problems = {problem: None for result in results for problem in result.problems}

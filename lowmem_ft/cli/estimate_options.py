@@ -30,6 +30,8 @@ beside it (budget= aside) it is one recipe, its other keys at their defaults. Da
 data.max_length long. The recipe's own step runs on a virtual GPU, without weights. `lowmem-ft gpus` and
 `lowmem-ft models` list the names.
 
+Traces are kept in the folder that LOWMEM_FT_TRACE_CACHE names, by default ~/.cache/lowmem_ft/traces; `off` keeps none.
+
 Exit codes: 0 it fits, if only tightly, which is said; 3 it does not; 2 the input is at fault."""
 
 

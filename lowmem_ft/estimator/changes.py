@@ -12,6 +12,7 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.estimate import estimate_memory
+from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
@@ -104,6 +105,7 @@ class ChangeSearch:
         recipe: what does not fit.
         gpu: where, as for ``estimate_memory``.
         budget: what may be used; None: the recipe's own.
+        kept: traces made before, as for ``estimate_memory``.
         on_estimate: called before each estimate, with the number of those made.
     """
 
@@ -113,11 +115,13 @@ class ChangeSearch:
         gpu: str | Gpu | None = None,
         *,
         budget: Budget | None = None,
+        kept: KeptTraces | None = None,
         on_estimate: Callable[[int], None] = lambda num_estimates: None,
     ) -> None:
         self._recipe = recipe
         self._gpu = gpu
         self._budget = budget
+        self._kept = kept
         self._on_estimate = on_estimate
         self._estimates: dict[tuple[str, ...], MemoryEstimate | UserError] = {}
         self._found: list[Change] = []
@@ -201,7 +205,9 @@ class ChangeSearch:
             for way in ways:
                 recipe = way.applied_to(recipe)
             try:
-                self._estimates[overrides] = estimate_memory(recipe, self._gpu, budget=self._budget)
+                self._estimates[overrides] = estimate_memory(
+                    recipe, self._gpu, budget=self._budget, kept=self._kept
+                )
             except UserError as error:
                 self._estimates[overrides] = error
         return self._estimates[overrides]

@@ -152,8 +152,9 @@ def _serve() -> None:
 def estimate_without_timeline(recipe: Recipe, gpu: str | Gpu) -> MemoryEstimate:
     """:func:`lowmem_ft.estimate_memory`, without every single allocation, which is much to hand over."""
     from lowmem_ft.estimator.estimate import estimate_memory
+    from lowmem_ft.estimator.kept_traces import KeptTraces
 
-    return dataclasses.replace(estimate_memory(recipe, gpu), timeline=Timeline())
+    return dataclasses.replace(estimate_memory(recipe, gpu, kept=KeptTraces.of_user()), timeline=Timeline())
 
 
 if __name__ == "__main__":

@@ -14,11 +14,14 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.host import host_outside
+from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.target import budget_beyond, capped_bytes, choose_gpu, limits, processor_name
-from lowmem_ft.estimator.tracing import TracedRecipe, trace_recipe
+from lowmem_ft.estimator.traced_recipe import TracedRecipe
+from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import memory_knobs
+from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
@@ -34,7 +37,11 @@ from lowmem_ft.virtual_gpu.replay.replays import Replays
 
 
 def estimate_memory(
-    recipe: Recipe, gpu: str | Gpu | None = None, *, budget: Budget | None = None
+    recipe: Recipe,
+    gpu: str | Gpu | None = None,
+    *,
+    budget: Budget | None = None,
+    kept: KeptTraces | None = None,
 ) -> MemoryEstimate:
     """What a recipe needs on one device, from its configs alone: no GPU, no weights, no data.
 
@@ -46,6 +53,7 @@ def estimate_memory(
         gpu: a GPU or its name in the catalogue (``rtx-4090``), or ``cpu``; None: this machine's GPU, else one of the
             size of the budget, else this machine's processor.
         budget: what may be used; None: the recipe's own.
+        kept: traces made before, and where to keep this one, see ``estimator/kept_traces.py``; None: it is made anew.
 
     Returns:
         The estimate.
@@ -57,7 +65,7 @@ def estimate_memory(
     budget = budget or recipe.budget
     spec, reason = choose_gpu(gpu, budget, use_cpu=recipe.training.use_cpu)
     start = time.perf_counter()
-    traced = trace_recipe(recipe, VirtualMachine if spec is None else functools.partial(VirtualGPU, spec))
+    traced = _trace(recipe, spec, kept)
     return _estimate(recipe, traced, spec, budget, time.perf_counter() - start, reason)
 
 
@@ -75,6 +83,7 @@ def estimate_on_gpus(
     *,
     budget: Budget | None = None,
     kind: Callable[[Gpu], object] | None = None,
+    kept: KeptTraces | None = None,
 ) -> list[MemoryEstimate | CannotRun]:
     """What a recipe needs on each of many GPUs; GPUs that run the same kernels share a trace.
 
@@ -83,6 +92,7 @@ def estimate_on_gpus(
         gpus: the GPUs.
         budget: what may be used; None: the recipe's own.
         kind: GPUs of which it says the same share a trace, that of the first; None: those that run the same kernels.
+        kept: as for :func:`estimate_memory`.
 
     Returns:
         For each GPU, in their order, the estimate or why it cannot run the recipe.
@@ -98,13 +108,15 @@ def estimate_on_gpus(
         start = time.perf_counter()
         shared = _kind(recipe, gpu) if kind is None else kind(gpu)
         if shared not in traces:
-            traces[shared] = _trace_or_error(recipe, gpu)
+            traced = _trace_or_error(recipe, gpu, kept)
+            # Kernels that the GPUs could have chosen otherwise may be the same after all, and so are their replays.
+            traces[shared] = next((other for other in traces.values() if other == traced), traced)
         traced = traces[shared]
         if isinstance(traced, UserError):
             results.append(CannotRun(gpu=gpu, problems=traced.problems))
         else:
             workspace = cublas_workspace_bytes(gpu.compute_capability)
-            alike = (shared, workspace)
+            alike = (id(traced), workspace)
             if alike not in replays:
                 trace = with_workspaces(traced.trace, workspace)
                 replays[alike] = Replays(trace, allocator_config_of_environment())
@@ -124,13 +136,20 @@ def _kind(recipe: Recipe, gpu: Gpu) -> tuple[object, ...]:
     return gpu.compute_capability, num_splits
 
 
-def _trace_or_error(recipe: Recipe, gpu: Gpu) -> TracedRecipe | UserError:
+def _trace_or_error(recipe: Recipe, gpu: Gpu, kept: KeptTraces | None) -> TracedRecipe | UserError:
     try:
-        return trace_recipe(recipe, functools.partial(VirtualGPU, gpu))
+        return _trace(recipe, gpu, kept)
     except UserError as error:
         return error
 
 
+def _trace(recipe: Recipe, gpu: Gpu | None, kept: KeptTraces | None) -> TracedRecipe:
+    if gpu is None:
+        return trace_recipe(recipe, VirtualMachine, kept=kept)
+    return trace_recipe(recipe, functools.partial(VirtualGPU, gpu), kept=kept, machine=_kind(recipe, gpu))
+
+
+@collector_paused()
 def _estimate(
     recipe: Recipe,
     traced: TracedRecipe,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.estimator.tracing import TracedRecipe
+from lowmem_ft.estimator.traced_recipe import TracedRecipe
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.units import MIB

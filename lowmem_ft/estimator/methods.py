@@ -9,6 +9,7 @@ from typing import Literal
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.estimate import CannotRun, estimate_on_gpus
+from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.models import load_model_config, max_positions
@@ -87,6 +88,7 @@ def estimate_methods(
     *,
     settings: Sequence[str] = (),
     float32_streaming: bool = True,
+    kept: KeptTraces | None = None,
     on_start: Callable[[str], None] = lambda doing: None,
 ) -> list[MethodEstimate]:
     """What a model needs on each GPU by each method: one optimizer step of rows of up to 2048 tokens.
@@ -100,6 +102,7 @@ def estimate_methods(
         settings: further ``key=value`` settings that name the model or the budget, such as ``budget=24GiB``.
         float32_streaming: whether to trace full fine-tuning with streamed float32 weights, on GPUs without bfloat16
             where these do not fit; else such GPUs are said not to do it.
+        kept: traces made before, as for ``estimate_memory``.
         on_start: called before a method is traced, with what is being done.
 
     Returns:
@@ -129,7 +132,7 @@ def estimate_methods(
                 answers: list[MemoryEstimate | CannotRun] = [refused] * len(alike)
             else:
                 on_start(f"{model}: {method.title} on GPUs {route}")
-                command, answers = _answers(method, command, limit, alike)
+                command, answers = _answers(method, command, limit, alike, kept)
             for gpu, answer in zip(alike, answers, strict=True):
                 result = _method_estimate(method, gpu, command, answer)
                 if result.fits or route.float32 != "resident":
@@ -176,7 +179,7 @@ def _method_estimate(
 
 
 def _answers(
-    method: Method, command: tuple[str, ...], limit: int | None, gpus: Sequence[Gpu]
+    method: Method, command: tuple[str, ...], limit: int | None, gpus: Sequence[Gpu], kept: KeptTraces | None
 ) -> tuple[tuple[str, ...], list[MemoryEstimate | CannotRun]]:
     """The command, with rows that the model takes, and what it needs on GPUs that share a trace."""
     try:
@@ -185,7 +188,7 @@ def _answers(
         if limit is not None and length is not None and limit < length:
             command = (*command, f"data.max_length={limit}")
         traced = (*command, *_NO_HELD_OUT_DATA, *(_ONE_MICRO_BATCH if method.is_traced_in_pieces else ()))
-        return command, estimate_on_gpus(_recipe(traced), gpus, kind=lambda gpu: gpu.has_bfloat16)
+        return command, estimate_on_gpus(_recipe(traced), gpus, kind=lambda gpu: gpu.has_bfloat16, kept=kept)
     except UserError as error:  # such as a model that a technique does not know; the other methods may do
         return command, [CannotRun(gpu=gpu, problems=error.problems) for gpu in gpus]
 

@@ -6,9 +6,9 @@ Nothing here knows a technique. What ``training/build.py`` builds is what is tra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -19,8 +19,11 @@ from transformers import PretrainedConfig
 
 from lowmem_ft.data import Batch
 from lowmem_ft.errors import ModelError
+from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.layers import ShallowModel, shallow_model, with_num_layers
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
+from lowmem_ft.estimator.trace_key import trace_key
+from lowmem_ft.estimator.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.estimator.worst_batch import row_length, worst_batch
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
@@ -29,10 +32,10 @@ from lowmem_ft.training.build import Plan, build_session, plan_session
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
+from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.replay.layer_extrapolation import NotRegularError
-from lowmem_ft.virtual_gpu.replay.layer_extrapolation import extend as extend_trace
-from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.replay.layer_extrapolation import prove
+from lowmem_ft.virtual_gpu.replay.sweeps import NotRegularError
 
 logger = logging.getLogger(__name__)
 
@@ -47,35 +50,26 @@ NUM_MICRO_BATCHES = 2
 changes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TracedRecipe:
-    """A trace, and the batch it was made with.
-
-    Args:
-        trace: of load, steps and evaluation.
-        tokens_per_micro_batch: without padding.
-        batch: its shape, for people.
-        copied_weight_bytes: memory that counts as weights and holds copies of some that are elsewhere.
-    """
-
-    trace: Trace
-    tokens_per_micro_batch: int
-    batch: str
-    copied_weight_bytes: int = 0
-
-
+@collector_paused()
 def trace_recipe(
-    recipe: Recipe, new_machine: Callable[[], VirtualMachine], *, extend: bool = True
+    recipe: Recipe,
+    new_machine: Callable[[], VirtualMachine],
+    *,
+    extend: bool = True,
+    kept: KeptTraces | None = None,
+    machine: object = None,
 ) -> TracedRecipe:
     """Everything that the recipe takes on a machine, at its worst batch.
 
     A deep model is traced with a few of its layers, twice, and the trace extended, where the two traces show that this
-    is exact; else all of it is traced.
+    is exact; else all of it is traced. What they have shown of another recipe serves where it holds.
 
     Args:
         recipe: what would be trained; its data is not read.
         new_machine: makes a machine of the kind in question.
         extend: whether a trace may be extended.
+        kept: what has been traced before, and where to keep this; None: nothing.
+        machine: with ``kept``: what of the machine decides which kernels run and what they take.
 
     Returns:
         The trace of load, two optimizer steps and, if the recipe has held-out data, an evaluation.
@@ -85,34 +79,78 @@ def trace_recipe(
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
     hf_config = load_model_config(recipe.model, architecture_only=True)
-    shallow = shallow_model(recipe, model_on_meta(recipe.model, hf_config)) if extend else None
     with deterministic_kernels(recipe.training.full_determinism):
-        extended = None if shallow is None else _trace_and_extend(recipe, hf_config, new_machine, shallow)
-        return extended or trace_layers(recipe, hf_config, new_machine())
+        key = trace_key(recipe, hf_config, machine) if kept is not None and extend else None
+        if kept is None or key is None:
+            return _trace(recipe, hf_config, new_machine, extend=extend).whole()
+        short = kept.find(key)
+        if short is None:
+            short = _trace(recipe, hf_config, new_machine, alike=kept.alike(key))
+            kept.keep(key, short)
+        return short.whole()
 
 
-def _trace_and_extend(
+def _trace(
     recipe: Recipe,
     hf_config: PretrainedConfig,
     new_machine: Callable[[], VirtualMachine],
-    shallow: ShallowModel,
-) -> TracedRecipe | None:
-    """The trace of all layers from those of a few; None if the layers do not repeat."""
+    *,
+    extend: bool = True,
+    alike: Iterable[ShortTrace] = (),
+) -> ShortTrace:
+    """The trace of a few layers, and how that of all follows; that of all if the layers do not repeat.
 
+    Args:
+        recipe: what would be trained.
+        hf_config: its architecture.
+        new_machine: makes a machine.
+        extend: whether a trace may be extended.
+        alike: of recipes that differ in batch shape or machine alone.
+    """
+    shallow = shallow_model(recipe, model_on_meta(recipe.model, hf_config)) if extend else None
+
+    @functools.cache
     def trace(num_layers: int) -> TracedRecipe:
         return trace_layers(recipe, with_num_layers(hf_config, num_layers), new_machine())
 
-    short = trace(shallow.num_layers)
+    if shallow is not None:
+        short = _proven(alike, trace) or _prove(shallow, trace)
+        if short is not None:
+            return short
+    num_layers = int(hf_config.get_text_config().num_hidden_layers)
+    traced = trace_layers(recipe, hf_config, new_machine())
+    return ShortTrace(traced=traced, num_layers=num_layers, full_num_layers=num_layers)
+
+
+def _proven(alike: Iterable[ShortTrace], trace: Callable[[int], TracedRecipe]) -> ShortTrace | None:
+    """The trace of a few layers, if what was shown of another recipe holds for it."""
+    for other in alike:
+        if other.repetition is not None:
+            traced = trace(other.num_layers)
+            if other.repetition.holds_for(traced.trace):
+                return dataclasses.replace(other, traced=traced)
+    return None
+
+
+def _prove(shallow: ShallowModel, trace: Callable[[int], TracedRecipe]) -> ShortTrace | None:
+    """The trace of a few layers, if that of a period more shows how all of them follow."""
     for stand_in in (shallow, shallow.deeper()):
+        short = trace(stand_in.num_layers)
         longer = trace(stand_in.num_layers + stand_in.layers.period)
         try:
-            whole = extend_trace(short.trace, longer.trace, stand_in.layers, stand_in.full_num_layers)
-            return dataclasses.replace(short, trace=whole)
+            repetition = prove(short.trace, longer.trace, stand_in.layers)
+            repetition.refuse_depth(short.trace, stand_in.full_num_layers)
         except NotRegularError as error:
             logger.info(
                 "%d layers do not stand for all %d: %s.", stand_in.num_layers, stand_in.full_num_layers, error
             )
-        short = longer
+            continue
+        return ShortTrace(
+            traced=short,
+            num_layers=stand_in.num_layers,
+            full_num_layers=stand_in.full_num_layers,
+            repetition=repetition,
+        )
     return None
 
 

@@ -23,7 +23,7 @@ from lowmem_ft.virtual_gpu.replay.estimate import (
     estimate_on_gpu,
 )
 from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
-from lowmem_ft.virtual_gpu.streams import VirtualStream
+from lowmem_ft.virtual_gpu.streams import number_anew
 from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.upstream.flash_attention_2 import flash_attention_2_as_on_cuda
 
@@ -63,7 +63,7 @@ class VirtualGPU(VirtualMachine):
                 f"One virtual GPU at a time, got {self.spec.name} inside the block of {outer.spec.name}. End "
                 "that block first."
             )
-        VirtualStream.number_from(1)  # two traces of one program are the same
+        number_anew()
         stack.enter_context(activated(self))
         stack.enter_context(cuda_is_virtual(register_virtual_device()))
         stack.enter_context(flash_attention_2_as_on_cuda())

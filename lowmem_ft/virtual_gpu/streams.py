@@ -57,11 +57,6 @@ class VirtualStream:
         self.id = next(self._ids) if stream_id is None else stream_id
         self.device = torch.device(DEVICE_TYPE, 0)
 
-    @classmethod
-    def number_from(cls, number: int) -> None:
-        """Count new streams from here."""
-        cls._ids = itertools.count(number)
-
     def wait_event(self, event: VirtualEvent) -> None:
         """Let further work on this stream wait for the event."""
         event.wait(self)
@@ -138,3 +133,9 @@ class VirtualStreamContext:
     def __exit__(self, *exception: object) -> None:
         assert self._before is not None
         set_stream(self._before)
+
+
+def number_anew() -> None:
+    """Count new streams and events from the start: two traces of one program are the same."""
+    VirtualStream._ids = itertools.count(1)
+    VirtualEvent._ids = itertools.count()

@@ -1,0 +1,173 @@
+"""Short traces that are kept, in memory and on disk: a repeated estimate traces nothing, a varied one half as much.
+
+What a trace depends on is its key, see ``trace_key.py``. A recipe of another batch shape, or on another GPU, runs the
+same program on other shapes: what two traces have shown of one (how its layers repeat) is taken for the other where its
+own short trace has the same structure, operator for operator and free for free, and what grows with the number of
+layers has the same size.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowmem_ft.estimator.trace_key import TraceKey
+from lowmem_ft.estimator.traced_recipe import ShortTrace, TracedRecipe
+from lowmem_ft.virtual_gpu.replay.trace_files import arrays_of, trace_of
+
+logger = logging.getLogger(__name__)
+
+FOLDER_VARIABLE = "LOWMEM_FT_TRACE_CACHE"
+"""Where traces are kept: a folder, or ``off``; unset: ``lowmem_ft/traces`` in the user's folder for caches."""
+
+MAX_FOLDER_BYTES = 256 * 2**20
+"""The files used longest ago go first. A short trace of an 8B takes 0.1 to 0.3 MB."""
+
+MAX_IN_MEMORY = 8
+"""Short traces; each takes some MB as objects."""
+
+_SUFFIX = ".trace.npz"
+
+_UNREADABLE = (OSError, EOFError, KeyError, IndexError, TypeError, ValueError, zipfile.BadZipFile)
+
+
+class KeptTraces:
+    """Short traces by key.
+
+    Several processes may share a folder: a file appears whole or not at all. What cannot be read, or is from another
+    version, is traced anew.
+
+    Args:
+        folder: where they are kept beyond this process; None: nowhere.
+        max_folder_bytes: of all files there.
+    """
+
+    def __init__(self, folder: Path | None = None, *, max_folder_bytes: int = MAX_FOLDER_BYTES) -> None:
+        self._folder = folder
+        self._max_folder_bytes = max_folder_bytes
+        self._in_memory: OrderedDict[TraceKey, ShortTrace] = OrderedDict()
+
+    @classmethod
+    def of_user(cls) -> KeptTraces:
+        """Those of the user who runs this process, by ``LOWMEM_FT_TRACE_CACHE``."""
+        return cls(_users_folder())
+
+    def find(self, key: TraceKey) -> ShortTrace | None:
+        """What was traced of the very same; None if nothing was."""
+        if key not in self._in_memory:
+            file = self._file_of(key)
+            found = None if file is None or not file.exists() else _read(file, key)
+            if found is not None:
+                self._remember(key, found)
+        return self._in_memory.get(key)
+
+    def alike(self, key: TraceKey) -> Iterator[ShortTrace]:
+        """What was traced of recipes that differ in batch shape or machine alone, the latest first."""
+        own = [other for other in reversed(self._in_memory) if other.family == key.family]
+        yield from (self._in_memory[other] for other in own)
+        if not own and self._folder is not None:
+            files = sorted(self._folder.glob(f"{key.family}-*{_SUFFIX}"), key=_last_used, reverse=True)
+            for file in files[:1]:
+                shape = file.name.removeprefix(f"{key.family}-").removesuffix(_SUFFIX)
+                found = _read(file, TraceKey(key.family, shape))
+                if found is not None:
+                    yield found
+
+    def keep(self, key: TraceKey, short: ShortTrace) -> None:
+        """Keep what was traced; where the folder cannot be written, in memory alone."""
+        self._remember(key, short)
+        file = self._file_of(key)
+        if file is None:
+            return
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _write(file, key, short)
+            self._make_room()
+        except OSError as error:
+            logger.info("The trace is not kept in %s: %s.", file.parent, error)
+
+    def _remember(self, key: TraceKey, short: ShortTrace) -> None:
+        self._in_memory[key] = short
+        self._in_memory.move_to_end(key)
+        if len(self._in_memory) > MAX_IN_MEMORY:
+            self._in_memory.popitem(last=False)
+
+    def _file_of(self, key: TraceKey) -> Path | None:
+        return None if self._folder is None else self._folder / f"{key.family}-{key.shape}{_SUFFIX}"
+
+    def _make_room(self) -> None:
+        assert self._folder is not None
+        total = 0
+        for file in sorted(self._folder.glob(f"*{_SUFFIX}*"), key=_last_used, reverse=True):
+            total += _size_of(file)
+            if total > self._max_folder_bytes:
+                file.unlink(missing_ok=True)
+
+
+def _users_folder() -> Path | None:
+    chosen = os.environ.get(FOLDER_VARIABLE, "")
+    if chosen:
+        return None if chosen == "off" else Path(chosen)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # Without a home, `~` stays as it is.
+    return Path(caches, "lowmem_ft", "traces") if os.path.isabs(caches) else None
+
+
+def _last_used(file: Path) -> float:
+    """When a file was last read or written; another process may have removed it meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read(file: Path, key: TraceKey) -> ShortTrace | None:
+    """A kept trace; None if it is not what it should be."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            trace, repetition, notes = trace_of(arrays)
+        if notes.pop("key") != [key.family, key.shape]:
+            raise ValueError("it is the trace of something else")
+        num_layers = {name: notes.pop(name) for name in ("num_layers", "full_num_layers")}
+        found = ShortTrace(traced=TracedRecipe(trace=trace, **notes), repetition=repetition, **num_layers)
+        os.utime(file)
+    except _UNREADABLE as error:
+        logger.info("The kept trace %s cannot be used, and is made anew: %s.", file, error)
+        return None
+    return found
+
+
+def _write(file: Path, key: TraceKey, short: ShortTrace) -> None:
+    traced = short.traced
+    notes: dict[str, Any] = {
+        "key": [key.family, key.shape],
+        "num_layers": short.num_layers,
+        "full_num_layers": short.full_num_layers,
+        "tokens_per_micro_batch": traced.tokens_per_micro_batch,
+        "batch": traced.batch,
+        "copied_weight_bytes": traced.copied_weight_bytes,
+    }
+    arrays = arrays_of(traced.trace, short.repetition, **notes)
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            np.savez_compressed(stream, allow_pickle=False, **arrays)
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise

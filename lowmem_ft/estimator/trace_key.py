@@ -1,0 +1,132 @@
+"""What a trace depends on, as a key: everything that could change it, and nothing that is known not to."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+
+import lowmem_ft
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import recipe_keys
+
+FORMAT = 1
+"""Of kept files; raised when they change in a way that their source code does not tell."""
+
+NOT_TRACED = frozenset(
+    {
+        *("name", "description"),
+        *("data.path", "data.name", "data.revision", "data.data_files", "data.split", "data.sample_by"),
+        *("data.streaming", "data.max_samples", "data.format", "data.messages_column", "data.prompt_column"),
+        *("data.input_column", "data.completion_column", "data.text_column", "data.system_prompt"),
+        *("data.chat_template", "data.loss_on", "data.group_by_length", "data.shuffle"),
+        *("data.shuffle_buffer_size", "data.num_proc"),
+        *("training.output_dir", "training.overwrite_output_dir", "training.learning_rate", "training.seed"),
+        *("training.num_train_epochs", "training.max_steps", "training.logging_steps", "training.eval_steps"),
+        *("training.eval_on_start", "training.save_steps", "training.save_total_limit", "training.report_to"),
+        *("training.resume_from_checkpoint", "training.project", "training.run_name", "training.push_to_hub"),
+        *("training.hub_model_id", "training.hub_private_repo"),
+    }
+)
+"""Recipe keys that no trace sees; every other one is part of its key, those to come as well."""
+
+BATCH_SHAPE = frozenset(
+    {
+        "data.max_length",
+        "training.per_device_train_batch_size",
+        "training.per_device_eval_batch_size",
+        "training.gradient_accumulation_steps",
+    }
+)
+"""Recipe keys that change the shapes of batches and no layer."""
+
+_LIBRARIES = (
+    *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "safetensors", "triton"),
+    *("flash-attn", "flash-attn-3", "kernels", "gguf"),
+)
+_VARIABLES = ("CUBLAS", "CUDNN", "PYTORCH_", "TORCH_", "NVIDIA_", "TRANSFORMERS_", "BNB_", "FLASH")
+
+
+class TraceKey(NamedTuple):
+    """Digests: of what program it is, and of the shape of its batches and the machine that runs it."""
+
+    family: str
+    shape: str
+
+
+def trace_key(recipe: Recipe, hf_config: PretrainedConfig, machine: object) -> TraceKey | None:
+    """The key of a recipe's trace on a machine.
+
+    Args:
+        recipe: what would be trained.
+        hf_config: the architecture.
+        machine: what of the machine decides which kernels run and what they take.
+
+    Returns:
+        The key; None where code that came with the model takes part, which nobody compares.
+    """
+    if recipe.model.trust_remote_code:
+        return None
+    values = {path: key.value_in(recipe) for path, key in recipe_keys().items() if path not in NOT_TRACED}
+    shape = {path: values.pop(path) for path in BATCH_SHAPE}
+    return TraceKey(
+        _digest(values, type(hf_config).__qualname__, hf_config.to_dict(), _surroundings()),
+        _digest(shape, machine),
+    )
+
+
+def _digest(*values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def _surroundings() -> dict[str, Any]:
+    """What a trace depends on beside recipe, model and machine."""
+    backends = torch.backends.cuda
+    return {
+        "format": FORMAT,
+        "source": _digest_of_source(),
+        "versions": _versions(),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+        "torch": [
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            str(torch.get_default_dtype()),
+            torch.cuda.is_available(),
+            backends.flash_sdp_enabled(),
+            backends.mem_efficient_sdp_enabled(),
+            backends.cudnn_sdp_enabled(),
+            backends.math_sdp_enabled(),
+            backends.matmul.fp32_precision,
+            str(torch.backends.cuda.preferred_blas_library()),
+        ],
+    }
+
+
+@functools.cache
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version(), "machine": platform.machine()}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            versions[library] = None
+    return versions
+
+
+@functools.cache
+def _digest_of_source() -> str:
+    """Of this package's own files: a trace is what they do."""
+    folder = Path(lowmem_ft.__file__).parent
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()

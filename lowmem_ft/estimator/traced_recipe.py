@@ -1,0 +1,50 @@
+"""What a trace of a recipe is: of all of its layers, or of a few that stand for all."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from lowmem_ft.virtual_gpu.replay.layer_extrapolation import Repetition
+from lowmem_ft.virtual_gpu.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRecipe:
+    """A trace, and the batch it was made with.
+
+    Args:
+        trace: of load, steps and evaluation.
+        tokens_per_micro_batch: without padding.
+        batch: its shape, for people.
+        copied_weight_bytes: memory that counts as weights and holds copies of some that are elsewhere.
+    """
+
+    trace: Trace
+    tokens_per_micro_batch: int
+    batch: str
+    copied_weight_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortTrace:
+    """What was traced of a recipe, and how all of it follows.
+
+    Args:
+        traced: with a few layers, or with all.
+        num_layers: that were traced.
+        full_num_layers: of the model.
+        repetition: how deeper models follow; None: all layers were traced.
+    """
+
+    traced: TracedRecipe
+    num_layers: int
+    full_num_layers: int
+    repetition: Repetition | None = None
+
+    def whole(self) -> TracedRecipe:
+        """The trace of all layers."""
+        if self.repetition is None:
+            return self.traced
+        trace = self.repetition.extend(self.traced.trace, self.full_num_layers)
+        return dataclasses.replace(self.traced, trace=trace)

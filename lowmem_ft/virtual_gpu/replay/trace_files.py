@@ -1,0 +1,155 @@
+"""Traces as columns of numbers and a table of words, for a file that needs no pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowmem_ft.memory.estimate import ModelSize
+from lowmem_ft.memory.timeline import Allocation, Event, Timeline
+from lowmem_ft.virtual_gpu.replay.layer_extrapolation import GrowingSize, GrowingWork, Repetition
+from lowmem_ft.virtual_gpu.replay.sweeps import Layers
+from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.work import Work
+
+Arrays = Mapping[str, NDArray[Any]]
+
+_EVENT_KINDS = ("malloc", "free", "empty_cache")
+_HEADER = "header"
+
+_ALLOCATION_WORDS = ("category", "phase", "module", "stream", "place")
+_WORK_WORDS = ("kind", "stream", "name", "dtype", "event", "blocking", "to_host", "times")
+_WORK_NUMBERS = ("position", "flops", "num_bytes")
+
+
+def arrays_of(trace: Trace, repetition: Repetition | None, **notes: Any) -> dict[str, NDArray[Any]]:
+    """A trace, and what was shown with it, as arrays.
+
+    Args:
+        trace: to be kept.
+        repetition: how deeper models follow from it; None: it is of all layers.
+        notes: JSON values to keep beside it.
+
+    Returns:
+        Arrays for ``numpy.savez``; :func:`trace_of` reads them.
+    """
+    allocations, events, work = trace.timeline.allocations, trace.timeline.events, trace.work
+    allocation_words, allocation_codes = _encoded(allocations, _ALLOCATION_WORDS)
+    work_words, work_codes = _encoded(work, _WORK_WORDS)
+    header = {
+        "allocation_words": allocation_words,
+        "work_words": work_words,
+        "trace": {
+            "model": dataclasses.asdict(trace.model),
+            "is_quantized": trace.is_quantized,
+            "choices": trace.choices,
+            "assumed_largest": trace.assumed_largest,
+        },
+        "repetition": None if repetition is None else _repetition_as_json(repetition),
+        "notes": notes,
+    }
+    arrays = {
+        _HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8),
+        "allocations": allocation_codes,
+        "sizes": np.array([allocation.size_bytes for allocation in allocations], np.int64),
+        "event_kinds": np.array([_EVENT_KINDS.index(event.kind) for event in events], np.uint8),
+        "event_allocations": np.array([event.allocation for event in events], np.int64),
+        "work": work_codes,
+        **{name: np.array([getattr(entry, name) for entry in work], np.int64) for name in _WORK_NUMBERS},
+    }
+    if repetition is not None:
+        arrays |= {"is_relative": repetition.is_relative, "is_from_end": repetition.is_from_end}
+    return arrays
+
+
+def trace_of(arrays: Arrays) -> tuple[Trace, Repetition | None, dict[str, Any]]:
+    """What :func:`arrays_of` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError, IndexError: if the arrays are not from there.
+    """
+    header = json.loads(arrays[_HEADER].tobytes())
+    words = [dict(zip(_ALLOCATION_WORDS, each, strict=True)) for each in header["allocation_words"]]
+    allocations = [
+        Allocation(size_bytes=size, **words[code])
+        for code, size in zip(arrays["allocations"].tolist(), arrays["sizes"].tolist(), strict=True)
+    ]
+    kinds = map(_EVENT_KINDS.__getitem__, arrays["event_kinds"].tolist())
+    events = list(map(Event, kinds, arrays["event_allocations"].tolist()))
+    words = [dict(zip(_WORK_WORDS, each, strict=True)) for each in header["work_words"]]
+    columns = [arrays[name].tolist() for name in _WORK_NUMBERS]
+    work = [
+        Work(position=position, flops=flops, num_bytes=num_bytes, **words[code])
+        for code, position, flops, num_bytes in zip(arrays["work"].tolist(), *columns, strict=True)
+    ]
+    of_trace = header["trace"]
+    trace = Trace(
+        timeline=Timeline(allocations, events),
+        work=work,
+        model=ModelSize(**of_trace["model"]),
+        is_quantized=of_trace["is_quantized"],
+        choices=tuple(of_trace["choices"]),
+        assumed_largest=tuple(of_trace["assumed_largest"]),
+    )
+    return trace, _repetition_of(header["repetition"], arrays), header["notes"]
+
+
+def _encoded(items: Iterable[Any], names: Sequence[str]) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
+    """What items say by some names, each once, and for each item its place among them."""
+    places: dict[tuple[Any, ...], int] = {}
+    codes = [places.setdefault(tuple(getattr(item, name) for name in names), len(places)) for item in items]
+    return list(places), np.array(codes, np.int64)
+
+
+def _repetition_as_json(repetition: Repetition) -> dict[str, Any]:
+    return {
+        "layers": dataclasses.asdict(repetition.layers),
+        "structure": repetition.structure,
+        "sizes": [[birth, *size] for birth, size in repetition.sizes.items()],
+        "work": [
+            [
+                birth,
+                work.costs,
+                work.more,
+                [
+                    [position, [dataclasses.asdict(entry) for entry in added]]
+                    for position, added in work.added
+                ],
+            ]
+            for birth, work in repetition.work.items()
+        ],
+        "parameters": repetition.parameters,
+    }
+
+
+def _repetition_of(header: Any, arrays: Arrays) -> Repetition | None:
+    if header is None:
+        return None
+    parameters, trainable_parameters = header["parameters"]
+    return Repetition(
+        layers=Layers(**header["layers"]),
+        structure=header["structure"],
+        is_relative=arrays["is_relative"],
+        is_from_end=arrays["is_from_end"],
+        sizes={birth: GrowingSize(size, more) for birth, size, more in header["sizes"]},
+        work={
+            birth: GrowingWork(
+                costs=_pairs(costs),
+                more=_pairs(more),
+                added=tuple(
+                    (position, tuple(Work(**each) for each in entries)) for position, entries in added
+                ),
+            )
+            for birth, costs, more, added in header["work"]
+        },
+        parameters=(parameters, trainable_parameters),
+    )
+
+
+def _pairs(values: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((num_bytes, flops) for num_bytes, flops in values)

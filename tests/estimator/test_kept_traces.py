@@ -1,0 +1,354 @@
+"""Traces that are kept: the same estimates from them, and none where anything is another."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from lowmem_ft.estimator import estimate_memory, kept_traces, trace_key, tracing
+from lowmem_ft.estimator.kept_traces import FOLDER_VARIABLE, KeptTraces
+from lowmem_ft.estimator.trace_key import TraceKey
+from lowmem_ft.estimator.traced_recipe import ShortTrace
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+
+NUM_LAYERS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=NUM_LAYERS,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of layers that were traced, in order."""
+    result: list[int] = []
+    original = tracing.trace_layers
+
+    def spy(recipe: Recipe, hf_config: Any, machine: Any) -> Any:
+        result.append(hf_config.num_hidden_layers)
+        return original(recipe, hf_config, machine)
+
+    monkeypatch.setattr(tracing, "trace_layers", spy)
+    return result
+
+
+def recipe_of(model: Path, *settings: str) -> Recipe:
+    short = ("data.max_length=16", "training.gradient_accumulation_steps=1", "data.eval_size=2")
+    return load_recipe("tiny", [f"model={model}", *short, *settings])
+
+
+def estimated(recipe: Recipe, kept: KeptTraces | None = None, gpu: str = "rtx-4090") -> MemoryEstimate:
+    """All that is said, down to the timeline."""
+    estimate = estimate_memory(recipe, gpu, kept=kept)
+    assert estimate.timeline.events
+    return dataclasses.replace(estimate, trace_seconds=0.0)
+
+
+def assert_same(mine: MemoryEstimate, fresh: MemoryEstimate) -> None:
+    assert mine == fresh
+    assert mine.timeline == fresh.timeline
+
+
+KEY = TraceKey("a" * 24, "b" * 24)
+
+
+@pytest.fixture(scope="module")
+def short(model: Path) -> ShortTrace:
+    """What is kept of a recipe."""
+    recipe = recipe_of(model)
+    kept = KeptTraces()
+    estimate_memory(recipe, "rtx-4090", kept=kept)
+    (found,) = kept._in_memory.values()
+    return found
+
+
+def test_the_same_again_is_equal_and_traces_nothing_in_this_process_and_in_the_next(
+    model: Path, tmp_path: Path, depths: list[int]
+) -> None:
+    recipe = recipe_of(model)
+    fresh = estimated(recipe)
+    kept = KeptTraces(tmp_path)
+    assert_same(estimated(recipe, kept), fresh)
+    del depths[:]
+    assert_same(estimated(recipe, kept), fresh)
+    assert_same(estimated(recipe, KeptTraces(tmp_path)), fresh)
+    assert depths == []
+
+
+def test_a_trace_of_all_layers_is_kept_too(short: ShortTrace, tmp_path: Path) -> None:
+    whole = dataclasses.replace(short, traced=short.whole(), repetition=None)
+    KeptTraces(tmp_path).keep(KEY, whole)
+    assert KeptTraces(tmp_path).find(KEY) == whole
+
+
+STREAMED = (
+    *("accumulation.order=vertical", "model.dtype=bfloat16", "optimizer.master=split16"),
+    *("optimizer.in_backward=true", "offload.optimizer=host", "offload.activations=inputs"),
+    *("offload.parameters=stream", "loss.chunk_tokens=8"),
+)
+VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "rows": ((), ("training.per_device_train_batch_size=3",)),
+    "length": (("loss.chunk_tokens=null",), ("data.max_length=48",)),
+    "rows-of-evaluation": ((), ("training.per_device_eval_batch_size=5",)),
+    "accumulation": ((), ("training.gradient_accumulation_steps=4",)),
+    "chunks-of-the-loss": (("loss.chunk_tokens=8",), ("data.max_length=64",)),
+    "one-row-of-two": (("model.dtype=bfloat16",), ("training.per_device_train_batch_size=1",)),
+    "streamed": (STREAMED, ("training.per_device_train_batch_size=4", "data.max_length=32")),
+    "streamed-accumulation": (
+        (*STREAMED, "training.gradient_accumulation_steps=5"),
+        ("training.gradient_accumulation_steps=9", "data.max_length=24"),
+    ),
+}
+SAME_PROGRAM = ["rows", "length", "streamed"]
+"""Those of which one short trace must be enough."""
+QUICK = ["rows", "chunks-of-the-loss", "streamed"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in VARIANTS]
+)
+def test_a_varied_batch_is_estimated_as_if_it_were_alone(
+    name: str, model: Path, tmp_path: Path, depths: list[int]
+) -> None:
+    common, varied = VARIANTS[name]
+    estimated(recipe_of(model, *common), KeptTraces(tmp_path))
+    fresh = estimated(recipe_of(model, *common, *varied))
+    del depths[:]
+    assert_same(estimated(recipe_of(model, *common, *varied), KeptTraces(tmp_path)), fresh)
+    assert max(depths) < NUM_LAYERS
+    if name in SAME_PROGRAM:
+        assert len(depths) == 1
+
+
+def test_gpus_that_run_the_same_program_share_what_was_shown(model: Path, depths: list[int]) -> None:
+    kept = KeptTraces()
+    recipe = recipe_of(model, "model.dtype=bfloat16")
+    estimated(recipe, kept, "a100-80gb")
+    fresh = estimated(recipe, gpu="rtx-4090")
+    del depths[:]
+    assert_same(estimated(recipe, kept, "rtx-4090"), fresh)
+    assert len(depths) == 1
+
+
+def _keep_more_in_deeper_models(model: torch.nn.Module, rows: int) -> None:
+    """With several rows, a deep model keeps an activation in every second layer."""
+
+    def keep(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return output.exp().sigmoid() if output.size(0) > rows else None
+
+    layers = decoder_layers(model)
+    for layer in list(layers)[len(layers) // 2 :]:
+        layer.register_forward_hook(keep)
+
+
+def test_a_batch_that_makes_another_program_of_it_inherits_nothing(
+    model: Path, tmp_path: Path, depths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = tracing.build_session
+
+    def build_with_hooks(*args: Any, **kwargs: Any) -> Any:
+        session = build(*args, **kwargs)
+        _keep_more_in_deeper_models(session.unwrapped_model, rows=2)
+        return session
+
+    monkeypatch.setattr(tracing, "build_session", build_with_hooks)
+    kept = KeptTraces()
+    estimated(recipe_of(model, "checkpointing.mode=none"), kept)
+    more = recipe_of(model, "checkpointing.mode=none", "training.per_device_train_batch_size=3")
+    del depths[:]
+    mine = estimated(more, kept)
+    assert depths[-1] == NUM_LAYERS
+    assert_same(mine, estimated(more))
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+OTHER_VALUES = {
+    "data.sample_by": "document",
+    "data.format": "text",
+    "data.loss_on": "all",
+    "training.report_to": ("tensorboard",),
+    "data.data_files": ["a.txt"],
+}
+
+
+def test_keys_that_no_trace_sees_change_nothing(model: Path) -> None:
+    recipe = recipe_of(model)
+    other = recipe
+    for path in trace_key.NOT_TRACED:
+        other = _with(other, path, _another(path, recipe_keys()[path].value_in(recipe)))
+    assert other != recipe
+    assert_same(estimated(other), dataclasses.replace(estimated(recipe)))
+
+
+def _with(recipe: Recipe, path: str, value: Any) -> Recipe:
+    group, _, name = path.rpartition(".")
+    if not group:
+        return dataclasses.replace(recipe, **{name: value})
+    return dataclasses.replace(
+        recipe, **{group: dataclasses.replace(getattr(recipe, group), **{name: value})}
+    )
+
+
+def _another(path: str, value: Any) -> Any:
+    if path in OTHER_VALUES:
+        return OTHER_VALUES[path]
+    if isinstance(value, bool):
+        return not value
+    return value + 3 if isinstance(value, (int, float)) else "other"
+
+
+def key_of(recipe: Recipe, machine: object = "gpu") -> trace_key.TraceKey | None:
+    return trace_key.trace_key(recipe, transformers.LlamaConfig(num_hidden_layers=3), machine)
+
+
+def test_every_other_key_is_part_of_it(model: Path) -> None:
+    recipe = recipe_of(model)
+    own = key_of(recipe)
+    assert own is not None
+    for path, key in recipe_keys().items():
+        if path in trace_key.NOT_TRACED or path == "model.trust_remote_code":
+            continue
+        other = key_of(_with(recipe, path, _another(path, key.value_in(recipe))))
+        assert other is not None
+        assert other != own, path
+        assert (other.family == own.family) == (path in trace_key.BATCH_SHAPE), path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(trace_key, "_versions", lambda: {"torch": "3.0"}),
+        lambda patch: patch.setattr(trace_key, "_digest_of_source", lambda: "other"),
+        lambda patch: patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8"),
+        lambda patch: patch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False),
+        lambda patch: patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True),
+    ],
+    ids=["versions", "source", "environment", "attention", "determinism"],
+)
+def test_what_else_a_trace_depends_on_is_part_of_it(
+    change: Callable[[pytest.MonkeyPatch], None], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = key_of(recipe_of(model))
+    change(monkeypatch)
+    assert key_of(recipe_of(model)) != before
+
+
+def test_architecture_and_machine_are_part_of_it(model: Path) -> None:
+    recipe = recipe_of(model)
+    deeper = trace_key.trace_key(recipe, transformers.LlamaConfig(num_hidden_layers=4), "gpu")
+    assert len({key_of(recipe), key_of(recipe, "other"), deeper}) == 3
+
+
+def test_code_that_comes_with_a_model_is_not_compared(model: Path) -> None:
+    assert key_of(recipe_of(model, "model.trust_remote_code=true")) is None
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _of_something_else(file: Path) -> None:
+    with np.load(file) as arrays:
+        other = dict(arrays)
+    header = other["header"].tobytes().replace(KEY.family.encode(), b"0" * 24)
+    _save(file, {**other, "header": np.frombuffer(header, np.uint8)})
+
+
+def _with_objects(file: Path) -> None:
+    _save(file, {"header": np.array([print], dtype=object)})
+
+
+def _save(file: Path, arrays: dict[str, Any]) -> None:
+    with file.open("wb") as stream:
+        np.savez(stream, allow_pickle=True, **arrays)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_bytes(b"no archive"),
+        lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+        lambda file: file.write_bytes(file.read_bytes()[:3000] + b"?" + file.read_bytes()[3001:]),
+        _of_something_else,
+        _with_objects,
+    ],
+    ids=["empty", "foreign", "cut", "garbled", "of-something-else", "with-pickled-objects"],
+)
+def test_what_cannot_be_read_is_made_anew(
+    spoil: Callable[[Path], None], short: ShortTrace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    KeptTraces(tmp_path).keep(KEY, short)
+    (file,) = tmp_path.iterdir()
+    spoil(file)
+    with caplog.at_level(logging.INFO, kept_traces.__name__):
+        kept = KeptTraces(tmp_path)
+        assert kept.find(KEY) is None
+        assert list(kept.alike(KEY)) == []
+    assert "made anew" in caplog.text
+    kept.keep(KEY, short)
+    assert KeptTraces(tmp_path).find(KEY) is not None
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
+    short: ShortTrace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    kept = KeptTraces(tmp_path / "file" / "traces")
+    with caplog.at_level(logging.INFO, kept_traces.__name__):
+        kept.keep(KEY, short)
+    assert "not kept" in caplog.text
+    assert kept.find(KEY) is short
+
+
+def test_the_files_used_longest_ago_go_first(short: ShortTrace, tmp_path: Path) -> None:
+    first, second, third = (TraceKey(KEY.family, letter * 24) for letter in "xyz")
+    KeptTraces(tmp_path).keep(first, short)
+    KeptTraces(tmp_path).keep(second, short)
+    files = sorted(tmp_path.iterdir())
+    for age, file in enumerate(files):
+        os.utime(file, (1e9 - age, 1e9 - age))
+    KeptTraces(tmp_path).find(second)  # used now
+    room = sum(file.stat().st_size for file in files) * 5 // 4
+    KeptTraces(tmp_path, max_folder_bytes=room).keep(third, short)
+    assert [KeptTraces(tmp_path).find(key) is None for key in (first, second, third)] == [True, False, False]
+
+
+def test_memory_holds_the_latest_alone(short: ShortTrace) -> None:
+    kept = KeptTraces()
+    keys = [TraceKey(KEY.family, str(number)) for number in range(kept_traces.MAX_IN_MEMORY + 1)]
+    for key in keys:
+        kept.keep(key, short)
+    assert [kept.find(key) is None for key in keys] == [True] + [False] * kept_traces.MAX_IN_MEMORY
+
+
+def test_users_choose_the_folder_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chosen = {"off": None, str(tmp_path): tmp_path, "": tmp_path / "caches" / "lowmem_ft" / "traces"}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    for value, folder in chosen.items():
+        monkeypatch.setenv(FOLDER_VARIABLE, value)
+        assert KeptTraces.of_user()._folder == folder
