@@ -41,7 +41,8 @@ def main() -> None:
         print(json.dumps(time_kept(name, gpu) if mode == "kept" else time_estimates(name, gpu, mode)))
         return
     if arguments.recipes:
-        rows = [in_new_process(*named.split("="), "kept") for named in arguments.recipes]
+        pairs = [named.rpartition("=") for named in arguments.recipes]
+        rows = [in_new_process(name, gpu, "kept") for name, _, gpu in pairs]
         print(json.dumps({**_measured_on_cpu(), "rows": rows}, indent=2))
         return
     rows = []
