@@ -38,7 +38,8 @@ from lowmem_ft.training.finished_model import save_finished_model
 from lowmem_ft.training.health import RunHealth, weights_not_finite
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
-from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory
+from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory, not_retried
+from lowmem_ft.training.out_of_memory_report import report_of
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
 from lowmem_ft.training.progress import ProgressDisplay
 from lowmem_ft.training.retry import Retries
@@ -117,6 +118,7 @@ def _train(
         if not is_out_of_memory(error):
             raise
         when = "while the model was loaded" if run is None else f"after {run.progress.step} steps"
+        report = [] if run is None else report_of(error, run.session, run.folder.path, run.checkpoint)
         if runtime is not None:
             device, num_processes = runtime.device, runtime.num_processes
         else:
@@ -130,6 +132,7 @@ def _train(
             num_processes=num_processes,
             has_bfloat16=has_bfloat16(device),
             held_by_others_bytes=others or 0,
+            report=report,
         ) from error
     finally:
         lift_cap(recipe.budget)
@@ -393,7 +396,11 @@ class TrainingRun:
         return result
 
     def _save_checkpoint(self) -> None:
-        with self.memory.during("save"):
+        step = self.progress.step
+        with (
+            self.memory.during("save"),
+            not_retried(f"It ran out while the checkpoint of step {step} was saved."),
+        ):
             self.checkpoint = save_checkpoint(
                 self.folder.path, self.session, self.runtime, self.tokenizer, self.progress
             )
@@ -429,7 +436,8 @@ class TrainingRun:
                 self.progress.step,
             )
         self.session.close()
-        with self.memory.during("save"), self.runtime.failing_together():
+        in_vain = not_retried("It ran out while the finished model was saved.")
+        with self.memory.during("save"), in_vain, self.runtime.failing_together():
             if self.runtime.is_main:
                 save_finished_model(
                     self.session,

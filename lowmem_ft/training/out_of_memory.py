@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -34,6 +36,24 @@ class NotRetried(RuntimeError):
         self.reason = reason
 
 
+INSIDE_AN_UPDATE = "It ran out inside an update of the weights, which cannot be taken back."
+
+
+@contextlib.contextmanager
+def not_retried(reason: str) -> Iterator[None]:
+    """Say of an out-of-memory error in a block why it ends the run.
+
+    Raises:
+        NotRetried: from the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, NotRetried) or not is_out_of_memory(error):
+            raise
+        raise NotRetried(reason) from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: for torch's own on CUDA there is an error, the others are RuntimeErrors."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, NotRetried)):
@@ -49,6 +69,7 @@ def does_not_fit(
     num_processes: int = 1,
     has_bfloat16: bool = True,
     held_by_others_bytes: int = 0,
+    report: Sequence[str] = (),
 ) -> DoesNotFitError:
     """The error for a run whose device memory ran out.
 
@@ -59,6 +80,7 @@ def does_not_fit(
         num_processes: that trained together: what works in one process only is not suggested to several.
         has_bfloat16: whether the device computes with bfloat16, which is else not suggested.
         held_by_others_bytes: what other processes and displays held of the device.
+        report: sentences about the moment.
 
     Returns:
         An error that says how far it came and what would need less, from no cost in time to the most.
@@ -73,5 +95,6 @@ def does_not_fit(
         )
     return DoesNotFitError(
         f"The device memory ran out {when}{budget}, after a peak of {format_bytes(memory.peak_bytes)} in "
-        f"tensors{others}. What would need less, cheapest first: {'; '.join(remedies)}."
+        f"tensors{others}. {''.join(f'{sentence} ' for sentence in report)}What would need less, cheapest first: "
+        f"{'; '.join(remedies)}."
     )

@@ -21,6 +21,8 @@ from lowmem_ft.training.saved_files import delete_saved, move_saved
 logger = logging.getLogger(__name__)
 
 RECIPE_FILE, METRICS_FILE, LOGS_FOLDER = "recipe.yaml", "metrics.jsonl", "logs"
+ALLOCATOR_FILE = "out-of-memory.json"
+"""What CUDA's allocator held when a run's memory ran out, in segments and blocks."""
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\.incomplete)?")
 _REPLACED = re.compile(r"replaced-(\d+)")
@@ -30,7 +32,13 @@ def run_files(path: Path) -> list[Path]:
     """The files and folders of a run that is in a folder; others may lie in those folders."""
     files = [folder for folder in _checkpoints(path) if is_own_checkpoint(folder)]
     if _holds_a_run(path):
-        names = (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, f"{LOGS_FOLDER}/{_tracker_project(path)}")
+        names = (
+            RECIPE_FILE,
+            METRICS_FILE,
+            ALLOCATOR_FILE,
+            MODEL_FOLDER,
+            f"{LOGS_FOLDER}/{_tracker_project(path)}",
+        )
         targets = [path / name for name in names]
         files += [file for file in (*targets, *map(incomplete_name, targets)) if file.exists()]
     return files
@@ -112,6 +120,6 @@ def _tracker_project(path: Path) -> str:
 
 
 def _has_nothing_else(folder: Path) -> bool:
-    names = {RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, LOGS_FOLDER}
+    names = {RECIPE_FILE, METRICS_FILE, ALLOCATOR_FILE, MODEL_FOLDER, LOGS_FOLDER}
     names |= {incomplete_name(Path(name)).name for name in names}
     return all(file.name in names or _CHECKPOINT.fullmatch(file.name) for file in folder.iterdir())

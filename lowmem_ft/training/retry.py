@@ -43,14 +43,12 @@ from lowmem_ft.techniques.vertical_accumulation import (
 )
 from lowmem_ft.training.before_window import BeforeWindow
 from lowmem_ft.training.cut import Cut
-from lowmem_ft.training.out_of_memory import NotRetried, is_out_of_memory
+from lowmem_ft.training.out_of_memory import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult, WindowGradients, WindowPass, apply_gradients
 from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-INSIDE_AN_UPDATE = "It ran out inside an update of the weights, which cannot be taken back."
 
 
 class Retries:
@@ -84,12 +82,8 @@ class Retries:
         self.num_retries = 0
         while (gradients := self._gradients(window)) is None:
             self.num_retries += 1
-        try:
+        with not_retried(INSIDE_AN_UPDATE):
             return apply_gradients(self.session, gradients)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise NotRetried(INSIDE_AN_UPDATE) from error
-            raise
 
     def metrics(self) -> dict[str, int]:
         """What to write down of the last step; nothing in a run whose memory has never run out."""

@@ -13,10 +13,13 @@ from lowmem_ft.data import Batch
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.training import retry
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.before_window import BeforeWindow
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.cut import Cut
+from lowmem_ft.training.out_of_memory import NotRetried
 from lowmem_ft.training.random_state import export_random_state, import_random_state
 
 CPU = torch.device("cpu")
@@ -269,3 +272,129 @@ def test_a_refused_allocation_changes_nothing_but_the_cut(rung, retries_of, monk
 @pytest.mark.parametrize("rung", RUNGS)
 def test_any_allocation_may_be_refused(rung, retries_of, monkeypatch):
     sweep(retries_of, rung, monkeypatch, lambda places: places)
+
+
+def place_where(tracker, retries, data, condition):
+    """The number of the first allocation of a step at which a condition holds, and of all."""
+    found = []
+    for _ in range(2):
+        found.clear()
+        tracker.refuse(-1)
+        tracker.seen = lambda: condition() and found.append(tracker.count)
+        retries.train_step(next(data))
+        tracker.seen = lambda: None
+    return found[0] if found else None, tracker.count
+
+
+@pytest.mark.parametrize("rung", ["horizontal", "streamed"])
+def test_an_error_inside_an_update_is_not_retried(rung, retries_of):
+    """Be it the step's own or, at a layer's visit, that of the step before."""
+    settings = RUNGS[rung]
+    retries, data = retries_of(*settings), windows(settings)
+    techniques = retries.session.techniques
+    with OutOfMemoryAt() as tracker:
+        in_update, last = place_where(tracker, retries, data, lambda: techniques.is_updating)
+        tracker.refuse(in_update or last)
+        with pytest.raises(NotRetried, match="inside an update of the weights") as raised:
+            retries.train_step(next(data))
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    assert retries.num_retries == 0
+
+
+def with_routers_loss(retries):
+    retries.session.unwrapped_model.config.output_router_logits = True
+
+
+def with_batch_norm(retries):
+    retries.session.unwrapped_model.model.norm.beside = torch.nn.BatchNorm1d(2)
+
+
+def with_two_processes(retries):
+    retries.session.runtime.num_processes = 2
+
+
+@pytest.mark.parametrize(
+    "settings,change,lengths,reason",
+    [
+        ((), with_routers_loss, (24, 9), "load-balancing loss goes over all its rows"),
+        ((), with_batch_norm, (24, 9), "batch norm"),
+        ((), with_two_processes, (24, 9), "Several processes"),
+        ((), None, (24,), "a single row or document"),
+        (("budget.retry=false",), None, (24, 9), "budget.retry=false"),
+        ((*IN_BACKWARD, *ONE_MICRO_BATCH, "training.max_grad_norm=null"), None, (24, 9), "without clipping"),
+        ((*IN_BACKWARD, *ONE_MICRO_BATCH, "checkpointing.mode=none"), None, (24, 9), "single row"),
+    ],
+)
+def test_what_cannot_start_over_says_why(settings, change, lengths, reason, retries_of):
+    retries = retries_of(*settings)
+    window = [batch_of(lengths, torch.Generator().manual_seed(0))]
+    if change is not None:
+        change(retries)
+    with OutOfMemoryAt() as tracker:
+        tracker.refuse(40)
+        with pytest.raises(NotRetried, match=reason):
+            retries.train_step(window)
+    assert retries.cut == Cut()
+
+
+def test_one_micro_batch_is_not_made_two_where_their_float32_sums_do_not_fit(retries_of, monkeypatch):
+    settings = (*BF16, *ONE_MICRO_BATCH)
+    retries, data = retries_of(*settings), windows(settings)
+    monkeypatch.setattr(retry, "free_device_bytes", lambda device: 1000)
+    with OutOfMemoryAt() as tracker:
+        tracker.refuse(100)
+        window = next(data)
+        with pytest.raises(NotRetried, match=r"summed in float32.*1000 B are free"):
+            retries.train_step(window)
+    assert all(parameter.grad_dtype != torch.float32 for parameter in retries.session.trainable_parameters())
+
+
+@pytest.mark.parametrize("lengths,order", [((24,), "horizontal"), ((24, 9), "vertical")])
+def test_the_chunk_of_a_loss_is_halved_where_rows_would_free_nothing_of_it(lengths, order, retries_of):
+    retries = retries_of("checkpointing.mode=full", f"accumulation.order={order}", "loss.chunk_tokens=300")
+    window = [batch_of(lengths, torch.Generator().manual_seed(seed)) for seed in range(4)]
+    loss = retries.session.techniques.find(ChunkedLoss)
+    if order == "horizontal":
+        window = [batch_of((100,), torch.Generator().manual_seed(0))]
+    with OutOfMemoryAt() as tracker:
+        in_loss, _ = place_where(tracker, retries, iter([window] * 2), lambda: loss.is_running)
+        tracker.refuse(in_loss + 2)
+        retries.train_step(window)
+    assert retries.num_retries == 1
+    num_labels = sum(batch.num_label_tokens for batch in window)
+    assert retries.cut == Cut(max_loss_tokens=num_labels // 2)
+
+
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_a_device_that_is_a_quarter_too_small_is_trained_on(order, retries_of):
+    retries = retries_of("checkpointing.mode=full", f"accumulation.order={order}")
+    window = [batch_of((120,) * 4, torch.Generator().manual_seed(seed)) for seed in range(2)]
+    with StorageTracker("cpu") as tracker:
+        retries.train_step(window)
+        needed = tracker.peak_bytes
+    with FullWithinBytes(3 * needed // 4) as device:
+        retries.train_step(window)
+        assert device.num_refused == retries.num_retries > 0
+        retries.train_step(window)
+        assert retries.num_retries == 0
+
+
+def test_buffers_that_forward_changes_are_put_back():
+    """As rotary embeddings do that follow the longest row so far."""
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.ones(3))
+    module.register_buffer("replaced", torch.ones(3), persistent=False)
+    module.longest = 8
+    before = BeforeWindow.of(torch.nn.Sequential(module), CPU)
+    replaced, drawn = module.replaced, torch.rand(3)
+    module.kept.add_(1)
+    module.register_buffer("replaced", torch.zeros(5), persistent=False)
+    module.register_buffer("new", torch.zeros(5))
+    module.longest, module.long_frequencies = 16, torch.zeros(5)
+    before.restore()
+    assert torch.equal(module.kept, torch.ones(3))
+    assert module.replaced is replaced
+    assert module.longest == 8
+    assert not hasattr(module, "new")
+    assert not hasattr(module, "long_frequencies")
+    assert torch.equal(torch.rand(3), drawn)

@@ -1,0 +1,169 @@
+"""Runs whose memory runs out: they go on with a cut, which they keep, or say what there is to know."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.training import evaluation, loop, out_of_memory_report, train
+from lowmem_ft.training.checkpoint_folders import read_progress
+from lowmem_ft.training.cut import Cut
+from lowmem_ft.training.step import WindowPass
+
+SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null", "data.eval_size=null")
+
+
+def run_out_at(monkeypatch, step):
+    """Let the backward of one step's second micro-batch find no memory."""
+    gradients, count = WindowPass.gradients, 0
+
+    def failing(self):
+        nonlocal count
+        count += 1
+        if count != step:
+            return gradients(self)
+        calls = 0
+
+        def refuse(gradient):
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.\nmore")
+
+        with self.session.unwrapped_model.model.norm.weight.register_hook(refuse):
+            return gradients(self)
+
+    monkeypatch.setattr(WindowPass, "gradients", failing)
+
+
+def test_a_run_whose_memory_ran_out_is_one_that_was_resumed_with_that_cut(
+    tiny, metrics, tmp_path, monkeypatch, caplog
+):
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+        run_out_at(patch, 5)
+        train(tiny(*SHORT, output_dir=run))
+    (warning,) = [record for record in caplog.records if "memory ran out" in record.message]
+    assert "(CUDA out of memory. Tried to allocate 1.00 GiB.). Nothing is lost" in warning.message
+    cut = read_progress(run / "checkpoint-6").cut
+    assert cut.max_tokens is not None
+    assert read_progress(run / "checkpoint-4").cut == Cut()
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert [record.get("retries") for record in steps] == [None] * 4 + [1, None]
+    assert [record.get("max_micro_batch_tokens") for record in steps] == [None] * 4 + [cut.max_tokens] * 2
+    # The same run, resumed from the checkpoint before that step with its cut.
+    shutil.copytree(run, resumed, ignore=shutil.ignore_patterns("model", "checkpoint-6"))
+    manifest = resumed / "checkpoint-4" / "checkpoint.json"
+    saved = json.loads(manifest.read_text())
+    saved["progress"]["cut"]["max_tokens"] = cut.max_tokens
+    manifest.write_text(json.dumps(saved))
+    train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=resumed))
+    for key in ("loss", "grad_norm"):
+        assert metrics(resumed, key) == metrics(run, key)
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_goes_on_with_its_cut(tiny, metrics, tmp_path, monkeypatch):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for folder, steps in ((whole, "training.max_steps=6"), (stopped, "training.max_steps=4")):
+        with monkeypatch.context() as patch:
+            run_out_at(patch, 3)
+            train(tiny(*SHORT, steps, "training.lr_scheduler_type=constant", output_dir=folder))
+    go_on = ("training.lr_scheduler_type=constant", "training.resume_from_checkpoint=auto")
+    train(tiny(*SHORT, *go_on, output_dir=stopped))
+    assert metrics(stopped) == metrics(whole)
+
+
+def test_a_checkpoint_from_before_there_were_cuts_has_none(tiny, tmp_path):
+    train(tiny(*SHORT, "training.max_steps=2", output_dir=tmp_path / "run"))
+    manifest = tmp_path / "run" / "checkpoint-2" / "checkpoint.json"
+    saved = json.loads(manifest.read_text())
+    del saved["progress"]["cut"]
+    manifest.write_text(json.dumps(saved))
+    assert read_progress(manifest.parent).cut == Cut()
+
+
+def test_an_evaluation_cuts_its_own_batches(tiny, tmp_path, monkeypatch, caplog):
+    settings = ("training.max_steps=2", "data.eval_size=8", "training.per_device_eval_batch_size=4")
+    whole = train(tiny(*settings, output_dir=tmp_path / "whole"))
+    forward, num_rows = evaluation.evaluation_loss, []
+
+    def full(session, batches):
+        for batch in batches:
+            num_rows.append(len(batch.input_ids_BT))
+            if len(batch.input_ids_BT) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(session, batches)
+
+    monkeypatch.setattr(evaluation, "evaluation_loss", full)
+    cut = train(tiny(*settings, output_dir=tmp_path / "cut"))
+    assert num_rows.count(4) == 1
+    assert cut.evaluation.num_label_tokens == whole.evaluation.num_label_tokens
+    assert cut.evaluation.loss == pytest.approx(whole.evaluation.loss, rel=1e-6)
+    assert cut.loss == whole.loss
+    assert "evaluation, which goes on with at most" in caplog.text
+    assert "max_micro_batch_tokens" not in (tmp_path / "cut" / "metrics.jsonl").read_text()
+
+
+def test_an_error_in_an_evaluation_of_single_rows_ends_the_run(tiny, tmp_path, monkeypatch):
+    def full(session, batches):
+        if list(batches):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.zeros(()), torch.zeros((), dtype=torch.int64)
+
+    monkeypatch.setattr(evaluation, "evaluation_loss", full)
+    settings = ("training.max_steps=2", "data.eval_size=2", "training.per_device_eval_batch_size=1")
+    with pytest.raises(
+        DoesNotFitError, match="in an evaluation, whose batch cannot be cut: it is a single row"
+    ):
+        train(tiny(*settings, output_dir=tmp_path / "run"))
+
+
+def test_an_error_inside_an_update_ends_the_run_with_all_that_is_known(tiny, tmp_path, monkeypatch):
+    def full(self, *_, **__):
+        if self.state and next(iter(self.state.values()))["step"] == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return step(self)
+
+    step = ChunkedOptimizer.step
+    monkeypatch.setattr(ChunkedOptimizer, "step", full)
+    with pytest.raises(DoesNotFitError) as raised:
+        train(tiny(*SHORT, output_dir=tmp_path / "run"))
+    message = str(raised.value)
+    assert "after 3 steps" in message
+    assert "inside an update of the weights" in message
+    shown = message.partition("Largest tensors: ")[2].partition(").")[0]
+    assert re.search(
+        r"(gradient of |exp_avg of |; |^)model\.[\w.]+ \(float32 \[[\d, ]+\], [\d.]+ KiB", largest
+    ), largest
+    assert f"goes on from {tmp_path / 'run' / 'checkpoint-2'}" in message
+    assert "cheapest first: " in message
+
+
+def test_an_error_while_saving_is_told_apart(tiny, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(loop, "save_checkpoint", full)
+    with pytest.raises(DoesNotFitError, match="while the checkpoint of step 2 was saved") as raised:
+        train(tiny(*SHORT, output_dir=tmp_path / "run"))
+    assert "goes on from" not in str(raised.value)
+
+
+def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocated_bytes.all.peak": 7})
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": 1, "blocks": []}])
+    file = out_of_memory_report._write_allocator_state(tmp_path, torch.device("cuda:0"))
+    assert json.loads(file.read_text()) == {
+        "stats": {"allocated_bytes.all.peak": 7},
+        "segments": [{"address": 1, "blocks": []}],
+    }
