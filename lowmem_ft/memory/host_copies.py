@@ -130,6 +130,10 @@ class CopyEngine:
         """Let go of every source that is held: the computing stream's further work waits for their copies."""
         self._let_go(0)
 
+    def forget_sources(self) -> None:
+        """Let go of every source that is held; the device is at rest, so that none is being copied."""
+        self._leaving.clear()
+
     def synchronize(self) -> None:
         """Let the host wait until every copy is done, and let go of all sources."""
         if self._is_asynchronous:

@@ -204,7 +204,7 @@ class InBackward(Technique):
 
     def abandon(self) -> None:
         """Forget this window's gradients; those of the step before, whose updates wait, are kept."""
-        self._kept.end_backward()
+        self._kept.abandon()
         self._kept.clear(but=self._pending)
         self._taken.clear()
         self._sum_of_squares = torch.zeros_like(self._sum_of_squares)
@@ -337,6 +337,10 @@ class KeptGradients:
     def end_backward(self) -> None:
         """Let go of gradients that were still on their way to the host, for which all that is computed now waits."""
         self._engine.release_sources()
+
+    def abandon(self) -> None:
+        """Let go of gradients that were on their way to the host."""
+        self._engine.forget_sources()
 
     def parameters(self) -> list[nn.Parameter]:
         """Those whose gradients are here, in the order they came."""

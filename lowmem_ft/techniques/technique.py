@@ -85,7 +85,9 @@ class Technique(Handle):
         return False
 
     def abandon(self) -> None:
-        """The window failed before its update: forget its gradients, and whatever of it is on its way somewhere.
+        """The window failed before its update: forget its gradients, and whatever of it was on its way somewhere.
+
+        The device is at rest: it has done all that it was given.
 
         Updates that wait since the step before are not the window's: those that it has made stay made, the others wait.
         """

@@ -11,7 +11,7 @@ import torch
 
 from lowmem_ft.data import Batch, LabelledRows, half_of, pieces
 from lowmem_ft.training.out_of_memory import NotRetried, is_out_of_memory
-from lowmem_ft.training.retry import give_memory_back, why_rows_couple
+from lowmem_ft.training.retry import abandon, give_memory_back, why_rows_couple
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
@@ -77,7 +77,7 @@ class EvaluationInPieces:
             if not is_out_of_memory(error):
                 raise
             self._max_tokens = self._half_of(session, rows, error)
-        session.techniques.abandon()
+        abandon(session)
         give_memory_back(session.runtime.device)
         logger.warning(
             "Device memory ran out in an evaluation, which goes on with at most %s tokens at a time; training is as it "

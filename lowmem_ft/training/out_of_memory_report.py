@@ -54,8 +54,11 @@ def _largest_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
         storage = tensor.untyped_storage()._cdata
         if storage not in by_storage or id(tensor) in names:
             by_storage[storage] = tensor
-    ordered = sorted(by_storage.values(), key=lambda tensor: tensor.untyped_storage().nbytes(), reverse=True)
-    for tensor in ordered[:_NUM_TENSORS]:
+
+    def rank(tensor: Tensor) -> tuple[int, bool]:
+        return tensor.untyped_storage().nbytes(), id(tensor) in names  # of equals those that have a name
+
+    for tensor in sorted(by_storage.values(), key=rank, reverse=True)[:_NUM_TENSORS]:
         yield names.get(id(tensor), "computed on the way"), tensor
 
 

@@ -134,7 +134,7 @@ class Retries:
 
     def _forget_window(self) -> None:
         session = self.session
-        session.techniques.abandon()
+        abandon(session)
         session.optimizer.zero_grad()
         session.runtime.abandon_step()
         self._engine_queue.empty()
@@ -278,11 +278,17 @@ def why_rows_couple(model: nn.Module) -> str | None:
     return None
 
 
+def abandon(session: Session) -> None:
+    """Let all techniques forget what has just failed, once the device is at rest."""
+    if session.runtime.device.type == "cuda":
+        torch.cuda.synchronize(session.runtime.device)
+    session.techniques.abandon()
+
+
 def give_memory_back(device: torch.device) -> None:
     """Let the device have back what nothing uses any more."""
     gc.collect()  # frames of an error may hold on to each other
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 

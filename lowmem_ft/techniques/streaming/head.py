@@ -66,8 +66,8 @@ class StreamedHead(Handle):
         return self._held_VH
 
     def abandon(self) -> None:
-        """Let go of gradients that were still on their way to the host; tiles went with the forward that failed."""
-        self._engine.release_sources()
+        """Let go of gradients that were on their way to the host; tiles went with the forward that failed."""
+        self._engine.forget_sources()
 
     def weight(self, rows: slice) -> Tensor:
         """These rows on the device; the tile that comes next sets out."""
