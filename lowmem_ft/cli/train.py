@@ -16,9 +16,19 @@ examples:
   lowmem-ft train recipe=7b-bf16 data=chats.jsonl data.eval_size=100
   lowmem-ft train recipe=my/recipe.yaml training.resume_from_checkpoint=auto
   accelerate launch --num_processes 2 -m lowmem_ft train recipe=1b-bf16
+  lowmem-ft train recipe=7b-bf16 data=chats.jsonl budget=24GiB plan=auto
+  lowmem-ft train model=Qwen/Qwen2.5-7B data=chats.jsonl budget=24GiB
 
-model=X, data=X and budget=X are short for model.name_or_path=X, data.path=X and budget.device=X.
+model=X, data=X and budget=X are short for model.name_or_path=X, data.path=X and budget.device=X. plan=auto, or a
+model, data and a budget without a recipe: the memory knobs are chosen first, as `lowmem-ft plan` does.
 `lowmem-ft recipes` lists the recipes; `lowmem-ft recipes NAME` shows every key with its default."""
+
+_ENOUGH_FOR_A_PLAN = (
+    {"model", "model.name_or_path"},
+    {"data", "data.path"},
+    {"budget", "budget.device"},
+)
+"""Settings that say what to train, on what, and within what: the rest can be chosen."""
 
 
 @explains_user_errors
@@ -48,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging()
     recipe = load_recipe(recipe_name, settings)
     check_paths_of_run(recipe)
-    folder = RunFolder.open(recipe)  # before the import below, which takes seconds
+    # Before the import below, which takes seconds; what is still to be planned, a run does not go on with.
+    is_planned = recipe.plan.mode == "none"
+    folder = RunFolder.open(recipe) if is_planned else None
 
     from lowmem_ft.preflight import train
 
@@ -57,17 +69,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    """The recipe's name or path, and the other settings."""
+def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe's name or path, and the other settings; without a recipe those of a plan for a model alone."""
     choices = [argument for argument in arguments if argument.startswith("recipe=")]
+    settings = [argument for argument in arguments if not argument.startswith("recipe=")]
     named = [choice.partition("=")[2] for choice in choices]
-    if len(named) != 1 or not named[0]:
-        seen = " ".join(choices or arguments) or "nothing"
-        raise RecipeError(
-            f"Training needs one recipe=NAME|PATH, got {seen}. Write for instance recipe=demo; "
-            "`lowmem-ft recipes` lists the names."
-        )
-    return named[0], [argument for argument in arguments if not argument.startswith("recipe=")]
+    if len(named) == 1 and named[0]:
+        return named[0], settings
+    keys = {setting.partition("=")[0] for setting in settings}
+    if not choices and all(keys & names for names in _ENOUGH_FOR_A_PLAN):
+        from lowmem_ft.recipe.defaults import with_defaults_of_plan
+
+        return None, ["plan.mode=auto", *with_defaults_of_plan(settings)]
+    seen = " ".join(choices or arguments) or "nothing"
+    raise RecipeError(
+        f"Training needs one recipe=NAME|PATH, or model=X data=X budget=X to be planned for; got {seen}. Write for "
+        "instance recipe=demo; `lowmem-ft recipes` lists the names."
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -72,6 +72,15 @@ class RunFolder:
         folder._check_what_is_there(recipe)
         return folder
 
+    @staticmethod
+    def checkpoint_of(recipe: Recipe) -> Path | None:
+        """The complete checkpoint that a recipe would go on from; None: it would start afresh.
+
+        Raises:
+            CheckpointError: if the one that it names is incomplete.
+        """
+        return _checkpoint_to_resume(recipe.training.resume_from_checkpoint, run_folder_of(recipe))
+
     @property
     def model_folder(self) -> Path:
         """Where the finished model goes."""

@@ -19,7 +19,7 @@ from lowmem_ft.estimator.child_process import (
     estimate_without_timeline,
 )
 from lowmem_ft.memory.timeline import Timeline
-from lowmem_ft.preflight import EstimateBeside
+from lowmem_ft.preflight.estimate_beside import EstimateBeside
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,4 @@
-"""Training behind an estimate: what a run needs is known, and held against what there is, before a weight is read.
-
-This is what the command line and ``lowmem_ft.train`` call. :mod:`lowmem_ft.training` imports nothing from above itself;
-it is handed who estimates.
-"""
+"""An estimate made beside the run that it is of."""
 
 from __future__ import annotations
 
@@ -17,37 +13,9 @@ from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProces
 from lowmem_ft.estimator.target import CPU
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.loop import TrainResult
-from lowmem_ft.training.loop import train as train_without_preflight
 from lowmem_ft.training.preflight import with_rows_of
-from lowmem_ft.training.run_folder import RunFolder
-from lowmem_ft.training.runtime import RunRuntime
 
 logger = logging.getLogger(__name__)
-
-
-def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None) -> TrainResult:
-    """Estimate what a recipe needs; then train it, from a fresh start or from a checkpoint, and save the model.
-
-    Args:
-        recipe: see :func:`lowmem_ft.load_recipe`; ``budget.preflight=false`` leaves the estimate out.
-        folder: what :meth:`RunFolder.open` made of the recipe; None: opened here.
-        runtime: the device and the processes; None: those of ``accelerate launch``, or one of this machine.
-
-    Returns:
-        Where everything lies and how it ended.
-
-    Raises:
-        UserError: if the recipe, its model, its data or the folder cannot be used, or nothing finite comes out.
-        DoesNotFitError: if memory is estimated not to suffice, before weights are read, or does not.
-        Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
-        KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
-    """
-    preflight = EstimateBeside()
-    try:
-        return train_without_preflight(recipe, folder, runtime, preflight)
-    finally:
-        preflight.close()
 
 
 class EstimateBeside:

@@ -1,0 +1,128 @@
+"""A recipe planned for this machine before it is trained, or as it was planned when its run began."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.this_machine import this_machines_gpu
+from lowmem_ft.errors import DoesNotFitError, UserError
+from lowmem_ft.estimator.child_process import EstimatingProcess
+from lowmem_ft.estimator.target import CPU
+from lowmem_ft.memory.host_limits import tightest_host_limit
+from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
+from lowmem_ft.planner.space import ROWS, with_settings
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.training.replaced_run import RECIPE_FILE
+from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 5
+
+
+def with_plan(recipe: Recipe) -> Recipe:
+    """The recipe with the memory knobs that were chosen for its budget, ``plan.mode`` none.
+
+    A run that goes on keeps the plan that it began with. The search is made in a process of its own, as a virtual GPU
+    would change torch for the run.
+
+    Args:
+        recipe: with ``plan.mode=auto``.
+
+    Raises:
+        UserError: if there are several processes, the run's folder is in the way, or it cannot be planned.
+        DoesNotFitError: if nothing fits; it says what the nearest lacks.
+    """
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by launchers
+    if num_processes > 1:
+        raise UserError(
+            f"plan.mode=auto plans for one process, got {num_processes}. Plan first, with `lowmem-ft plan ... --write "
+            "my.yaml`, and train recipe=my.yaml."
+        )
+    saved = _saved_recipe(recipe)
+    if saved is not None:
+        logger.info("Going on with the memory knobs that the run was planned with.")
+        return _as_planned(recipe, saved)
+    RunFolder.open(recipe)  # what is in the way is told before the search
+    gpu = this_machines_gpu() if torch.cuda.is_available() and not recipe.training.use_cpu else CPU
+    found = _searched(recipe, gpu)
+    if not found.fits:
+        raise DoesNotFitError(_nothing_fits(found))
+    logger.info(
+        "Planned in %.0f s, %s combinations considered: %s. %s",
+        found.seconds,
+        f"{found.searched:,}",
+        " ".join(found.settings) or "the recipe as it is",
+        _needs(found),
+    )
+    return dataclasses.replace(found.recipe, budget=recipe.budget)
+
+
+def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
+    budget = recipe.budget
+    if budget.host is None:
+        budget = dataclasses.replace(budget, host=f"{tightest_host_limit(None).available_bytes}B")
+    last_line = time.monotonic()
+
+    def tell(progress: PlanProgress) -> None:
+        nonlocal last_line
+        if time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
+            found = "nothing fits yet" if progress.best is None else "one fits"
+            logger.info("Planning: %d combinations estimated, %s.", progress.estimated, found)
+
+    logger.info("Choosing the memory knobs for this machine.")
+    with EstimatingProcess() as process:
+        process.ask(plan, recipe, budget, gpu, tells_progress=True)
+        return process.answer(tell)
+
+
+def _saved_recipe(recipe: Recipe) -> Recipe | None:
+    """That of the run that goes on; None if none does."""
+    if recipe.training.resume_from_checkpoint is None:
+        return None
+    checkpoint = RunFolder.checkpoint_of(recipe)
+    file = None if checkpoint is None else checkpoint.parent / RECIPE_FILE
+    return load_recipe(str(file)) if file is not None and Path(file).is_file() else None
+
+
+def _as_planned(recipe: Recipe, saved: Recipe) -> Recipe:
+    """The recipe with what a plan may choose as the saved one has it."""
+    chosen = [key for key in recipe_keys().values() if key.tries or key.path in ROWS]
+    planned = with_settings(recipe, {key.path: key.value_in(saved) for key in chosen})
+    return dataclasses.replace(planned, plan=dataclasses.replace(recipe.plan, mode="none"))
+
+
+def _needs(found: MemoryPlan) -> str:
+    estimate = found.estimate
+    time_of_step = "" if estimate.step is None else f", {estimate.step.seconds:.3g} s a step"
+    return (
+        f"It needs {format_bytes(estimate.process_peak_bytes)} of the device and "
+        f"{format_bytes(estimate.host_peak_bytes)} of the host{time_of_step}."
+    )
+
+
+def _nothing_fits(found: MemoryPlan) -> str:
+    lacks = [
+        f"{format_bytes(size)} of {part}"
+        for part, size in (
+            ("device memory", found.missing_device_bytes),
+            ("host memory", found.missing_host_bytes),
+        )
+        if size
+    ]
+    card = "" if found.smallest_gpu is None else f" The smallest card that would do is {found.smallest_gpu}."
+    return (
+        f"No settings make it fit: the nearest, {' '.join(found.settings) or 'the recipe as it is'}, lack "
+        f"{' and '.join(lacks) or 'memory'}.{card} `lowmem-ft plan` with the same settings says more; plan.allow=[...] "
+        "names what may be given up."
+    )

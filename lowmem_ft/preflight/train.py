@@ -1,0 +1,37 @@
+"""Training behind an estimate, and behind a plan where one is wanted."""
+
+from __future__ import annotations
+
+from lowmem_ft.preflight.estimate_beside import EstimateBeside
+from lowmem_ft.preflight.plan_first import with_plan
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.loop import TrainResult
+from lowmem_ft.training.loop import train as train_without_preflight
+from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.runtime import RunRuntime
+
+
+def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None) -> TrainResult:
+    """Plan if ``plan.mode=auto``, estimate what is needed, then train from a fresh start or a checkpoint, and save.
+
+    Args:
+        recipe: see :func:`lowmem_ft.load_recipe`; ``budget.preflight=false`` leaves the estimate out.
+        folder: what :meth:`RunFolder.open` made of the recipe; None: opened here.
+        runtime: the device and the processes; None: those of ``accelerate launch``, or one of this machine.
+
+    Returns:
+        Where everything lies and how it ended.
+
+    Raises:
+        UserError: if the recipe, its model, its data or the folder cannot be used, or nothing finite comes out.
+        DoesNotFitError: if no plan fits, or memory is estimated not to suffice, before weights are read, or does not.
+        Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
+        KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
+    """
+    if recipe.plan.mode == "auto":
+        recipe, folder = with_plan(recipe), None
+    preflight = EstimateBeside()
+    try:
+        return train_without_preflight(recipe, folder, runtime, preflight)
+    finally:
+        preflight.close()
