@@ -18,6 +18,7 @@ from lowmem_ft.monitoring.births import Birth, BirthTracker
 from lowmem_ft.monitoring.holders import holder_in_garbage, holder_of
 from lowmem_ft.monitoring.leak_report import Growth, Kind, LeakReport
 from lowmem_ft.monitoring.live_tensors import live_tensors, storage_key
+from lowmem_ft.virtual_gpu.garbage import collector_paused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,7 +96,7 @@ class LeakFinder:
         self._tracker.add_what_python_knows()
         self._most_nodes_before = _most_nodes(0)
         with contextlib.ExitStack() as running:
-            running.enter_context(_no_collection_within())
+            running.enter_context(collector_paused())
             if gc.get_freeze_count() == 0:
                 self._is_frozen = True
                 gc.freeze()  # what is there need not be searched at the end of each step
@@ -271,17 +272,6 @@ def find_leaks(step_fn: Callable[[], object], steps: int = 3, *, warmup: int = 1
     return finder.report
 
 
-@contextlib.contextmanager
-def _no_collection_within() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _kind_of(sizes: list[int]) -> Kind | None:
     """What became of a number of bytes; None if it did not grow, or went up and down."""
     changes = [after - before for before, after in itertools.pairwise(sizes)]
@@ -311,9 +301,14 @@ def _shapes(births: dict[int, Birth]) -> tuple[tuple[int, ...], ...]:
 
 def _holder_of_any(births: dict[int, Birth]) -> str:
     """A variable that leads to a tensor of some storages, the oldest first: the newest may be held by right."""
-    tensors = {storage_key(tensor): tensor for tensor in live_tensors() if storage_key(tensor) in births}
-    shown = [tensors[key] for key in births if key in tensors]
-    return holder_of(*shown[:3])
+    tensors: dict[int, list[Tensor]] = {}
+    for tensor in live_tensors():
+        if storage_key(tensor) in births:
+            tensors.setdefault(storage_key(tensor), []).append(
+                tensor
+            )  # some of them held by nothing in Python
+    oldest = [key for key in births if key in tensors][:3]
+    return holder_of(*(tensor for key in oldest for tensor in tensors[key]))
 
 
 def _most_nodes(so_far: int) -> int:
