@@ -87,10 +87,13 @@ def _words(progress: PlanProgress) -> str:
 
 def _report(plan: MemoryPlan, recipe: Recipe, command: Sequence[str], options: argparse.Namespace) -> int:
     from lowmem_ft.recipe import recipe_to_yaml
-    from lowmem_ft.reports.plan_table import plan_table
+    from lowmem_ft.reports.plan_table import plan_table, train_command
 
     console = report_console(options)
-    console.print(plan_table(plan, recipe, command))
+    console.print(plan_table(plan, recipe))
+    if plan.fits:
+        console.print("\nTrain it:")
+        console.print(train_command(plan, command), markup=False, soft_wrap=True)
     if options.write is not None and plan.fits:
         with writing("write", options.write) as path:
             path.write_text(

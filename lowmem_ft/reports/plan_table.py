@@ -18,6 +18,8 @@ from lowmem_ft.units import format_bytes
 
 MOST_REJECTED = 4
 
+COMMAND_WIDTH = 80
+
 BINDING_WORDS = {
     "device": "device memory",
     "host": "host memory",
@@ -25,13 +27,12 @@ BINDING_WORDS = {
 }
 
 
-def plan_table(plan: MemoryPlan, recipe: Recipe, command: Sequence[str]) -> RenderableType:
+def plan_table(plan: MemoryPlan, recipe: Recipe) -> RenderableType:
     """A plan, for a rich console of any width.
 
     Args:
         plan: what to show.
         recipe: what it was made for.
-        command: the recipe and settings as they were typed, without those of the plan.
 
     Returns:
         Something that ``rich.print`` prints.
@@ -44,10 +45,25 @@ def plan_table(plan: MemoryPlan, recipe: Recipe, command: Sequence[str]) -> Rend
         parts += _section("Others that fit", _alternatives(plan))
     parts += _section("Nearest that do not fit", _rejected(plan))
     parts += ["", Text(_search_words(plan))]
-    if plan.fits:
-        train = " ".join(["lowmem-ft train", *command, *plan.settings])
-        parts += ["", Text.assemble("Train it: ", (train, "bold"))]
     return Group(*parts)
+
+
+def train_command(plan: MemoryPlan, command: Sequence[str]) -> str:
+    """What trains a plan, in lines that a shell takes together; no setting is cut, however long.
+
+    Args:
+        plan: what to train.
+        command: the recipe and settings as they were typed, without those of the plan.
+
+    Returns:
+        The command, to be printed without wrapping.
+    """
+    lines = ["  lowmem-ft train"]
+    for word in (*command, *plan.settings):
+        if len(lines[-1]) + len(word) + len("  \\") > COMMAND_WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)
 
 
 def _headline(plan: MemoryPlan) -> Text:

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+from transformers import LlamaConfig
+
+from lowmem_ft.cli import main
+from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
+from lowmem_ft.planner import planning
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.units import GIB, parse_bytes
+
+KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(vocab_size=256, max_position_embeddings=4096, **sizes).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Rows take 2 GiB each, half of that with checkpointing, which takes a third more time."""
+
+    def estimate_memory(recipe, gpu, *, budget) -> MemoryEstimate:
+        rows, is_again = recipe.training.per_device_train_batch_size, recipe.checkpointing.mode != "none"
+        peak = round((1 + rows * (1 if is_again else 2)) * GIB)
+        limit = gpu.memory_bytes if budget.device is None else parse_bytes(budget.device)
+        host = None if budget.host is None else parse_bytes(budget.host)
+        return MemoryEstimate(
+            model=ModelSize(name="tiny", parameters=10_000, trainable_parameters=10_000),
+            gpu=DeviceLimit(name=gpu.name, memory_bytes=gpu.memory_bytes),
+            allocated_peak_bytes=peak,
+            reserved_peak_bytes=peak,
+            process_peak_bytes=peak,
+            host_peak_bytes=3 * GIB,
+            host_pinned_bytes=0,
+            by_category_at_peak={"activation": peak},
+            by_phase={"backward": peak},
+            peak_phase="backward",
+            peak_module="",
+            step=StepTime(
+                seconds=(9 - rows / 4) * (1.3 if is_again else 1), tokens=32768, bound_by="compute"
+            ),
+            budget=BudgetVerdict(device_bytes=limit, host_bytes=host),
+            fits=peak <= limit,
+        )
+
+    monkeypatch.setattr(planning, "estimate_memory", estimate_memory)
+
+
+def test_a_plan_says_what_to_set_and_why(folder, capsys):
+    assert main(["plan", f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]) == 0
+    printed = capsys.readouterr().out
+    assert "tiny fits in 10.0 GiB of l4" in printed
+    assert "training.per_device_train_batch_size=4" in printed
+    assert "what keeps it from being" in printed
+    assert "device memory" in printed
+    assert "Why not with less effort" in printed
+    assert "too much for the device" in printed
+    assert "What more memory would buy" in printed
+    assert "combinations considered" in printed
+    assert "None is left that could be better." in " ".join(printed.split())
+    assert "lowmem-ft train" in printed
+    assert "training.gradient_accumulation_steps=16" in printed  # of a model alone
+    report, _, command = printed.partition("Train it:")
+    assert max(map(len, report.splitlines())) <= 80
+    assert all(line.endswith(" \\") for line in command.strip().splitlines()[:-1])
+
+
+def test_the_command_it_prints_trains_the_plan(folder, capsys):
+    arguments = [f"model={folder}", "model.weights=random", KEEP, "budget=10GiB"]
+    main(["plan", *arguments, "--gpu", "l4", "--json", "-"])
+    written = capsys.readouterr()
+    values = json.loads(written.out)
+    command = written.err.partition("lowmem-ft train ")[2]
+    recipe = load_recipe(None, shlex.split(command.replace("\\\n", "")))
+    rows = values["chosen"]["overrides"]["training.per_device_train_batch_size"]
+    assert recipe.training.per_device_train_batch_size == rows == 4
+    assert recipe.training.gradient_accumulation_steps == 4
+
+
+def test_a_written_plan_is_a_recipe(folder, tmp_path, capsys):
+    file = tmp_path / "my.yaml"
+    arguments = [f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]
+    assert main(["plan", *arguments, "--write", str(file)]) == 0
+    assert f"train recipe={file}" in " ".join(capsys.readouterr().out.replace("\n", "").split())
+    recipe = load_recipe(file)
+    assert recipe.training.per_device_train_batch_size == 4
+    assert recipe.plan.mode == "none"
+    assert recipe.budget.device == "10GiB"
+
+
+def test_where_nothing_fits_the_exit_code_says_so_and_nothing_is_written(folder, tmp_path, capsys):
+    file = tmp_path / "my.yaml"
+    arguments = [f"model={folder}", "model.weights=random", KEEP, "budget=1GiB", "--gpu", "l4"]
+    assert main(["plan", *arguments, "--write", str(file)]) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "tiny does not fit in 1.00 GiB of l4" in printed
+    assert "1.13 GiB of device memory" in printed  # (1 + 1 GiB) / 0.94 less 1 GiB
+    assert "The smallest card of the catalogue that would do: " in printed
+    assert "plan.keep holds" in printed
+    assert "is not written" in printed
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["model=X", "--gpu", "all"], "A plan is for one GPU, got --gpu all"),
+        (["model=X", "--gpu", "rtx4090"], "Did you mean `rtx-4090`"),
+        (["model=X", "--write", "plan.txt"], "--write names a recipe's file, which ends in .yaml"),
+        (["model=X", "--write", "nowhere/plan.yaml"], "--write writes into a folder that exists"),
+        ([], "A plan needs one recipe=NAME|PATH, or model=NAME, got nothing"),
+        (["model=X", "budget=24"], "A size is a positive number and a unit"),
+        (["model=X", "budget=-1GiB"], "A size is a positive number and a unit"),
+        (["model=X", "plan.keep=[optimizer.stat]"], "plan.keep: optimizer.stat is not a recipe key"),
+        (["model=X", "plan.allow=[lorra]"], "plan.allow must be a list"),
+        (["model=X", "plan=on"], "plan.mode must be one of none, auto"),
+    ],
+)
+def test_wrong_input_is_told(arguments, says, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_host_budget_below_the_process(folder, capsys):
+    arguments = [f"model={folder}", "model.weights=random", "budget=10GiB", "budget.host=1GiB", "--gpu", "l4"]
+    assert main(["plan", *arguments]) == 2
+    assert "budget.host=1GiB is less than the process itself takes, 2.44 GiB" in capsys.readouterr().err
+
+
+def test_ctrl_c_shows_the_best_so_far(folder, capsys, monkeypatch):
+    estimate, made = planning.estimate_memory, []
+
+    def until_ctrl_c(recipe, gpu, *, budget):
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        made.append(recipe)
+        return estimate(recipe, gpu, budget=budget)
+
+    monkeypatch.setattr(planning, "estimate_memory", until_ctrl_c)
+    assert main(["plan", f"model={folder}", "model.weights=random", KEEP, "budget=9GiB", "--gpu", "l4"]) == 0
+    assert "You ended the search." in " ".join(capsys.readouterr().out.split())

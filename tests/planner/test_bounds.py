@@ -1,0 +1,92 @@
+"""A bound is below what the estimator finds, whatever the other settings are."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.runtime import model_on_meta
+from lowmem_ft.models import load_model_config
+from lowmem_ft.planner import bounds
+from lowmem_ft.planner.space import space_of, with_settings
+
+GPU = "l4"
+
+LADDER = {
+    "plain": {},
+    "several float32 micro-batches": {"training.gradient_accumulation_steps": 4},
+    "bfloat16 with sums": {
+        "model.dtype": "bfloat16",
+        "optimizer.master": "split16",
+        "optimizer.state": "8bit",
+        "training.gradient_accumulation_steps": 4,
+    },
+    "recomputed": {"checkpointing.mode": "full", "training.mixed_precision": "bf16"},
+    "in backward": {
+        "model.dtype": "bfloat16",
+        "optimizer.master": "split24",
+        "optimizer.in_backward": True,
+        "accumulation.order": "vertical",
+        "checkpointing.mode": "full",
+        "training.gradient_accumulation_steps": 4,
+    },
+    "streamed": {
+        "model.dtype": "bfloat16",
+        "optimizer.state": "bf16",
+        "optimizer.in_backward": True,
+        "accumulation.order": "vertical",
+        "checkpointing.mode": "selective",
+        "offload.optimizer": "host",
+        "offload.parameters": "stream",
+    },
+    "adapters": {"adapter.name": "lora", "model.dtype": "bfloat16"},
+    "adapters beside 4 bits": {
+        "adapter.name": "lora",
+        "model.dtype": "bfloat16",
+        "model.quantization": "nf4",
+    },
+}
+
+
+def assert_bounded(recipe, shape) -> None:
+    gpu, estimate = find_gpu(GPU), estimate_memory(recipe, GPU)
+    assert estimate.step is not None
+    for name, bound, found in (
+        ("device", bounds.device_bytes(recipe, shape, gpu), estimate.process_peak_bytes),
+        ("host", bounds.host_bytes(recipe, shape), estimate.host_peak_bytes),
+        ("seconds", bounds.seconds(recipe, shape, gpu), estimate.step.seconds),
+    ):
+        assert 0 < bound <= found, (name, bound, found, recipe)
+
+
+@pytest.fixture(scope="module")
+def shape(folder):
+    from lowmem_ft.recipe import load_recipe
+
+    config = load_recipe(None, [f"model={folder}", "model.weights=random"]).model
+    hf_config = load_model_config(config)
+    return bounds.shape_of(model_on_meta(config, hf_config), 1024, hf_config.dtype)
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_of_a_rung(make_recipe, shape, name):
+    recipe = make_recipe("training.gradient_accumulation_steps=1", "loss.chunk_tokens=256")
+    assert_bounded(with_settings(recipe, LADDER[name]), shape)
+
+
+@pytest.mark.slow
+def test_of_combinations_at_random(make_recipe, shape):
+    space = space_of(make_recipe(), num_layers=2, has_bfloat16=True)
+    for combination in random.Random(0).sample(space.combinations, 30):
+        assert_bounded(space.recipe_of(combination), shape)
+
+
+def test_a_rung_that_bounds_nothing_is_seen(make_recipe, shape):
+    """The bound of what lies still is most of what a plain run takes: it is no bound of half the model."""
+    recipe = make_recipe("loss.chunk_tokens=256")
+    device = bounds.device_bytes(recipe, shape, find_gpu(GPU))
+    context = find_gpu(GPU).context_bytes
+    assert device - context == shape.parameters * (4 + 8 + 4)
