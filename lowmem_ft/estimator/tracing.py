@@ -24,7 +24,7 @@ from lowmem_ft.estimator.layers import ShallowModel, shallow_model, with_num_lay
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.trace_key import trace_key
 from lowmem_ft.estimator.traced_recipe import ShortTrace, TracedRecipe
-from lowmem_ft.estimator.worst_batch import row_length, worst_batch
+from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.technique import Techniques
@@ -79,6 +79,7 @@ def trace_recipe(
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
     hf_config = load_model_config(recipe.model, architecture_only=True)
+    refuse_too_many_tokens(recipe, hf_config)
     with deterministic_kernels(recipe.training.full_determinism):
         key = trace_key(recipe, hf_config, machine) if kept is not None and extend else None
         if kept is None or key is None:

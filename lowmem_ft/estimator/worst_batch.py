@@ -18,6 +18,9 @@ from lowmem_ft.recipe import Recipe
 DOCUMENTS_PER_PACKED_ROW = 4
 """How many documents share a packed row does not change its memory, as long as there are several."""
 
+MOST_TOKENS, MOST_MICRO_BATCHES = 2**21, 2**12
+"""Of a micro-batch, and of a step: batches are really made, and chunks of the loss counted one by one."""
+
 
 def worst_batch(
     recipe: Recipe, hf_config: PretrainedConfig, num_rows: int, *, attn_implementation: str
@@ -41,11 +44,28 @@ def worst_batch(
         pad_token_id=0, max_length=length, packed=packed, in_one_row="flash" in attn_implementation
     )
     num_documents = min(DOCUMENTS_PER_PACKED_ROW, length) if packed else 1
-    rows = [
-        [_example(index, len(part)) for part in np.array_split(np.arange(length), num_documents)]
-        for index in range(num_rows)
-    ]
-    return collate(rows)
+    row = [_example(len(part)) for part in np.array_split(np.arange(length), num_documents)]
+    return collate([row] * num_rows)
+
+
+def refuse_too_many_tokens(recipe: Recipe, hf_config: PretrainedConfig) -> None:
+    """Refuse what would be traced for minutes, and is a slip of the keyboard: no GPU holds it.
+
+    Raises:
+        DataError: if a micro-batch or a step is too large, or rows have no length.
+    """
+    training, length = recipe.training, row_length(recipe, hf_config)
+    most_rows = max(1, MOST_TOKENS // length)
+    for key, value, most in (
+        ("per_device_train_batch_size", training.per_device_train_batch_size, most_rows),
+        ("per_device_eval_batch_size", training.per_device_eval_batch_size, most_rows),
+        ("gradient_accumulation_steps", training.gradient_accumulation_steps, MOST_MICRO_BATCHES),
+    ):
+        if value is not None and value > most:
+            raise DataError(
+                f"An estimate takes steps of up to {MOST_MICRO_BATCHES:,} micro-batches of {MOST_TOKENS:,} tokens, got "
+                f"training.{key}={value} with rows of {length} tokens. Set training.{key}={most} or less."
+            )
 
 
 def row_length(recipe: Recipe, hf_config: PretrainedConfig) -> int:
@@ -68,9 +88,7 @@ def row_length(recipe: Recipe, hf_config: PretrainedConfig) -> int:
     return limit if length is None else length  # type: ignore[return-value]
 
 
-def _example(sample_id: int, length: int) -> TokenizedExample:
+def _example(length: int) -> TokenizedExample:
     labels_T = np.ones(length, dtype=np.int64)
     labels_T[0] = IGNORED_LABEL
-    return TokenizedExample(
-        sample_id=sample_id, input_ids_T=np.ones(length, dtype=np.int64), labels_T=labels_T
-    )
+    return TokenizedExample(sample_id=0, input_ids_T=np.ones(length, dtype=np.int64), labels_T=labels_T)
