@@ -236,6 +236,7 @@ TORCH = (
         "the same",
     ),
     *_each("called", "torch.cuda.jiterator", "_create_jit_fn _create_multi_output_jit_fn", "refused by name"),
+    _replaced("torch.cuda", "_sleep", "cycles", "a kernel that waits"),
     *_each("module", "torch.cuda", "_memory_viz", "its viewer reads what a trace's snapshot writes"),
 )
 

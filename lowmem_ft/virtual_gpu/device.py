@@ -24,6 +24,9 @@ from lowmem_ft.virtual_gpu.streams import (
     set_stream,
 )
 
+RNG_STATE_BYTES = 16
+"""Of a CUDA generator: its seed and its offset (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)."""
+
 
 def device_index(device: Any, *, optional: bool = True) -> int:
     """The index of a device, by the very rules of ``torch.cuda``.
@@ -153,7 +156,7 @@ class VirtualBackend:
 
     # torch.random.fork_rng asks for these in whatever runs in this process from now on.
     def get_rng_state(self, device: Any = None) -> torch.Tensor:  # noqa: D102
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8, device="cpu")
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:  # noqa: D102
         pass

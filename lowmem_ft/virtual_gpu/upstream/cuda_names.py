@@ -70,6 +70,7 @@ def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
         replace(undo, Tensor, "to", _moved(Tensor.to))
         replace(undo, Tensor, "cuda", _to_virtual_device)
         replace(undo, Tensor, "record_stream", _nothing)
+        replace(undo, torch.cuda, "_sleep", _sleep)
         undo.enter_context(_another_process_to_accelerate())
         _forget_answers()
         yield
@@ -157,6 +158,10 @@ def _to_virtual_device(self: Tensor, device: Any = None, non_blocking: bool = Fa
 
 def _nothing(self: Tensor, stream: Any) -> None:
     """``Tensor.record_stream``, which takes torch's own streams only: reuse of memory across streams is not delayed."""
+
+
+def _sleep(cycles: int) -> None:
+    """``torch.cuda._sleep``: a kernel that takes no memory; that it holds up its stream is not modelled."""
 
 
 @contextlib.contextmanager

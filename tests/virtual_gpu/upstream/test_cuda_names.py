@@ -209,6 +209,23 @@ def test_flex_attention_says_what_to_take(gpu):
         flex_attention.flex_attention(query_BNTD, query_BNTD, query_BNTD)
 
 
+def test_a_block_mask_is_made_and_printed(gpu):
+    mask = flex_attention.create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 256, 256, device=gpu.device)
+    assert "shape=(1, 1, 256, 256)" in str(mask)
+
+
+def test_a_kernel_that_waits_takes_no_memory(gpu):
+    before = torch.cuda.memory_allocated()
+    torch.cuda._sleep(1000)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_the_state_of_the_generator_has_the_size_that_cudas_has(gpu):
+    state = torch.cuda.get_rng_state()
+    assert (state.shape, state.dtype, state.device.type) == ((16,), torch.uint8, "cpu")
+    torch.cuda.set_rng_state(state)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "vgpu", torch.device("cuda", 0)], ids=str)
 def test_a_generator_of_cuda(device, gpu):
     generator = torch.Generator(device=device).manual_seed(3)
