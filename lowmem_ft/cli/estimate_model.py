@@ -49,6 +49,7 @@ def estimate_model(
     from lowmem_ft.estimator import estimate_methods
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
+    from lowmem_ft.reports.wording import short_name
 
     model = recipe.model.name_or_path or ""
     if options.plot is not None or options.snapshot is not None:
@@ -57,14 +58,15 @@ def estimate_model(
             f"Name one of them, such as recipe=7b-lora model={model}."
         )
     is_all = options.gpu == ALL_GPUS
-    with progress_line(f"{model}: reading its architecture") as say:
+    short = short_name(model)
+    with progress_line(f"{short}: reading its architecture") as say:
         results = estimate_methods(
             model,
             gpus,
             settings=[setting for setting in settings if not names_model_alone([setting], just_name=True)],
             float32_streaming=not is_all,
             kept=KeptTraces.of_user(),
-            on_start=lambda doing: say(f"{doing}: running one step on a virtual GPU"),
+            on_start=lambda doing: say(f"{short}: {doing}: running one step on a virtual GPU"),
         )
     problems = {problem: None for result in results for problem in result.problems}
     if not any(result.estimate for result in results):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+_SPINNER_CELLS = 3
+"""The spinner, a space, and the last column, which some terminals wrap at."""
+
 
 @contextlib.contextmanager
 def progress_line(doing: str) -> Iterator[Callable[[str], None]]:
@@ -17,10 +20,18 @@ def progress_line(doing: str) -> Iterator[Callable[[str], None]]:
         A function that changes what it says.
     """
     import rich
+    from rich.text import Text
 
     console = rich.get_console()  # that of the log, so that neither cuts through the other
     if not console.is_terminal:
         yield lambda text: None
         return
-    with console.status(f"{doing} ...") as status:
-        yield lambda text: status.update(f"{text} ...")
+
+    def line(text: str) -> Text:
+        """One line: a second one would stay where it is when the next is drawn."""
+        whole = Text(f"{text} ...")
+        whole.truncate(console.width - _SPINNER_CELLS, overflow="ellipsis")
+        return whole
+
+    with console.status(line(doing)) as status:
+        yield lambda text: status.update(line(text))

@@ -131,7 +131,7 @@ def estimate_methods(
                 refused = CannotRun(gpu=alike[0], problems=(NOT_STREAMED_IN_FLOAT32,))
                 answers: list[MemoryEstimate | CannotRun] = [refused] * len(alike)
             else:
-                on_start(f"{model}: {method.title} on GPUs {route}")
+                on_start(f"{method.title} on GPUs {route}")
                 command, answers = _answers(method, command, limit, alike, kept)
             for gpu, answer in zip(alike, answers, strict=True):
                 result = _method_estimate(method, gpu, command, answer)

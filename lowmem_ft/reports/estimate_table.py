@@ -19,7 +19,9 @@ from lowmem_ft.reports.wording import (
     CATEGORY_WORDS,
     HOST_PART_WORDS,
     PHASE_WORDS,
+    budget_below_device,
     module_words,
+    short_name,
     shortfall,
     tightness,
     verdict,
@@ -102,7 +104,7 @@ def _headline(estimate: MemoryEstimate) -> Text:
     colour = "yellow" if estimate.tight else "green" if estimate.fits else "red"
     warning = tightness(estimate)
     return Text.assemble(
-        (model.name, "bold"),
+        (short_name(model.name), "bold"),
         " ",
         (verdict(estimate), f"bold {colour}"),
         (f"\n{warning}" if warning else "", colour),
@@ -111,9 +113,9 @@ def _headline(estimate: MemoryEstimate) -> Text:
 
 
 def _memory_bars(estimate: MemoryEstimate) -> RenderableType:
-    """A bar for each use of the device's memory; the whole width is all of it, or all that is needed."""
-    memory, process = estimate.gpu.memory_bytes, estimate.process_peak_bytes
-    whole, width = memory or process, max(memory, process + estimate.gpu.held_by_others_bytes, 1)
+    """A bar for each use of what may be used; the whole width is all of it, or all that is needed."""
+    (memory, others), process = _whole(estimate), estimate.process_peak_bytes
+    whole, width = memory or process, max(memory, process + others, 1)
     table = Table(box=None, padding=(0, 1, 0, 0), show_header=False, expand=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
@@ -126,8 +128,18 @@ def _memory_bars(estimate: MemoryEstimate) -> RenderableType:
         f"reserved {format_bytes(estimate.reserved_peak_bytes)}, "
         f"process {format_bytes(estimate.process_peak_bytes)}{_range(estimate)}"
     )
-    title = f"Memory of {estimate.gpu.name} at the peak" + (f", of {format_bytes(memory)}" if memory else "")
+    title = f"Memory of {estimate.gpu.name} at the peak"
+    if memory:
+        title += f", of {format_bytes(memory)}"
+    if budget_below_device(estimate) is not None:
+        title += " that the budget allows"
     return Group(Text(title, "bold"), _indented(Group(table, Text(peaks))))
+
+
+def _whole(estimate: MemoryEstimate) -> tuple[int, int]:
+    """What there is, and what of it others hold: the device's memory, or of a budget below it all."""
+    budget = budget_below_device(estimate)
+    return (estimate.gpu.memory_bytes, estimate.gpu.held_by_others_bytes) if budget is None else (budget, 0)
 
 
 def _range(estimate: MemoryEstimate) -> str:
@@ -155,10 +167,11 @@ def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
             outside,
             "blue",
         )
-    if others := estimate.gpu.held_by_others_bytes:
+    memory, others = _whole(estimate)
+    if others:
         yield "held by others", others, "magenta"
-    if estimate.gpu.memory_bytes:
-        free = estimate.gpu.memory_bytes - others - estimate.process_peak_bytes
+    if memory:
+        free = memory - others - estimate.process_peak_bytes
         yield ("free", free, "dim") if free >= 0 else ("missing", -free, "red")
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
-from lowmem_ft.reports.wording import shortfall
+from lowmem_ft.reports.wording import short_name, shortfall
 from lowmem_ft.units import GIB, format_bytes
 
 LEGEND = (
@@ -46,7 +46,7 @@ def gpu_table(
     title = f" fits on {num_fitting} of {len(estimates) + len(cannot_run)} GPUs"
     title += f", on {num_tight} of them tightly" if num_tight else ""
     return Group(
-        Text.assemble((model.name, "bold"), title, f"\n{model.parameters:,} parameters"),
+        Text.assemble((short_name(model.name), "bold"), title, f"\n{model.parameters:,} parameters"),
         *_in_common(estimates),
         "",
         table,

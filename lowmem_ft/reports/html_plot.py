@@ -19,7 +19,7 @@ from lowmem_ft.reports.plot_frame import (
     peak_words,
     shown_categories,
 )
-from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, verdict
+from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, short_name, verdict
 from lowmem_ft.units import format_bytes
 
 WIDTH, HEIGHT = 1000, 420
@@ -42,7 +42,7 @@ def html_plot(estimate: MemoryEstimate, samples: Sequence[MemorySample]) -> str:
     drawing = _Drawing(frame)
     page = Template(files("lowmem_ft.reports").joinpath("memory_plot.html").read_text(encoding="utf-8"))
     return page.substitute(
-        title=escape(f"{estimate.model.name} {verdict(estimate)}"),
+        title=escape(f"{short_name(estimate.model.name)} {verdict(estimate)}"),
         summary=escape(_summary(estimate, frame)),
         alternative=escape(
             f"Stacked memory over the run; {peak_words(estimate)}. The table below says the same."

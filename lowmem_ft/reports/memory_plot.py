@@ -22,7 +22,7 @@ from lowmem_ft.reports.plot_frame import (
     peak_words,
     shown_categories,
 )
-from lowmem_ft.reports.wording import CATEGORY_WORDS, verdict
+from lowmem_ft.reports.wording import CATEGORY_WORDS, short_name, verdict
 from lowmem_ft.units import format_bytes
 
 
@@ -91,7 +91,7 @@ def _write_png(path: Path, estimate: MemoryEstimate, samples: list[MemorySample]
         axes.axhline(estimate.gpu.memory_bytes, color="black", linewidth=1, linestyle="--")
         axes.text(frame.start, estimate.gpu.memory_bytes, f" {frame.limit_words}", va="bottom")
     axes.set(
-        title=f"{estimate.model.name}\n{verdict(estimate)}",
+        title=f"{short_name(estimate.model.name)}\n{verdict(estimate)}",
         xlabel="allocations and frees, in order",
         xlim=(frame.start, frame.end),
         ylim=(0, frame.top_bytes),

@@ -12,7 +12,7 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.estimator.methods import Method, MethodEstimate
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
 from lowmem_ft.reports.gpu_table import format_gib, hourly_order
-from lowmem_ft.reports.wording import shortfall
+from lowmem_ft.reports.wording import short_name, shortfall
 from lowmem_ft.units import format_bytes
 
 _HOURLY = "$/hour: the lowest on-demand price known; `lowmem-ft gpus` says whose, and of what date."
@@ -99,7 +99,7 @@ def _by_method(results: Sequence[MethodEstimate]) -> dict[Method, dict[str, Meth
 
 def _title(results: Sequence[MethodEstimate], where: str = "") -> Iterator[RenderableType]:
     model = next(result.estimate.model for result in results if result.estimate is not None)
-    yield Text.assemble((model.name, "bold"), f"{where}: full fine-tuning, LoRA, QLoRA")
+    yield Text.assemble((short_name(model.name), "bold"), f"{where}: full fine-tuning, LoRA, QLoRA")
     yield Text(f"{model.parameters:,} parameters; rows of 2048 tokens, or as many as the model takes\n")
 
 

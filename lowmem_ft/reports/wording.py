@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.estimate import MemoryEstimate
@@ -31,6 +32,12 @@ PHASE_WORDS: dict[Phase, str] = {
 }
 
 
+def short_name(model: str) -> str:
+    """A model's name for one line: of a local path, its last two parts."""
+    path = Path(model)
+    return model if len(path.parts) <= 2 else str(Path(*path.parts[-2:]))
+
+
 def module_words(module: str) -> str:
     """A module's qualified name for people: ``model.layers.3.mlp.down_proj`` is ``mlp.down_proj of layer 3``."""
     numbered = re.search(r"(?:^|\.)(\d+)(?:\.(.+))?$", module)
@@ -56,9 +63,9 @@ def verdict(estimate: MemoryEstimate) -> str:
 
     Such as ``fits on l4 with 3.10 GiB to spare, and needs 4.60 GiB of host memory``.
     """
-    headroom, limit = estimate.headroom_bytes, estimate.budget.device_bytes
+    headroom, limit = estimate.headroom_bytes, budget_below_device(estimate)
     where = f"on {estimate.gpu.name}"
-    if limit is not None and limit < estimate.gpu.memory_bytes - estimate.gpu.held_by_others_bytes:
+    if limit is not None:
         where = f"in {format_bytes(limit)} of {estimate.gpu.name}"
     if not estimate.fits:
         return f"does not fit {where}: {shortfall(estimate)}{_beside_others(estimate)}"
@@ -66,6 +73,13 @@ def verdict(estimate: MemoryEstimate) -> str:
     if headroom is not None:
         how += f" with {format_bytes(headroom)} to spare{_beside_others(estimate)}"
     return how if estimate.is_of_cpu else f"{how}, and needs {host_need(estimate)}"
+
+
+def budget_below_device(estimate: MemoryEstimate) -> int | None:
+    """The budget that decides, in bytes; None where the device's own memory does."""
+    limit = estimate.budget.device_bytes
+    free = estimate.gpu.memory_bytes - estimate.gpu.held_by_others_bytes
+    return limit if limit is not None and limit < free else None
 
 
 def host_need(estimate: MemoryEstimate) -> str:

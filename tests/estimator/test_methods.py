@@ -109,7 +109,7 @@ def test_rows_are_no_longer_than_the_model_takes(results):
 
 def test_two_kinds_of_gpu_are_traced_once_a_method(said, results):
     assert len(said) == 6
-    assert said[0].endswith("full on GPUs with bfloat16")
+    assert said[0] == "full on GPUs with bfloat16"
 
 
 def test_gpus_that_share_a_trace_take_what_their_own_says(results):

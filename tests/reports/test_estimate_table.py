@@ -112,6 +112,26 @@ def test_what_others_hold_has_a_bar(estimate, as_text):
     assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
 
 
+def test_where_a_budget_below_the_gpu_decides_the_bars_are_of_the_budget(estimate, as_text):
+    gpu = dataclasses.replace(estimate.gpu, held_by_others_bytes=128 * MIB)
+    limit = estimate.gpu.memory_bytes - 256 * MIB
+    budget = BudgetVerdict(device_bytes=limit, host_bytes=None)
+    text = as_text(estimate_table(dataclasses.replace(estimate, gpu=gpu, budget=budget)))
+    assert "at the peak, of 1.75 GiB that the budget allows" in text
+    assert "held by others" not in bar_lengths(text)
+    shares = [float(share) for share in re.findall(r"([\d.]+)% *$", text, re.M)]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+    free = re.search(r"free .*?([\d.]+) MiB +([\d.]+)% *$", text, re.M)
+    assert float(free[1]) == pytest.approx((limit - estimate.process_peak_bytes) / MIB, abs=1)
+
+
+def test_of_a_local_path_the_last_two_parts_are_the_name(estimate, as_text):
+    path = "/home/somebody/with/a/long/path/to/their/models/on/another/disk/Qwen2.5-7B/checkpoint-500"
+    model = dataclasses.replace(estimate.model, name=path)
+    text = as_text(estimate_table(dataclasses.replace(estimate, model=model)))
+    assert text.startswith("Qwen2.5-7B/checkpoint-500 fits on small-gpu")
+
+
 def test_a_tight_verdict_warns_below_its_first_line(estimate, as_text):
     limit = round(estimate.process_peak_bytes / 0.97)
     tight = dataclasses.replace(estimate, budget=BudgetVerdict(device_bytes=limit, host_bytes=None))
