@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from lowmem_ft.lazy_exports import lazy_exports
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from lowmem_ft.preflight import train
     from lowmem_ft.recipe import Recipe, load_recipe
     from lowmem_ft.virtual_gpu import VirtualGPU
+
+# transformers imports bitsandbytes, which advertises a kernel for 4-bit inference on CPUs each time; in each 8-bit
+# product of each step it says that the input is rounded to float16 first. No user can act on either.
+for _chatty in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
+    logging.getLogger(_chatty).setLevel(logging.ERROR)
 
 __version__ = "0.1.0"
 

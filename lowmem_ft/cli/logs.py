@@ -27,10 +27,6 @@ def set_up_logging() -> None:
     speaks = is_main_process()
     logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, handlers=[handler], force=True)
     logging.getLogger("lowmem_ft").setLevel(logging.INFO if speaks else logging.ERROR)
-    # On each import bitsandbytes advertises a kernel for 4-bit inference on CPUs; in each 8-bit product of each step it
-    # says that the input is rounded to float16 first.
-    for chatty in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
 
 
 def take_over_library_logs() -> None:

@@ -16,6 +16,7 @@ from lowmem_ft.recipe.paths import check_merge
 from lowmem_ft.techniques.adapters.lora import merge_adapter
 from lowmem_ft.training.atomic_io import whole_folder
 from lowmem_ft.training.checkpoint import explaining_write_errors
+from lowmem_ft.training.model_card import merged_model_card
 from lowmem_ft.training.replaced_run import RECIPE_FILE
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def merge_into_base(
     num_layers = merge_adapter(model, adapter, merged_dtype, track)
     with explaining_write_errors(target), whole_folder(target) as partial:
         save_model(model, tokenizer, partial)
+        card = merged_model_card(target.name, adapter, config.name_or_path or "")
+        (partial / "README.md").write_text(card, "utf-8")
     logger.info(
         "%d layers merged in float32 and rounded to %s; the model is in %s.",
         num_layers,

@@ -6,6 +6,7 @@ It goes where others read it, so it names nothing of this machine: a path on it 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from lowmem_ft.data.files import is_hub_name
@@ -126,15 +127,55 @@ def _measured(row: Row) -> str:
     return f"{row.text(row.measured)} (estimated before: {row.text(row.estimated)}, {row.error:+.1%})"
 
 
+def merged_model_card(name: str, adapter: Path, base: str) -> str:
+    """The card of a model that an adapter was added to: its base, and the adapter's own card.
+
+    Args:
+        name: of the model.
+        adapter: its folder, perhaps with a card.
+        base: hub id or folder that the weights came from.
+
+    Returns:
+        Markdown with YAML front matter.
+    """
+    of_adapter = adapter / "README.md"
+    told, base_id = _metadata(of_adapter), _hub_id(base)
+    metadata: Any = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=base_id or told.get("base_model"),
+        base_model_relation="finetune" if base_id or told.get("base_model") else None,
+        datasets=told.get("datasets"),
+        tags=["lowmem_ft"],
+        **(_licence_in(told) or _licence_in(_metadata(Path(base).expanduser() / "README.md"))),
+    )
+    text = f"""---
+{metadata.to_yaml()}
+---
+
+# {name}
+
+{_named(base_id, "A local model")} with LoRA adapters added to its
+weights by lowmem_ft, torch {torch.__version__} and transformers {transformers.__version__}.
+"""
+    if not told:
+        return text
+    return f"{text}\n## The adapters\n\n{_body(of_adapter)}\n"
+
+
 def _named(hub_id: str | None, otherwise: str) -> str:
     return otherwise if hub_id is None else f"`{hub_id}`"
 
 
 def _hub_model(recipe: Recipe) -> str | None:
     """The base's hub id; None for a local one, and where weights were made at random."""
-    name = hub_id_of(recipe.model.name_or_path or "")
+    return None if recipe.model.weights == "random" else _hub_id(recipe.model.name_or_path or "")
+
+
+def _hub_id(name_or_path: str) -> str | None:
+    name = hub_id_of(name_or_path)
     is_local = looks_like_a_path(name) or Path(name).expanduser().exists() or name.endswith(".gguf")
-    return None if is_local or recipe.model.weights == "random" else name
+    return None if is_local else name
 
 
 def _hub_dataset(recipe: Recipe) -> str | None:
@@ -144,14 +185,26 @@ def _hub_dataset(recipe: Recipe) -> str | None:
 
 def _licence(recipe: Recipe) -> dict[str, Any]:
     """The base's, where its folder has a card that says it: what is made from a model stays under its terms."""
-    card = Path(recipe.model.name_or_path or "").expanduser() / "README.md"
-    if not card.is_file():
-        return {}
+    return _licence_in(_metadata(Path(recipe.model.name_or_path or "").expanduser() / "README.md"))
+
+
+def _licence_in(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: metadata[key] for key in ("license", "license_name", "license_link") if key in metadata}
+
+
+def _metadata(card: Path) -> dict[str, Any]:
+    """What a card says to the hub; empty if there is none."""
     try:
-        metadata = metadata_load(card) or {}
+        return metadata_load(card) or {} if card.is_file() else {}
     except (ValueError, yaml.YAMLError):
         return {}  # somebody's own notes
-    return {key: metadata[key] for key in ("license", "license_name", "license_link") if key in metadata}
+
+
+def _body(card: Path) -> str:
+    """A card's text, one level down, without its title."""
+    text = ModelCard.load(card).text.strip()
+    _, _, text = text.partition("\n") if text.startswith("# ") else ("", "", text)
+    return re.sub(r"^(#+) ", r"#\1 ", text.strip(), flags=re.MULTILINE)
 
 
 def _chosen_settings(recipe: Recipe) -> dict[str, dict[str, Any]]:

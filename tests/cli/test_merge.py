@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 pytest.importorskip("peft")
@@ -58,6 +59,44 @@ def test_the_new_folder_is_the_adapted_model(folders, dtype, caplog):
     assert error < (1e-2 if dtype == "auto" else 1e-5) * change
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 512
     assert "14 layers merged in float32" in caplog.text
+
+
+def test_the_merged_model_has_a_card_with_what_the_adapters_card_says(folders):
+    tmp_path, _, adapter, _ = folders
+    card = """---
+library_name: peft
+base_model: Qwen/Qwen2.5-7B
+base_model_relation: adapter
+datasets: [HuggingFaceH4/ultrachat_200k]
+license: apache-2.0
+tags: [lowmem_ft, lora]
+---
+
+# mine
+
+| optimizer steps | 7 |
+
+## Settings
+"""
+    (adapter / "README.md").write_text(card)
+    assert main(["merge", str(adapter), str(tmp_path / "out")]) == 0
+    written = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (written.data.base_model, written.data.base_model_relation) == ("Qwen/Qwen2.5-7B", "finetune")
+    assert (written.data.license, written.data.library_name) == ("apache-2.0", "transformers")
+    assert written.data.datasets == ["HuggingFaceH4/ultrachat_200k"]
+    assert written.data.tags == ["lowmem_ft"]
+    assert "# out" in written.text
+    assert "| optimizer steps | 7 |\n\n### Settings" in written.text
+    assert str(tmp_path) not in str(written)
+
+
+def test_without_a_card_of_the_adapter_the_licence_is_the_bases(folders):
+    tmp_path, base, adapter, _ = folders
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert main(["merge", str(adapter), str(tmp_path / "out")]) == 0
+    written = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (written.data.license, written.data.base_model) == ("mit", None)
+    assert "A local model with LoRA adapters added" in written.text
 
 
 def test_a_base_that_has_moved_can_be_named(folders, capsys):
