@@ -37,6 +37,11 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: ``1 example``, ``8 examples``."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
 def format_bytes(num_bytes: int) -> str:
     """A size for people, in binary units with three or four digits: ``1.50 GiB``, ``12.3 MiB``, ``800 B``."""
     size = float(num_bytes)

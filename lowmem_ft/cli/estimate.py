@@ -38,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, recipe_name, settings = parse(sys.argv[1:] if argv is None else argv)
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.models.local_paths import check_model_path
     from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.paths import check_model_files
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, settings)
-        check_model_path(recipe.model)
+        check_model_files(recipe, architecture_only=True)
         import lowmem_ft.estimator  # noqa: F401 - imports the libraries whose logs are taken over
 
     take_over_library_logs()
@@ -141,8 +141,9 @@ def _search(recipe: Recipe, gpu: str | None) -> Changes:
     """The changes found, until the search ends or the user ends it."""
     from lowmem_ft.estimator.changes import ChangeSearch
     from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.reports.wording import short_name
 
-    doing = f"{recipe.model.name_or_path}: searching for changes that make it fit"
+    doing = f"{short_name(recipe.model.name_or_path or '')}: searching for changes that make it fit"
     with progress_line(doing) as say:
         found: list[Change] = []
         search = ChangeSearch(
@@ -165,4 +166,6 @@ def _nearest(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:
 
 
 def _tracing(recipe: Recipe) -> str:
-    return f"{recipe.model.name_or_path}: running one step on a virtual GPU"
+    from lowmem_ft.reports.wording import short_name
+
+    return f"{short_name(recipe.model.name_or_path or '')}: running one step on a virtual GPU"

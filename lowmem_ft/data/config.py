@@ -136,11 +136,12 @@ class DataConfig:
             ),
             (
                 self.eval_size is not None and self.eval_size <= 0,
-                f"data.eval_size is a number of examples, or a share between 0 and 1, got {self.eval_size}.",
+                f"data.eval_size is a number of examples, or a share between 0 and 1, got {self.eval_size or 0:g}. "
+                "Set data.eval_size=null to hold out nothing.",
             ),
             (
                 self.eval_size is not None and self.eval_size > 1 and not float(self.eval_size).is_integer(),
-                f"data.eval_size above 1 is a whole number of examples, got {self.eval_size}.",
+                f"data.eval_size above 1 is a whole number of examples, got {self.eval_size or 0:g}.",
             ),
             (
                 self.eval_size is not None and held_out,

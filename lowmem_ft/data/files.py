@@ -30,6 +30,7 @@ READER_BY_SUFFIX = {
 
 _GZIP_MAGIC, _PARQUET_MAGIC = b"\x1f\x8b", b"PAR1"
 _FIRST_BYTES = 4096
+_MOST_CHARACTERS = 10 * 2**20
 
 
 def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
@@ -118,6 +119,45 @@ def csv_header(file: str, separator: str, setting: str) -> list[str]:
             f"{setting}: the header of {file} names {', '.join(twice)} twice. Rename one of the columns."
         )
     return header
+
+
+def columns_of(file: str, setting: str) -> list[str] | None:
+    """The columns of a file, where its beginning tells; None where only its reader does, or something is wrong with it.
+
+    Args:
+        file: of a known kind.
+        setting: the recipe key that names it, for messages.
+
+    Returns:
+        The header of CSV, and of JSON lines the keys of the first 10 MB, which is what ``datasets`` looks at.
+
+    Raises:
+        DataError: if a header cannot be.
+    """
+    reader = reader_of(file)
+    if reader == "text":
+        return ["text"]
+    if reader in ("csv", "tsv"):
+        return csv_header(file, "," if reader == "csv" else "\t", setting)
+    return _keys_of_json_lines(file) if reader == "json" else None
+
+
+def _keys_of_json_lines(file: str) -> list[str] | None:
+    keys: dict[str, None] = {}
+    num_characters = 0
+    try:
+        with open_text(file) as lines:
+            for line in lines:
+                num_characters += len(line)
+                if num_characters > _MOST_CHARACTERS:
+                    break
+                row = json.loads(line) if line.strip() else {}
+                if not isinstance(row, dict):
+                    return None
+                keys |= dict.fromkeys(row)
+    except (OSError, ValueError, EOFError, zlib.error):
+        return None  # a document of many lines, or a damaged file
+    return list(keys) or None
 
 
 def malformed_json(file: str) -> str | None:

@@ -22,11 +22,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from lowmem_ft.data.chat_templates import Message
 from lowmem_ft.data.config import DataConfig, FormatName, LossOn
 from lowmem_ft.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from lowmem_ft.data.chat_templates import Message
 
 logger = logging.getLogger(__name__)
 
@@ -108,19 +110,7 @@ def recognise_format(
     Raises:
         DataError: if overrides contradict each other, a named column is absent, or no format matches.
     """
-    name, reason = _choose_format(config, columns, source)
-    wanted = _columns_of(name, config, columns)
-    missing = {key: column for key, column in wanted.items() if column not in columns}
-    if missing:
-        raise DataError(
-            *(_absent_column(key, column, name, columns, source) for key, column in missing.items())
-        )
-    if len(set(wanted.values())) < len(wanted):
-        parts = ", ".join(f"data.{key}={column}" for key, column in wanted.items())
-        raise DataError(
-            f"The format {name} takes its parts from different columns, got {parts}. Columns of {source}: "
-            f"{', '.join(columns)}."
-        )
+    name, reason, wanted = choose_format(config, columns, source)
     logger.info("Format of %s: %s (%s).", source, name, reason)
     unseen = [column for column in ("system", "tools") if column in columns and column not in wanted.values()]
     if unseen and name in ("messages", "conversations"):
@@ -134,6 +124,26 @@ def recognise_format(
         system_prompt=config.system_prompt,
         has_chat_template=has_chat_template,
     )
+
+
+def choose_format(
+    config: DataConfig, columns: Sequence[str], source: str
+) -> tuple[FormatName, str, dict[str, str]]:
+    """The format, why that one, and its columns by their settings; see :func:`recognise_format`."""
+    name, reason = _choose_format(config, columns, source)
+    wanted = _columns_of(name, config, columns)
+    missing = {key: column for key, column in wanted.items() if column not in columns}
+    if missing:
+        raise DataError(
+            *(_absent_column(key, column, name, columns, source) for key, column in missing.items())
+        )
+    if len(set(wanted.values())) < len(wanted):
+        parts = ", ".join(f"data.{key}={column}" for key, column in wanted.items())
+        raise DataError(
+            f"The format {name} takes its parts from different columns, got {parts}. Columns of {source}: "
+            f"{', '.join(columns)}."
+        )
+    return name, reason, wanted
 
 
 def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:

@@ -16,6 +16,7 @@ from lowmem_ft.data.batch import IGNORED_LABEL
 from lowmem_ft.data.collating import LENGTH_MULTIPLE
 from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.errors import DataError
+from lowmem_ft.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,8 @@ class DataSummary:
 
     def _kept(self) -> str:
         return (
-            f"{self.num_examples:,} examples, {self.num_tokens:,} tokens, {self.num_label_tokens:,} of them learnt, "
-            f"longest {self.longest:,}"
+            f"{counted(self.num_examples, 'example')}, {self.num_tokens:,} tokens, {self.num_label_tokens:,} of them "
+            f"learnt, longest {self.longest:,}"
         )
 
     def _harmless(self) -> Iterator[str]:
@@ -150,7 +151,7 @@ class DataSummary:
             yield f"cut {self._share(self.num_cut)} at data.max_length"
         if self.packing_efficiency is not None:
             yield (
-                f"packed into {self.num_rows:,} rows of {self.row_capacity:,} tokens, "
+                f"packed into {counted(self.num_rows or 0, 'row')} of {self.row_capacity:,} tokens, "
                 f"{self.packing_efficiency:.1%} full"
             )
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lowmem_ft.models.architecture import hub_id_of
     from lowmem_ft.models.config import ModelConfig
+    from lowmem_ft.models.hub_names import hub_id_of
     from lowmem_ft.models.loading import (
         compute_dtype,
         load_model,
@@ -56,7 +56,7 @@ __getattr__ = lazy_exports(
         "ModelConfig": "config",
         "check_quantization": "quantization",
         "compute_dtype": "loading",
-        "hub_id_of": "architecture",
+        "hub_id_of": "hub_names",
         "load_master_weights": "master_weights",
         "load_model": "loading",
         "load_model_config": "loading",

@@ -9,19 +9,14 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from lowmem_ft.catalog import find_architecture, load_architectures
-from lowmem_ft.errors import ModelError, did_you_mean
+from lowmem_ft.catalog import find_architecture
+from lowmem_ft.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.hub_names import hub_id_of
 
 logger = logging.getLogger(__name__)
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
-
-def hub_id_of(name: str) -> str:
-    """The hub id that a catalogue name stands for; any other name unchanged."""
-    found = None if "/" in name else find_architecture(name)
-    return found.hub_id if found else name
 
 
 def catalogue_config(config: ModelConfig) -> PretrainedConfig | None:
@@ -69,15 +64,3 @@ def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: Pretrain
             f"A config.json must give {', '.join(SIZES)}; {name}'s lacks {', '.join(missing)}. Add the fields, or "
             "take the config.json of the model's original repository."
         )
-
-
-def nearest_names(name: str) -> str:
-    """A suffix with the catalogue's names, or hub ids, that are closest to an unknown one; empty if none is close."""
-    if find_architecture(name):
-        return ""
-    architectures = load_architectures().values()
-    if "/" not in name:
-        return did_you_mean(name.lower(), [found.name for found in architectures])
-    return did_you_mean(
-        name, [hub_id for found in architectures for hub_id in (found.hub_id, *found.variants)]
-    )

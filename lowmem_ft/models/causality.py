@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from lowmem_ft.errors import ModelError
+from lowmem_ft.models.model_files import not_causal
 
 _NEITHER_CONFIG_NOR_MODULES_TELL = {
     "cpmant": "whose causal LM lets every token see all others",
@@ -34,11 +35,7 @@ def refuse_bidirectional(name: str, hf_config: PretrainedConfig) -> None:
     """
     reason = _bidirectional_by(hf_config)
     if reason:
-        raise ModelError(
-            "model.name_or_path needs a causal language model, whose tokens see only the ones before them; "
-            f"{name} is of type {hf_config.model_type!r}, {reason}. Choose a decoder, such as one of "
-            "`lowmem-ft models`."
-        )
+        raise ModelError(not_causal(name, hf_config.model_type, reason))
 
 
 def _bidirectional_by(hf_config: PretrainedConfig) -> str:

@@ -18,8 +18,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.finiteness import is_finite
-
-INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
+from lowmem_ft.models.model_files import INDEX_FILE, WEIGHTS_FILE
 
 
 class LazyWeight:

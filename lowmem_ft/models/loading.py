@@ -27,11 +27,12 @@ from transformers import (
 
 from lowmem_ft.errors import MissingPackageError, ModelError
 from lowmem_ft.finiteness import names_of_not_finite, some_of
-from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
-from lowmem_ft.models.architecture import catalogue_config, hub_id_of, nearest_names, refuse_incomplete
+from lowmem_ft.hub import hub_is_reachable
+from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config, lazy_weights
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.hub_names import hub_id_of, nearest_names, out_of_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
 from lowmem_ft.models.quantization import (
     keep_one_layout,
@@ -44,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 _DAMAGED_GGUF = (struct.error, IndexError, KeyError)
 """What the readers of GGUF raise, beside ValueError, for a file that ends early or holds nonsense."""
+
+
+_OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMaskedLM", "RewardModel", "ForMultipleChoice")
+"""How the names of classes end whose heads say no next token."""
 
 
 def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -> PretrainedConfig:
@@ -160,7 +165,7 @@ def load_model(
         raise  # no fault of the checkpoint's
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, *_DAMAGED_GGUF) as error:
         raise _explained(config, error) from error
-    _refuse_missing_weights(config, report)
+    _refuse_missing_weights(config, hf_config, report)
     if bits is not None:
         keep_one_layout(model)
         log_quantization(model, config.quantization)
@@ -284,7 +289,7 @@ def _dequantize_gguf() -> Any:
     return config_class(dequantize=True) if config_class else None
 
 
-def _refuse_missing_weights(config: ModelConfig, report: dict[str, Any]) -> None:
+def _refuse_missing_weights(config: ModelConfig, hf_config: PretrainedConfig, report: dict[str, Any]) -> None:
     """Weights that the checkpoint lacks would silently be trained from random values."""
     wrong = {
         kind: sorted(map(_weight_name, report.get(kind) or ()))
@@ -295,6 +300,12 @@ def _refuse_missing_weights(config: ModelConfig, report: dict[str, Any]) -> None
         for kind, keys in wrong.items()
         if keys
     ]
+    other_heads = [name for name in hf_config.architectures or () if name.endswith(_OTHER_HEADS)]
+    if problems and other_heads:
+        raise ModelError(
+            f"{config.name_or_path} is a {other_heads[0]}, a model with another head than a causal language model's "
+            f"({'; '.join(problems)}). Choose the language model that it was made from."
+        )
     if problems:
         raise ModelError(
             f"The weights in {config.name_or_path} do not match its config.json ({'; '.join(problems)}). "
@@ -324,11 +335,10 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
             f"logged in: `hf auth login`). Check the spelling, or pass a local folder.{nearest_names(name)}"
         )
     if {"LocalEntryNotFoundError", "ConnectError", "OfflineModeIsEnabled"} & causes:
-        return ModelError(
-            f"{name} is neither a local folder nor in the hub's cache, and the hub is out of reach."
-            f"{nearest_names(name)} {OFFLINE_ADVICE} An estimate of a model that `lowmem-ft models` lists needs no hub."
-        )
-    if isinstance(error, _DAMAGED_GGUF):
+        return out_of_reach(name)
+    if isinstance(error, _DAMAGED_GGUF) or (
+        _is_gguf(config) and isinstance(error, (ValueError, OSError, RuntimeError))
+    ):
         return ModelError(
             f"The GGUF file of {name} is damaged or cut off ({type(error).__name__}: {_first_line(error)}) Download it "
             "again."
@@ -361,6 +371,10 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         f"{name} cannot be read as a causal language model: {_first_line(error)} A model folder holds config.json and "
         "*.safetensors; convert older .bin files with from_pretrained(...).save_pretrained(...)."
     )
+
+
+def _is_gguf(config: ModelConfig) -> bool:
+    return config.gguf_file is not None or (config.name_or_path or "").endswith(".gguf")
 
 
 def _cause_names(error: BaseException | None) -> set[str]:

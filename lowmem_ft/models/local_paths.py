@@ -11,6 +11,10 @@ GGUF_MAGIC = b"GGUF"
 _GGUF_HEADER_BYTES = 24
 """Magic, version, and the numbers of tensors and of metadata entries."""
 
+_LATEST_GGUF = 3
+_LEAST_BYTES_OF_AN_ENTRY = 13
+"""The length of its name, its type, and a value of one byte."""
+
 _OF_A_TOKENIZER = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
 """How the names of files begin that a tokenizer is read from."""
 
@@ -84,8 +88,19 @@ def _require_gguf(file: Path, setting: str) -> None:
         raise ModelError(
             f"{setting} is no GGUF file, which begins with GGUF; got {begin[:8]!r}. Download it again, or name another."
         )
+    if len(begin) >= 8 and not 0 < int.from_bytes(begin[4:8], "little") <= _LATEST_GGUF:
+        raise ModelError(
+            f"{setting} is a damaged GGUF file, or one of a later version: GGUF has versions 1 to {_LATEST_GGUF}, got "
+            f"{int.from_bytes(begin[4:8], 'little')}. Download it again."
+        )
     if len(begin) < _GGUF_HEADER_BYTES:
         raise ModelError(f"{setting} ends after {len(begin)} bytes, within its header. Download it again.")
+    counts = [int.from_bytes(begin[start : start + 8], "little") for start in (8, 16)]
+    if sum(counts) * _LEAST_BYTES_OF_AN_ENTRY > file.stat().st_size:
+        raise ModelError(
+            f"{setting} is a damaged GGUF file, or ends early: its header tells of {counts[0]:,} tensors and "
+            f"{counts[1]:,} metadata entries, which its {file.stat().st_size:,} bytes cannot hold. Download it again."
+        )
 
 
 def _neighbours(missing: Path) -> str:

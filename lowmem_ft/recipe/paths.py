@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lowmem_ft.data.files import local_files, read_chat_template
+from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.files import columns_of, local_files, read_chat_template
+from lowmem_ft.data.formats import choose_format
 from lowmem_ft.errors import DataError, UserError
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.hub_names import require_within_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
+from lowmem_ft.models.model_files import architecture_fields, check_weight_files, damage, refuse_encoder
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, read_adapter_config
+from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 
 MODEL_FOLDER = "model"
 """Where in its folder a run leaves the finished model, or its adapters."""
@@ -33,8 +38,31 @@ def check_paths_of_run(recipe: Recipe) -> None:
     """
     of_model: list[Callable[[], object]] = []
     if not _goes_on_from_a_checkpoint(recipe):
-        of_model = [lambda: check_model_path(recipe.model), lambda: check_tokenizer_path(recipe.model)]
+        of_model = [lambda: check_model_files(recipe), lambda: check_tokenizer_path(recipe.model)]
     _raise_all([*of_model, *_checks_of_data(recipe), *_checks_of_folders(recipe)])
+
+
+def check_model_files(recipe: Recipe, *, architecture_only: bool = False) -> None:
+    """Refuse a model that is not there, not whole, or no decoder, and settings that it is too small for.
+
+    Args:
+        recipe: names the model.
+        architecture_only: no weights are going to be read, and the catalogue's architectures do.
+
+    Raises:
+        UserError: if anything is wrong.
+    """
+    config = recipe.model
+    check_model_path(config)
+    refuse_encoder(config)
+    if not architecture_only:
+        check_weight_files(config)
+    fields = architecture_fields(config)
+    if not (architecture_only and fields):
+        require_within_reach(config)
+    vocabulary = fields.get("vocab_size")
+    if isinstance(vocabulary, int):
+        recipe.tiling.refuse_vocabulary(vocabulary)
 
 
 def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig:
@@ -61,6 +89,13 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
         raise UserError(f"{adapter / CONFIG_FILE} does not name its base model. Name it with --base.")
     config = ModelConfig(name_or_path=name, revision=None if base else settings.get("revision"), dtype="auto")
     check_model_path(config)
+    refuse_encoder(config)
+    check_weight_files(config)
+    require_within_reach(config)
+    if problem := damage(adapter / WEIGHTS_FILE):
+        raise UserError(
+            f"The weights of {adapter} are damaged: {WEIGHTS_FILE} {problem}. Save the adapter again."
+        )
     return config
 
 
@@ -115,9 +150,28 @@ def _checks_of_data(recipe: Recipe) -> Iterator[Callable[[], object]]:
     yield lambda: _require_data(config.path)
     for setting, path in (("data.path", config.path), ("data.eval_path", config.eval_path)):
         if path is not None:
-            yield lambda path=path, setting=setting: local_files(path, setting=setting)
+            yield lambda path=path, setting=setting: _check_files(config, path, setting)
     if config.chat_template is not None:
         yield lambda template=config.chat_template: read_chat_template(template)
+
+
+def _check_files(config: DataConfig, path: str, setting: str) -> None:
+    """What splits and columns a file has can be told from its beginning; of folders and hub names, later."""
+    files = local_files(path, setting=setting)
+    if files is None:
+        return
+    splits = {"data.split": config.split} if setting == "data.path" else {}
+    if config.eval_split is not None and (setting == "data.eval_path") == (config.eval_path is not None):
+        splits["data.eval_split"] = config.eval_split
+    for key, split in splits.items():
+        if re.fullmatch(r"\w+", split) and split != "train":
+            raise DataError(
+                f"{key}={split} is not in {path}: a local file holds the split train alone. Should be one of "
+                "['train'], or a slice of it such as train[:10%]; data.eval_size=0.1 holds out a part of it."
+            )
+    columns = columns_of(files[0], setting)
+    if columns is not None and len(files) == 1:
+        choose_format(config, columns, path)
 
 
 def _require_data(path: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lowmem_ft.errors import UserError
 from lowmem_ft.knob import NO_EFFECT, Checkpointed, Effect, knob
 
 
@@ -222,6 +223,17 @@ class TilingConfig:
             for name in ("mlp", "head")
             if getattr(self, name) < 1
         ]
+
+    def refuse_vocabulary(self, rows: int) -> None:
+        """Refuse more pieces of the vocabulary than it has rows.
+
+        Raises:
+            UserError: if there are more.
+        """
+        if self.head > rows:
+            raise UserError(
+                f"tiling.head must be at most the vocabulary's {rows} rows, got {self.head}. Set tiling.head=8."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

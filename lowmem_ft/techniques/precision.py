@@ -236,7 +236,8 @@ def _fp16_on_cpu_problems(mixed_precision: str, device: torch.device) -> list[st
     if mixed_precision != "fp16" or device.type != "cpu":
         return []
     return [
-        "training.mixed_precision=fp16 needs a GPU, got device cpu. Set training.mixed_precision=bf16 or no."
+        "training.mixed_precision=fp16 needs a GPU, got device cpu. Set training.mixed_precision=bf16 or "
+        "training.mixed_precision=no."
     ]
 
 
@@ -245,7 +246,9 @@ def _without_bfloat16(frozen: bool, streamed: bool) -> str:
     if frozen:
         return "Set model.dtype=float16 and training.mixed_precision=fp16."
     float32 = "Set model.dtype=float32, optimizer.master=fp32 and training.mixed_precision="
-    return f"{float32}no." if streamed else f"{float32}fp16, or no to train in float32."
+    return (
+        f"{float32}no." if streamed else f"{float32}fp16, or training.mixed_precision=no to train in float32."
+    )
 
 
 def _bfloat16_problems(dtype: str, mixed_precision: str, device: torch.device, way_out: str) -> list[str]:

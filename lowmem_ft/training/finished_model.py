@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -46,6 +47,12 @@ def save_finished_model(
     with explaining_write_errors(target), whole_folder(target) as partial:
         runtime.save_trained(session, tokenizer, partial)
         (partial / "README.md").write_text(card, "utf-8")
+    if upload:
+        upload_model(target, recipe.training, default_name=folder.path.name)
+
+
+def log_finished_model(target: Path, recipe: Recipe) -> None:
+    """Say where the model of a run is whose weights are good, and what loads it."""
     if recipe.adapter.name == "none":
         logger.info("The model is in %s; from_pretrained loads it.", target)
     else:
@@ -55,5 +62,3 @@ def save_finished_model(
             target,
             target,
         )
-    if upload:
-        upload_model(target, recipe.training, default_name=folder.path.name)

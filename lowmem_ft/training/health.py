@@ -74,10 +74,10 @@ class RunHealth:
             "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
         )
         return UserError(
-            f"Step {self._progress.step} was not finite (loss {float(result.loss)}, gradient norm "
-            f"{float(result.grad_norm)}; examples {sorted(sample_ids)}), and without clipping optimizer.in_backward "
-            f"had updated part of the weights by then: {way_back}. Set training.max_grad_norm, with which such a step "
-            "is skipped as a whole, or optimizer.in_backward=false."
+            f"Step {self._progress.step} was not finite (loss {float(result.loss):.4g}, gradient norm "
+            f"{float(result.grad_norm):.4g}; examples {sorted(sample_ids)}), and without clipping "
+            f"optimizer.in_backward had updated part of the weights by then: {way_back}. Set training.max_grad_norm, "
+            "with which such a step is skipped as a whole, or optimizer.in_backward=false."
         )
 
     def problems_at_the_end(self, names: Sequence[str], evaluation: EvaluationResult | None) -> list[str]:
@@ -91,7 +91,7 @@ class RunHealth:
         if names:
             problems.append(self._ruined(names))
         elif evaluation is not None and not math.isfinite(evaluation.loss):
-            problems.append(f"The held-out loss is {evaluation.loss}.")
+            problems.append(f"The held-out loss is {evaluation.loss:.4g}.")
         if skipped and not names:
             which = "step was" if skipped == 1 else f"{skipped} steps were"
             since = (

@@ -34,7 +34,7 @@ from lowmem_ft.training.checkpoint import load_checkpoint, save_checkpoint
 from lowmem_ft.training.checkpoint_folders import Progress, delete_old_checkpoints
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
-from lowmem_ft.training.finished_model import save_finished_model
+from lowmem_ft.training.finished_model import log_finished_model, save_finished_model
 from lowmem_ft.training.health import RunHealth, weights_not_finite
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
@@ -52,6 +52,7 @@ from lowmem_ft.training.start import num_training_steps, progress_at, read_data,
 from lowmem_ft.training.step import StepResult
 from lowmem_ft.training.threads import warn_of_idle_cores
 from lowmem_ft.training.unplanned import refuse_unplanned
+from lowmem_ft.units import counted
 from lowmem_ft.upstream.tested import warn_if_untested
 
 logger = logging.getLogger(__name__)
@@ -335,7 +336,7 @@ class TrainingRun:
             return
         self.progress.skipped_in_a_row += 1
         logger.warning(
-            "Step %d skipped: loss %s, gradient norm %s. Examples of this step: %s.",
+            "Step %d skipped: loss %.4g, gradient norm %.4g. Examples of this step: %s.",
             self.progress.step,
             float(result.loss),
             float(result.grad_norm),
@@ -452,6 +453,8 @@ class TrainingRun:
                     memory=self.memory.rows(),
                     upload=self.recipe.training.push_to_hub and not problems,
                 )
+                if not problems:
+                    log_finished_model(self.folder.model_folder, self.recipe)
         file_bytes = self.session.host_memory.peak_file_bytes
         report_budget(self.recipe.budget, self.runtime.device, file_bytes=file_bytes)
         self.memory.log()
@@ -484,13 +487,13 @@ class TrainingRun:
             * self.runtime.num_processes
         )
         logger.info(
-            "Training on %s (torch %s), %d process(es): steps %d to %d, %d examples a step.",
+            "Training on %s (torch %s), %s: steps %d to %d, %s a step.",
             self.runtime.device,
             torch.__version__,
-            self.runtime.num_processes,
+            counted(self.runtime.num_processes, "process", "processes"),
             self.progress.step + 1,
             self.num_steps,
-            examples,
+            counted(examples, "example"),
         )
 
 

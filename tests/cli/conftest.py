@@ -112,6 +112,7 @@ def _write_bytes(folder: Path) -> None:
     """Files whose suffix promises something else than they hold."""
     good = f"{GOOD_LINE}\n".encode()
     pd.DataFrame({"text": ["one two three"] * 4}).to_parquet(folder / "good.parquet")
+    pd.DataFrame({"prompt": ["a b"], "completion": ["c d"]}).to_parquet(folder / "parquet_pairs.parquet")
     parquet = (folder / "good.parquet").read_bytes()
     whole = gzip.compress(good * 500)
     files = {
@@ -252,8 +253,13 @@ def _write_models(folder: Path) -> None:
     variant("text_weights", lambda model: (model / weights).write_text("not weights"))
     variant("empty_weights", lambda model: (model / weights).write_bytes(b""))
     variant("cut_weights", lambda model: (model / weights).write_bytes((good / weights).read_bytes()[:-100]))
+    variant("weights_too_long", lambda model: (model / weights).open("ab").write(b"more"))
+    variant("cut_shard", lambda model: _shard(model, keep_bytes=100))
+    variant("lost_shard", lambda model: _shard(model, keep_bytes=0))
+    variant("broken_index", lambda model: (model / f"{weights}.index.json").write_text('{"weight_map": []}'))
     variant("cut_header", lambda model: (model / weights).write_bytes((good / weights).read_bytes()[:20]))
     variant("pickled_weights", _pickle_weights)
+    variant("classifier", _make_classifier)
     variant("weights_missing_one", _drop_one_weight)
     variant("small_vocabulary", _shrink_vocabulary)
     for name, kind in {"bert": "bert", "t5": "t5", "vision": "vit", "whisper": "whisper"}.items():
@@ -265,6 +271,8 @@ def _write_models(folder: Path) -> None:
     _write_adapters(folder)
     for name, content in {
         "cut.gguf": b"GGUF" + bytes(10),
+        "random.gguf": b"GGUF" + random.Random(0).randbytes(3000),
+        "random_later.gguf": b"GGUF" + struct.pack("<IQQ", 3, 5, 5) + random.Random(0).randbytes(3000),
         "cut_later.gguf": b"GGUF" + struct.pack("<IQQ", 3, 20, 20) + bytes(60),
         "gguf_of_other_version.gguf": b"GGUF" + struct.pack("<IQQ", 99, 1, 1) + bytes(200),
         "magic.gguf": b"GGUF",
@@ -293,7 +301,10 @@ def _write_adapters(folder: Path) -> None:
     }.items():
         (folder / name).mkdir(parents=True)
         (folder / name / "adapter_config.json").write_text(text)
-        (folder / name / "adapter_model.safetensors").write_bytes(b"not weights")
+        weights = folder / name / "adapter_model.safetensors"
+        safetensors.torch.save_file({}, weights)
+        if name == "adapter_damaged":
+            weights.write_bytes(b"not weights")
 
 
 def _set_config(model: Path, **fields: Any) -> None:
@@ -307,10 +318,31 @@ def _pickle_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
 
 
+def _make_classifier(model: Path) -> None:
+    _set_config(model, architectures=["LlamaForSequenceClassification"], tie_word_embeddings=False)
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    weights["score.weight"] = torch.zeros(2, weights["model.norm.weight"].numel())
+    safetensors.torch.save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
 def _drop_one_weight(model: Path) -> None:
     weights = safetensors.torch.load_file(model / "model.safetensors")
     del weights["model.norm.weight"]
     safetensors.torch.save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+def _shard(model: Path, *, keep_bytes: int) -> None:
+    """Weights in two files, of which the second ends early, or is not there."""
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    whole = model / "model.safetensors"
+    names = list(safetensors.torch.load_file(whole))
+    index = {"weight_map": {name: second if name == names[0] else first for name in names}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / second).write_bytes(whole.read_bytes()[:keep_bytes])
+    whole.rename(model / first)
+    if not keep_bytes:
+        (model / second).unlink()
 
 
 def _shrink_vocabulary(model: Path) -> None:

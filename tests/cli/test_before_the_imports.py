@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 
@@ -16,6 +18,17 @@ COMMANDS = [
     ["train", "recipe=tiny", "model=./nowhere"],
     ["train", "recipe=tiny", "model.tokenizer_name_or_path=./nowhere"],
     ["train", "recipe=tiny", "data.chat_template=nowhere.jinja"],
+    ["train", "recipe=tiny", "data.split=validation"],
+    ["train", "recipe=tiny", "data.messages_column=mesages"],
+    ["train", "recipe=tiny", "data=pairs.csv", "data.completion_column=answr"],
+    ["train", "recipe=tiny", "data=pairs.csv", "data.prompt_column=prompt"],
+    ["train", "recipe=tiny", "tiling.head=100000"],
+    ["train", "recipe=tiny", "model.weights=pretrained"],
+    ["train", "recipe=tiny", "model=cut", "model.weights=pretrained"],
+    ["train", "recipe=tiny", "model=bert"],
+    ["train", "recipe=tiny", "model=nosuch/folder"],
+    ["estimate", "model=nosuch/folder"],
+    ["estimate", "model=bert"],
     ["train", "recipe=tiny", "training.output_dir=/proc/nowhere"],
     ["train", "recipe=tiny", "training.resume_from_checkpoint=nowhere"],
     ["train", "recipe=tiny", "training.output_dir=old_run"],
@@ -36,6 +49,12 @@ def test_each_is_told_without_them(tmp_path):
     (tmp_path / "old_run" / "checkpoint-5").mkdir(parents=True)
     (tmp_path / "old_run" / "recipe.yaml").write_text("name: of another model")
     (tmp_path / "old_run" / "metrics.jsonl").write_text("")
+    (tmp_path / "pairs.csv").write_text("prompt,answer\na,b\n")
+    for name, model_type in {"cut": "llama", "bert": "bert"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": model_type}))
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"\x08" + bytes(7) + b"{}")
     code = f"""
 import sys
 from lowmem_ft.cli import main
@@ -44,7 +63,12 @@ for command in {COMMANDS!r}:
     print(code, *sorted({HEAVY!r} & set(sys.modules)), *command, sep="|")
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert done.stdout.splitlines() == ["|".join(["2", *command]) for command in COMMANDS], done.stderr
     assert done.stderr.count("error: ") == len(COMMANDS)

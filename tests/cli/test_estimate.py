@@ -125,6 +125,7 @@ def estimator(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", fake.estimate_changed)
     monkeypatch.setattr("lowmem_ft.catalog.gpus.load_gpus", lambda: GPUS)
     monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
+    monkeypatch.setattr("lowmem_ft.recipe.paths.require_within_reach", lambda config: None)
     logger = logging.getLogger("lowmem_ft")
     level = logger.level
     yield fake

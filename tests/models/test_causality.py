@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowmem_ft.errors import ModelError
 from lowmem_ft.models import ModelConfig, load_model_config
 from lowmem_ft.models.causality import refuse_bidirectional
+from lowmem_ft.models.model_files import ENCODERS
 
 SIZES = {
     "vocab_size": 64,
@@ -33,6 +34,14 @@ def later_tokens_matter(hf_config) -> bool:
     with torch.no_grad():
         logits, other_logits = model(input_ids=ids).logits, model(input_ids=others).logits
     return not torch.allclose(logits[:, :-1], other_logits[:, :-1], atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", sorted(ENCODERS))
+def test_what_is_told_of_a_name_before_the_imports_is_what_the_architecture_says(model_type):
+    hf_config = AutoConfig.for_model(model_type)
+    if type(hf_config) in AutoModelForCausalLM._model_mapping:
+        with pytest.raises(ModelError, match="an encoder"):
+            refuse_bidirectional("it", hf_config)
 
 
 @pytest.mark.parametrize(

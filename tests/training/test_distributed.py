@@ -63,7 +63,7 @@ def test_two_launched_processes_equal_one(tiny, metrics, tmp_path, program):
     train_one(tiny, one)
     launched = launch_two(*program, *settings_of_two(two))
     assert launched.returncode == 0, launched.stderr
-    assert "2 process(es)" in launched.stderr
+    assert "2 processes" in launched.stderr
     assert_same_run(one, two, metrics)
 
 

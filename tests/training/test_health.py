@@ -101,11 +101,14 @@ def test_a_learning_rate_that_ruins_the_weights_is_named_with_the_step_and_the_l
     assert (run / "checkpoint-2").is_dir()  # though save_total_limit=2 and later ones have been written
 
 
-def test_a_run_that_ends_with_skipped_steps_fails_and_keeps_its_model(tiny, tmp_path):
+def test_a_run_that_ends_with_skipped_steps_fails_and_keeps_its_model(tiny, tmp_path, caplog):
     run = tmp_path / "run"
+    caplog.set_level("INFO")
     with pytest.raises(UserError, match=r"do not use .*The last 2 steps were not finite .* since step 1"):
         train(tiny("training.max_steps=3", *NO_EVALUATION, *RUINOUS, output_dir=run))
     AutoModelForCausalLM.from_pretrained(run / "model")
+    assert "from_pretrained loads it" not in caplog.text  # above an error that says not to
+    assert "1 process: steps 1 to 3" in caplog.text
 
 
 def test_a_held_out_loss_that_is_not_finite_fails_the_run(tiny, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import UserError, did_you_mean
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -24,6 +24,13 @@ def read_adapter_config(adapter: Path, *, model_folder: str) -> dict[str, Any]:
     Raises:
         UserError: if the folder lacks a file of an adapter, or the adapter is of another kind.
     """
+    if not adapter.is_dir():
+        what = "is a file" if adapter.is_file() else "is not there"
+        neighbours = adapter.parent.iterdir() if adapter.parent.is_dir() else ()
+        raise UserError(
+            f"An adapter is a folder, and {adapter} {what}.{did_you_mean(adapter.name, (n.name for n in neighbours))} "
+            f"A run with adapter.name=lora leaves one in its {model_folder}/."
+        )
     missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (adapter / name).is_file()]
     if missing:
         inside = adapter / model_folder

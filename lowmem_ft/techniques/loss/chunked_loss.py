@@ -123,7 +123,7 @@ def enable_chunked_loss(
         return Technique()
     causal_lm = _without_peft(model)
     head = _Head.of(causal_lm)
-    _refuse_more_tiles_than_rows(tiling, head)
+    tiling.refuse_vocabulary(len(head.linear.weight))
     loss = _Loss(head, config, tiling, config.chunk_tokens)
     is_here = device is None or device.type == head.linear.weight.device.type
     with contextlib.nullcontext() if is_here else _without_layers(causal_lm):
@@ -196,14 +196,6 @@ class _Loss:
         )
         self.is_running = False
         return loss
-
-
-def _refuse_more_tiles_than_rows(tiling: TilingConfig, head: _Head) -> None:
-    vocabulary = len(head.linear.weight)
-    if tiling.head > vocabulary:
-        raise UserError(
-            f"tiling.head must be at most the vocabulary's {vocabulary} rows, got {tiling.head}. Set tiling.head=8."
-        )
 
 
 def _logit_scale(config: Any) -> float:

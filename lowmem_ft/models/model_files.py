@@ -1,0 +1,134 @@
+"""What the files of a model on this machine tell before torch and transformers are imported, which takes seconds.
+
+A look at ``config.json`` and at the headers of the weights: ``causality.py`` and ``loading.py`` know more, and later.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.catalog import find_architecture
+from lowmem_ft.errors import ModelError
+from lowmem_ft.models.config import ModelConfig
+
+INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
+
+_MOST_HEADER_BYTES = 100_000_000
+"""The limit of safetensors itself."""
+
+# fmt: off
+ENCODERS = frozenset((
+    "albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert",
+    "electra", "ernie", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer", "rembert", "roberta",
+    "roberta-prelayernorm", "roformer", "squeezebert", "xlm-roberta", "xlm-roberta-xl", "xmod",
+))
+# fmt: on
+"""Model types that are encoders unless their config says ``is_decoder``: those that people name most."""
+
+
+def architecture_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a local ``config.json``, or of the catalogue's; empty if neither can be read."""
+    name = config.name_or_path or ""
+    folder = Path(name).expanduser()
+    if config.gguf_file or folder.suffix == ".gguf":
+        return {}
+    if not folder.is_dir():
+        found = None if config.revision else find_architecture(name)
+        return {} if found is None else dict(found.config_of(name))
+    try:
+        fields = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}  # transformers says what is wrong with it
+    return fields if isinstance(fields, dict) else {}
+
+
+def refuse_encoder(config: ModelConfig) -> None:
+    """Refuse a model whose ``config.json`` says that it is no decoder.
+
+    Raises:
+        ModelError: if it is an encoder, or has one.
+    """
+    fields = architecture_fields(config)
+    kind = fields.get("model_type")
+    if fields.get("is_encoder_decoder") is True:
+        what = "an encoder-decoder (is_encoder_decoder=true in its config.json)"
+    elif kind in ENCODERS and fields.get("is_decoder") is not True:
+        what = "an encoder (a model that was trained as a decoder says is_decoder=true in its config.json)"
+    else:
+        return
+    raise ModelError(not_causal(config.name_or_path or "", kind, what))
+
+
+def not_causal(name: str, model_type: object, reason: str) -> str:
+    """The sentence about a model that is no causal one."""
+    return (
+        "model.name_or_path needs a causal language model, whose tokens see only the ones before them; "
+        f"{name} is of type {model_type!r}, {reason}. Choose a decoder, such as one of `lowmem-ft models`."
+    )
+
+
+def check_weight_files(config: ModelConfig) -> None:
+    """Refuse a local folder whose weights are not there, or not in full.
+
+    Raises:
+        ModelError: if a file is missing, cut off or no safetensors.
+    """
+    folder = Path(config.name_or_path or "").expanduser()
+    if config.weights == "random" or config.gguf_file or not folder.is_dir():
+        return
+    names = _weight_files(folder)
+    if not names:
+        raise ModelError(
+            f"{config.name_or_path} cannot be read as a causal language model: it has neither {WEIGHTS_FILE} nor "
+            f"{INDEX_FILE}. A model folder holds config.json and *.safetensors; convert older .bin files with "
+            "from_pretrained(...).save_pretrained(...)."
+        )
+    for name in names:
+        if problem := damage(folder / name):
+            raise ModelError(
+                f"The weights of {config.name_or_path} are damaged: {name} {problem}. Download the model again."
+            )
+
+
+def damage(file: Path) -> str | None:
+    """What a safetensors file's header and its size tell to be wrong with it; None if they agree.
+
+    Args:
+        file: need not be there.
+
+    Returns:
+        The end of a sentence about the file.
+    """
+    if not file.is_file():
+        return "is not there"
+    size = file.stat().st_size
+    with file.open("rb") as raw:
+        begin = raw.read(8)
+        header_bytes = struct.unpack("<Q", begin)[0] if len(begin) == 8 else _MOST_HEADER_BYTES + 1
+        if header_bytes > _MOST_HEADER_BYTES:
+            return f"is no safetensors file, it begins with {begin!r}"
+        try:
+            tensors = json.loads(raw.read(header_bytes))
+            ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+            expected = 8 + header_bytes + max(ends, default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return (
+                "ends within its header"
+                if size < 8 + header_bytes
+                else "has a header that is no JSON of tensors"
+            )
+    return None if size == expected else f"has {size:,} bytes of {expected:,}"
+
+
+def _weight_files(folder: Path) -> list[str]:
+    if not (folder / INDEX_FILE).is_file():
+        return [WEIGHTS_FILE] if (folder / WEIGHTS_FILE).is_file() else []
+    try:
+        return sorted(set(json.loads((folder / INDEX_FILE).read_text("utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{folder / INDEX_FILE} does not say which file holds which weight: {error!r}. Download the model again."
+        ) from error
