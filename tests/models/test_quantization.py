@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -129,6 +132,13 @@ def test_gpt2s_transposed_layers(tmp_path):
         assert len(weights_by_type(model)["Params4bit"]) == 8
         logits = [each.eval()(IDS).logits.detach() for each in (exact, model)]
         torch.testing.assert_close(logits[1], logits[0], atol=0.1, rtol=0.1)
+
+
+def test_what_bitsandbytes_logs_on_each_import_is_not_shown_to_whoever_imports_us():
+    """Without a handler at the root, Python writes warnings of any library to stderr."""
+    code = "import lowmem_ft, logging; print(logging.getLogger('bitsandbytes.backends.cpu.ops').getEffectiveLevel())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > logging.WARNING
 
 
 def test_a_missing_package_is_named(monkeypatch):
