@@ -150,7 +150,9 @@ def _search(recipe: Recipe, gpu: str | None) -> Changes:
             recipe,
             gpu,
             kept=KeptTraces.of_user(),
-            on_estimate=lambda made: say(f"{doing}: {made} tried, {len(found)} found; Ctrl-C ends it"),
+            on_estimate=lambda made: say(
+                f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it"
+            ),
         )
         try:
             for change in search:

@@ -88,13 +88,13 @@ def _require_gguf(file: Path, setting: str) -> None:
         raise ModelError(
             f"{setting} is no GGUF file, which begins with GGUF; got {begin[:8]!r}. Download it again, or name another."
         )
-    if len(begin) >= 8 and not 0 < int.from_bytes(begin[4:8], "little") <= _LATEST_GGUF:
+    if len(begin) < _GGUF_HEADER_BYTES:
+        raise ModelError(f"{setting} ends after {len(begin)} bytes, within its header. Download it again.")
+    if not 0 < int.from_bytes(begin[4:8], "little") <= _LATEST_GGUF:
         raise ModelError(
             f"{setting} is a damaged GGUF file, or one of a later version: GGUF has versions 1 to {_LATEST_GGUF}, got "
             f"{int.from_bytes(begin[4:8], 'little')}. Download it again."
         )
-    if len(begin) < _GGUF_HEADER_BYTES:
-        raise ModelError(f"{setting} ends after {len(begin)} bytes, within its header. Download it again.")
     counts = [int.from_bytes(begin[start : start + 8], "little") for start in (8, 16)]
     if sum(counts) * _LEAST_BYTES_OF_AN_ENTRY > file.stat().st_size:
         raise ModelError(
