@@ -58,7 +58,7 @@ class FakeEstimator:
         self.asked_of_models: list = []
         self.method_problems: dict[str, tuple[str, ...]] = {}
 
-    def estimate_memory(self, recipe, gpu=None, *, budget=None) -> MemoryEstimate:
+    def estimate_memory(self, recipe, gpu=None, *, budget=None, kept=None) -> MemoryEstimate:
         self.recipes.append(recipe)
         gpu = find_gpu(gpu) if isinstance(gpu, str) and gpu != "cpu" else None if gpu == "cpu" else gpu
         memory_bytes = gpu.memory_bytes if gpu else 0
@@ -80,7 +80,7 @@ class FakeEstimator:
             timeline=Timeline(),
         )
 
-    def estimate_on_gpus(self, recipe, gpus, *, budget=None) -> list:
+    def estimate_on_gpus(self, recipe, gpus, *, budget=None, kept=None) -> list:
         if len(self.refusals) == len(gpus):
             raise self.refusals[gpus[0].name]
         return [
@@ -91,7 +91,7 @@ class FakeEstimator:
         ]
 
     def estimate_methods(
-        self, model, gpus, *, settings=(), float32_streaming=True, on_start=None
+        self, model, gpus, *, settings=(), float32_streaming=True, kept=None, on_start=None
     ) -> list[MethodEstimate]:
         self.asked_of_models.append((model, [*settings], [gpu.name for gpu in gpus], float32_streaming))
         return [
@@ -106,7 +106,7 @@ class FakeEstimator:
             for gpu in gpus
         ]
 
-    def estimate_changed(self, recipe, gpu=None, *, budget=None) -> MemoryEstimate:
+    def estimate_changed(self, recipe, gpu=None, *, budget=None, kept=None) -> MemoryEstimate:
         """What the search asks: each change alone makes it fit, or none does."""
         if len(self.searched) == self.interrupted_after:
             raise KeyboardInterrupt
