@@ -304,9 +304,8 @@ def _holder_of_any(births: dict[int, Birth]) -> str:
     tensors: dict[int, list[Tensor]] = {}
     for tensor in live_tensors():
         if storage_key(tensor) in births:
-            tensors.setdefault(storage_key(tensor), []).append(
-                tensor
-            )  # some of them held by nothing in Python
+            # Several may show one storage, and some are held by a graph alone.
+            tensors.setdefault(storage_key(tensor), []).append(tensor)
     oldest = [key for key in births if key in tensors][:3]
     return holder_of(*(tensor for key in oldest for tensor in tensors[key]))
 

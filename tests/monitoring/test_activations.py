@@ -113,6 +113,16 @@ def test_what_is_kept_in_other_ways_is_counted_apart():
     assert "outside the model" in report.table()
 
 
+def test_a_branch_that_is_thrown_away_keeps_nothing():
+    class Forgets(nn.Module):
+        def forward(self, x):
+            x.exp()
+            return x * 2
+
+    report = activation_report(Forgets(), X.clone().requires_grad_())
+    assert (report.modules, report.kept_bytes, report.elsewhere_bytes) == ((), 0, 512)
+
+
 def test_a_storage_counts_once_and_random_numbers_stay():
     class Shares(nn.Module):
         def forward(self, x):

@@ -105,6 +105,7 @@ def test_each_kind_is_found_and_told_apart():
     assert (found["grown_in_place"].bytes_per_step, found["grown_in_place"].count_per_step) == (20, 0)
     assert "model.history[1], local variable of test_each_kind" in found["by_module"].holder
     assert found["by_global"].holder.endswith("KEPT_BY_MODULE[1]")
+    assert "graph" not in found["by_global"].holder
     assert "in_closure[1], local variable of test_each_kind" in found["by_closure"].holder
     assert found["in_cycle"].holder == "Node.held"
     assert "model.cache['mask']" in found["once"].holder
@@ -114,6 +115,18 @@ def test_each_kind_is_found_and_told_apart():
     for words in ("Leaks:", "Reference cycles:", "Grew once:", "test_leaks.py"):
         assert words in table
     assert len(json.loads(report.to_json())["growths"]) == 6
+
+
+def step_with_a_closure():
+    kept = []
+    return lambda: kept.append(torch.zeros(10))
+
+
+def test_a_closure_that_no_variable_leads_to_is_named():
+    (growth,) = find_leaks(step_with_a_closure(), steps=2).leaks
+    assert growth.holder.startswith(
+        "step_with_a_closure.<locals>.<lambda> (its closure's `kept`)[1] (test_leaks.py:"
+    )
 
 
 def test_a_sum_of_losses_holds_all_their_graphs():
