@@ -50,6 +50,8 @@ from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 class Retries:
     """How the steps of a session answer to an out-of-memory error, and what they have been cut to so far.
@@ -273,7 +275,7 @@ def why_rows_couple(model: nn.Module) -> str | None:
     config = getattr(model, "config", None)
     if config is not None and getattr(config.get_text_config(), "output_router_logits", False):
         return "the routers' load-balancing loss goes over all its rows (output_router_logits)"
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return "batch norm goes over all its rows"
     return None
 
