@@ -364,7 +364,7 @@ def test_plot_and_snapshot_are_written(estimator, tmp_path, monkeypatch):
     plain = estimator.estimate_memory
     monkeypatch.setattr(
         "lowmem_ft.estimator.estimate_memory",
-        lambda *arguments: dataclasses.replace(plain(*arguments), timeline=timeline),
+        lambda *arguments, **keywords: dataclasses.replace(plain(*arguments), timeline=timeline),
     )
     plot, snapshot = tmp_path / "memory.html", tmp_path / "run.pickle"
     assert estimate("recipe=tiny", "--gpu", "big", "--plot", str(plot), "--snapshot", str(snapshot)) == 0
