@@ -109,18 +109,19 @@ class Findings:
         return tuple(binding) or ("time",)
 
     def purchases(self) -> tuple[Purchase, ...]:
-        """The least more of device memory, and of host memory, that makes a step faster."""
+        """The least more of device memory, and of host memory, that makes a step faster; at most as much again."""
         return tuple(purchase for of in ("device", "host") if (purchase := self._purchase(of)) is not None)
 
     def _purchase(self, of: Literal["device", "host"]) -> Purchase | None:
         if self.found.best is None:
             return None
+        there = self.limits.device_bytes if of == "device" else self.limits.host_bytes
         offers = []
         for place in self._faster:
             need = self.found.needs[place]
             device, host = self.limits.missing(need.device_bytes, need.host_bytes)
             extra, other = (device, host) if of == "device" else (host, device)
-            if extra and not other:
+            if 0 < extra <= there and not other:
                 offers.append((extra, need.seconds, place))
         if not offers:
             return None

@@ -28,6 +28,7 @@ from lowmem_ft.models import load_model_config
 from lowmem_ft.models.loading import weights_dtype
 from lowmem_ft.planner.bounds import ModelShape, shape_of
 from lowmem_ft.planner.candidates import candidates_of, prior_of, with_headroom
+from lowmem_ft.planner.ctrl_c import CtrlC
 from lowmem_ft.planner.explain import Findings, Neighbours, nearest
 from lowmem_ft.planner.memory_plan import Counts, MemoryPlan
 from lowmem_ft.planner.search import Limits, Need, Search
@@ -296,10 +297,17 @@ def _space(recipe: Recipe, target: _Target, *, must_use: str | None) -> Space:
 
 
 def _plan_in(space: Space, target: _Target, on_progress: OnProgress) -> MemoryPlan:
+    """The best of a space, explained; Ctrl-C ends the search."""
+    with CtrlC() as ctrl_c:
+        return _searched(space, target, on_progress, ctrl_c)
+
+
+def _searched(space: Space, target: _Target, on_progress: OnProgress, ctrl_c: CtrlC) -> MemoryPlan:
     """The best of a space, explained."""
     candidates = candidates_of(space, target.shape, target.gpu)
 
     def need_of(place: int) -> Need | str:
+        ctrl_c.check()
         best = search.found.best
         on_progress(
             PlanProgress(

@@ -16,7 +16,6 @@ from lowmem_ft.planner.space import space_of, with_settings
 GPU = "l4"
 
 LADDER = {
-    "plain": {},
     "several float32 micro-batches": {"training.gradient_accumulation_steps": 4},
     "bfloat16 with sums": {
         "model.dtype": "bfloat16",
@@ -42,7 +41,6 @@ LADDER = {
         "offload.optimizer": "host",
         "offload.parameters": "stream",
     },
-    "adapters": {"adapter.name": "lora", "model.dtype": "bfloat16"},
     "adapters beside 4 bits": {
         "adapter.name": "lora",
         "model.dtype": "bfloat16",

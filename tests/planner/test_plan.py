@@ -3,12 +3,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import signal
 
 import pytest
 
 import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import RecipeError, UserError
+from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.planner import plan, planned
 from lowmem_ft.planner.space import space_of
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
@@ -203,6 +205,26 @@ def test_ctrl_c_gives_the_best_so_far(make_recipe, at_once, monkeypatch):
         )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_a_finalizer_is_not_lost(make_recipe, at_once):
+    """Python prints an exception there and goes on; a trace runs thousands of them."""
+    asked = at_once(lambda recipe: 1.0, seconds=made_up_seconds)
+
+    class Pressed:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def on_progress(progress) -> None:
+        if progress.estimated == 3:
+            Pressed()
+
+    before = signal.getsignal(signal.SIGINT)
+    result = plan(make_recipe(KEEP), budget(8), "l4", on_progress=on_progress)
+    assert result.interrupted
+    assert len(asked) == 4
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_json_has_the_published_names(make_recipe, at_once):
     at_once(made_up_bytes, seconds=made_up_seconds)
     result = plan(make_recipe(KEEP), budget(5), "l4")
@@ -289,3 +311,22 @@ def test_what_is_kept_may_make_it_impossible(make_recipe, at_once):
     result = plan(make_recipe(KEEP), budget(1.3), "l4", keep=["checkpointing", "accumulation"])
     assert not result.fits
     assert result.recipe.checkpointing.mode == "none"
+
+
+def test_a_real_plan_is_the_fastest_that_really_fits(make_recipe):
+    """By the real estimator, over a space small enough to look at everything."""
+    keep = (
+        "plan.keep=[model,training,optimizer,checkpointing.every_n_layers,offload,tiling,loss,accumulation]"
+    )
+    recipe = make_recipe(keep, "training.per_device_train_batch_size=16", "loss.chunk_tokens=128")
+    space = space_of(recipe, num_layers=2, has_bfloat16=True)
+    everything = [estimate_memory(space.recipe_of(one), "l4") for one in space.combinations]
+    assert len(everything) == 3
+    fastest, middle, _ = sorted(everything, key=lambda estimate: estimate.step.seconds)
+    limit = Budget(device=f"{(middle.process_high_bytes + fastest.process_high_bytes) / 2 / 0.94:.0f}B")
+    result = plan(recipe, limit, "l4")
+    assert result.fits
+    assert result.is_proven
+    assert result.estimate.step.seconds == middle.step.seconds
+    assert result.estimate.process_peak_bytes == middle.process_peak_bytes
+    assert "too much for the device" in result.knobs[0].reason
