@@ -98,13 +98,18 @@ def time_estimates(model: str, gpu: str, mode: str) -> dict[str, Any]:
 
 
 def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
-    """Seconds of a recipe's first estimate, of a variant, and of both once more by another reader of the same files."""
+    """Seconds of a recipe's first estimate, of a variant, and of both once more by another reader of the same files.
+
+    And of a first one that asks torch about every operator, not only about new ones (``virtual_gpu/fake_results.py``).
+    """
     import tempfile
     from pathlib import Path
+    from unittest import mock
 
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.virtual_gpu.fake_results import FakeResults
 
     recipe = load_recipe(recipe_name)
     rows = recipe.training.per_device_train_batch_size + 2
@@ -126,6 +131,13 @@ def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
             estimate_memory(which, gpu, kept=traces)
             seconds[f"{name}_seconds"] = round(time.process_time() - start, 2)
         seconds["file_bytes"] = max(file.stat().st_size for file in Path(folder).iterdir())
+    asks_torch = mock.patch.object(
+        FakeResults, "call", lambda self, func, args, kwargs: (func(*args, **kwargs), None)
+    )
+    with tempfile.TemporaryDirectory() as folder, asks_torch:
+        start = time.process_time()
+        estimate_memory(recipe, gpu, kept=KeptTraces(Path(folder)))
+        seconds["first_asking_torch_seconds"] = round(time.process_time() - start, 2)
     return seconds
 
 

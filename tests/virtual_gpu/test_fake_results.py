@@ -120,6 +120,7 @@ def test_calls_that_differ_in_one_thing_do_not_stand_for_each_other(mode):
         lambda: (int64(2, 3), 1.0),
         lambda: (int64(2, 3), True),
         lambda: (torch.empty((2, 3), dtype=torch.bool), True),
+        lambda: (torch.empty((2, 3), dtype=torch.bool), 1),
         lambda: (f32(3, 2).t(), 1),
         lambda: (f32(2, 3), f32()),
         lambda: (bf16(2, 3), f32()),
@@ -140,6 +141,10 @@ def test_calls_that_differ_in_one_thing_do_not_stand_for_each_other(mode):
 def test_the_result_of_an_out_operator_is_what_was_passed(mode):
     with mode:
         for _ in range(3):
+            same = f32(3)  # first, so that it is not said which of the two is passed on
+            assert mode.results.call(aten.relu.out, (same,), {"out": same})[0] is same
+            other = f32(3)
+            assert mode.results.call(aten.relu.out, (same,), {"out": other})[0] is other
             left, out = f32(2, 2), f32(2, 2)
             assert mode.results.call(aten.mul.out, (left, f32(2, 2)), {"out": out})[0] is out
             # The same call but for who is who.
