@@ -9,9 +9,9 @@ from lowmem_ft.units import MIB
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 
 PROCESS_BYTES = 530 * MIB
-"""Python with the libraries of a run, beside its tensors: ``lowmem-ft train recipe=tiny`` ends with 526 to 529 MiB measured
-as it is, with LoRA and with bitsandbytes, and with 555 where an optimizer steps in backward (Linux x86-64, Python 3.11,
-torch 2.13.0+cpu, transformers 5.23.0, 2026-11-22)."""
+"""Python with the libraries of a run, beside its tensors: ``lowmem-ft train recipe=tiny`` ends with 526 to 529 MiB
+measured as it is, with LoRA and with bitsandbytes, and with 555 where an optimizer steps in backward (Linux x86-64,
+Python 3.11, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-22)."""
 
 CUDA_PROCESS_BYTES = 1968 * MIB
 """What CUDA's libraries add on the host: an allowance, 1.5 to 3 GiB resident in reports of users; not measured here."""
