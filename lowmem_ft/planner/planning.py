@@ -18,6 +18,7 @@ from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.estimate import estimate_memory
 from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.target import choose_gpu, limits
 from lowmem_ft.estimator.worst_batch import row_length
@@ -159,6 +160,7 @@ class _Target:
     limits: Limits
     shape: ModelShape
     rules: tuple[Rule, ...]
+    kept: KeptTraces
 
     @staticmethod
     def of(recipe: Recipe, name: str | Gpu | None) -> _Target:
@@ -182,6 +184,7 @@ class _Target:
             ),
             shape=shape,
             rules=(_device_rule(gpu, hf_config),),
+            kept=KeptTraces.of_user(),
         )
 
     @property
@@ -190,7 +193,7 @@ class _Target:
 
     def estimate(self, recipe: Recipe) -> MemoryEstimate:
         """Of the recipe in full; without every allocation, of which forty estimates would hold too many."""
-        estimate = estimate_memory(recipe, self.gpu or "cpu", budget=self.budget)
+        estimate = estimate_memory(recipe, self.gpu or "cpu", budget=self.budget, kept=self.kept)
         return dataclasses.replace(estimate, timeline=Timeline())
 
 

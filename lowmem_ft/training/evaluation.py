@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,6 +36,17 @@ class EvaluationResult:
     def perplexity(self) -> float:
         """``exp(loss)``; infinite where that does not fit a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def record(self) -> dict[str, Any]:
+        """As ``metrics.jsonl`` and trackers have it."""
+        return {
+            "eval_loss": self.loss,
+            "eval_perplexity": self.perplexity,
+            "eval_label_tokens": self.num_label_tokens,
+        }
+
+    def __str__(self) -> str:
+        return f"held-out loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
 
 
 class EvaluationInPieces:

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.data import DataStream, PreparedData, eval_batches
-from lowmem_ft.devices import has_bfloat16
 from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer
@@ -38,8 +34,8 @@ from lowmem_ft.training.finished_model import log_finished_model, save_finished_
 from lowmem_ft.training.health import RunHealth, weights_not_finite
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
-from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory, not_retried
-from lowmem_ft.training.out_of_memory_report import report_of
+from lowmem_ft.training.out_of_memory import is_out_of_memory, not_retried
+from lowmem_ft.training.out_of_memory_report import does_not_fit_here, report_of
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
 from lowmem_ft.training.progress import ProgressDisplay
 from lowmem_ft.training.retry import Retries
@@ -48,11 +44,9 @@ from lowmem_ft.training.run_memory import RunMemory
 from lowmem_ft.training.run_metrics import RunMetrics
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
-from lowmem_ft.training.start import num_training_steps, progress_at, read_data, stream_from
+from lowmem_ft.training.start import log_start, num_training_steps, progress_at, read_data, stream_from
 from lowmem_ft.training.step import StepResult
-from lowmem_ft.training.threads import warn_of_idle_cores
 from lowmem_ft.training.unplanned import refuse_unplanned
-from lowmem_ft.units import counted
 from lowmem_ft.upstream.tested import warn_if_untested
 
 logger = logging.getLogger(__name__)
@@ -113,28 +107,15 @@ def _train(
     warn_if_untested()
     try:
         run = TrainingRun.build(recipe, folder, runtime, preflight)
-        runtime = run.runtime
         return run.train()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        when = "while the model was loaded" if run is None else f"after {run.progress.step} steps"
-        report = [] if run is None else report_of(error, run.session, run.folder.path, run.checkpoint)
-        if runtime is not None:
-            device, num_processes = runtime.device, runtime.num_processes
-        else:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
-        others = this_machines_gpu(device).held_by_others_bytes if device.type == "cuda" else None
-        raise does_not_fit(
-            recipe,
-            read_device_memory(device),
-            when,
-            num_processes=num_processes,
-            has_bfloat16=has_bfloat16(device),
-            held_by_others_bytes=others or 0,
-            report=report,
-        ) from error
+        if run is None:
+            raise does_not_fit_here(recipe, "while the model was loaded", runtime) from error
+        report = report_of(error, run.session, run.folder.path, run.checkpoint)
+        when = f"after {run.progress.step} steps"
+        raise does_not_fit_here(recipe, when, run.runtime, report) from error
     finally:
         lift_cap(recipe.budget)
 
@@ -256,7 +237,7 @@ class TrainingRun:
                     self.folder.start(self.recipe, self.progress)
                     self.memory.write_estimate(self.metrics, self.progress.step)
             self.runtime.start_trackers(self.recipe)
-            self._log_start()
+            log_start(self.recipe, self.runtime, self.progress, self.num_steps)
             with self.interruption:
                 self._take_steps()
                 result = self._finish(self._evaluate())
@@ -381,19 +362,8 @@ class TrainingRun:
             self._stop_if_interrupted()
         assert result is not None, "only a signal ends an evaluation without a result"
         self.progress.evaluated_step = self.progress.step
-        record = {
-            "step": self.progress.step,
-            "eval_loss": result.loss,
-            "eval_perplexity": result.perplexity,
-            "eval_label_tokens": result.num_label_tokens,
-        }
-        self.metrics.write(record, to_trackers=True)
-        logger.info(
-            "Step %d: held-out loss %.4f, perplexity %.2f.",
-            self.progress.step,
-            result.loss,
-            result.perplexity,
-        )
+        self.metrics.write({"step": self.progress.step, **result.record()}, to_trackers=True)
+        logger.info("Step %d: %s.", self.progress.step, result)
         return result
 
     def _save_checkpoint(self) -> None:
@@ -474,26 +444,6 @@ class TrainingRun:
             steps=self.progress.step,
             loss=math.nan if self.progress.loss is None else self.progress.loss,
             evaluation=evaluation,
-        )
-
-    def _log_start(self) -> None:
-        warn_if_untested()  # of what only some recipes import
-        config = self.recipe.training
-        if self.runtime.device.type == "cpu":
-            warn_of_idle_cores(self.runtime.num_processes)
-        examples = (
-            config.per_device_train_batch_size
-            * config.gradient_accumulation_steps
-            * self.runtime.num_processes
-        )
-        logger.info(
-            "Training on %s (torch %s), %s: steps %d to %d, %s a step.",
-            self.runtime.device,
-            torch.__version__,
-            counted(self.runtime.num_processes, "process", "processes"),
-            self.progress.step + 1,
-            self.num_steps,
-            counted(examples, "example"),
         )
 
 

@@ -96,5 +96,5 @@ def does_not_fit(
     return DoesNotFitError(
         f"The device memory ran out {when}{budget}, after a peak of {format_bytes(memory.peak_bytes)} in "
         f"tensors{others}. {''.join(f'{sentence} ' for sentence in report)}What would need less, cheapest first: "
-        f"{'; '.join(remedies)}."
+        f"{'; '.join(remedies)}. `lowmem-ft plan` with the same settings looks for the fastest that fits."
     )

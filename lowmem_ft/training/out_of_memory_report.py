@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lowmem_ft.training.out_of_memory import INSIDE_AN_UPDATE, NotRetried
+from lowmem_ft.catalog.this_machine import this_machines_gpu
+from lowmem_ft.devices import has_bfloat16
+from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.memory.meter import read_device_memory
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.out_of_memory import INSIDE_AN_UPDATE, NotRetried, does_not_fit
 from lowmem_ft.training.replaced_run import ALLOCATOR_FILE
+from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.units import format_bytes
 
@@ -42,6 +49,34 @@ def report_of(error: BaseException, session: Session, folder: Path, checkpoint: 
             f"The run goes on from {checkpoint} with training.resume_from_checkpoint=auto and settings that need less."
         )
     return sentences
+
+
+def does_not_fit_here(
+    recipe: Recipe, when: str, runtime: RunRuntime | None, report: Sequence[str] = ()
+) -> DoesNotFitError:
+    """The error for a run whose memory has run out on the device that it is on.
+
+    Args:
+        recipe: what was run.
+        when: the moment, such as ``at step 1``.
+        runtime: of the run; None: it had not got so far.
+        report: what :func:`report_of` says.
+    """
+    if runtime is not None:
+        device, num_processes = runtime.device, runtime.num_processes
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
+    others = this_machines_gpu(device).held_by_others_bytes if device.type == "cuda" else None
+    return does_not_fit(
+        recipe,
+        read_device_memory(device),
+        when,
+        num_processes=num_processes,
+        has_bfloat16=has_bfloat16(device),
+        held_by_others_bytes=others or 0,
+        report=report,
+    )
 
 
 def _largest_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data import DataPosition, DataStream, PreparedData, load_data
@@ -14,6 +16,11 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import Plan
 from lowmem_ft.training.checkpoint_folders import Progress, read_progress
 from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.threads import warn_of_idle_cores
+from lowmem_ft.units import counted
+from lowmem_ft.upstream.tested import warn_if_untested
+
+logger = logging.getLogger(__name__)
 
 
 def read_data(
@@ -94,3 +101,21 @@ def num_training_steps(
             "training.max_steps or training.num_train_epochs higher, or resume from an earlier checkpoint."
         )
     return num_steps
+
+
+def log_start(recipe: Recipe, runtime: RunRuntime, progress: Progress, num_steps: int) -> None:
+    """Say where a run trains, and how much."""
+    warn_if_untested()  # of what only some recipes import
+    config = recipe.training
+    if runtime.device.type == "cpu":
+        warn_of_idle_cores(runtime.num_processes)
+    examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * runtime.num_processes
+    logger.info(
+        "Training on %s (torch %s), %s: steps %d to %d, %s a step.",
+        runtime.device,
+        torch.__version__,
+        counted(runtime.num_processes, "process", "processes"),
+        progress.step + 1,
+        num_steps,
+        counted(examples, "example"),
+    )
