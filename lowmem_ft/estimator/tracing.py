@@ -79,7 +79,6 @@ def trace_recipe(
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
     hf_config = load_model_config(recipe.model, architecture_only=True)
-    refuse_too_many_tokens(recipe, hf_config)
     with deterministic_kernels(recipe.training.full_determinism):
         key = trace_key(recipe, hf_config, machine) if kept is not None and extend else None
         if kept is None or key is None:
@@ -109,6 +108,7 @@ def _trace(
         alike: of recipes that differ in batch shape or machine alone.
     """
     shallow = shallow_model(recipe, model_on_meta(recipe.model, hf_config)) if extend else None
+    refuse_too_many_tokens(recipe, hf_config)
 
     @functools.cache
     def trace(num_layers: int) -> TracedRecipe:

@@ -428,7 +428,7 @@ def _smallest_gpu(result: MemoryPlan, target: _Target) -> str | None:
     ]
     for gpu in cards[:CARDS_TRIED]:
         with contextlib.suppress(UserError):
-            estimate = estimate_memory(result.recipe, gpu, budget=budget)
+            estimate = estimate_memory(result.recipe, gpu, budget=budget, kept=target.kept)
             if estimate.fits and not estimate.tight:
                 return gpu.name
     return None

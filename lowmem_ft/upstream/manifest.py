@@ -175,9 +175,6 @@ TORCH = (
     ),
     *_each("class", _DISPATCH, "TorchDispatchMode", "sees every operator"),
     *_each("called", _DISPATCH, "_disable_current_modes", "steps outside of all modes"),
-    _replaced(
-        f"{_DISPATCH}.TorchDispatchMode", "_should_skip_dynamo", "", "two frames around every operator less"
-    ),
     _called("torch._C", "_get_dispatch_mode", None, "whether a thread is the one that is traced"),
     *_each("class", "torch._C", "_TorchDispatchModeKey", "the key to ask for"),
     *_each(

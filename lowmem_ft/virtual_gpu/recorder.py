@@ -185,11 +185,6 @@ class Recorder(TorchDispatchMode):
         """Start a new peak from what is alive now."""
         self.peak_bytes = self.live_bytes
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Not to be wrapped in what keeps Dynamo out: it compiles nothing under a dispatch mode that is no torch's."""
-        return False
-
     # --- what the recorder sees --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(

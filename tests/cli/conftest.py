@@ -185,7 +185,8 @@ def _write_folders(folder: Path) -> None:
 def _write_recipes(folder: Path) -> None:
     model = f"model: {{name_or_path: {TINY}, weights: random}}\n"
     recipes = {
-        "good": f"{model}data: {{path: good.jsonl, max_length: 64}}\ntraining: {{max_steps: 1}}\n",
+        "good": f"{model}data: {{path: good.jsonl, max_length: 64}}\ntraining: {{max_steps: 1}}\n"
+        "budget: {preflight: false}\n",  # a process more for each row that gets so far
         "tabs": "model:\n\tname_or_path: x\n",
         "open_bracket": "model: [\n",
         "list": "- model: x\n",

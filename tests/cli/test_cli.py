@@ -68,8 +68,8 @@ def test_the_package_offers_its_public_names_on_first_use():
 
 
 def test_train_hands_the_loaded_recipe_to_the_training_loop(trained):
-    assert main(["train", "training.seed=3", "recipe=tiny", "model=x"]) == 0
-    assert trained == [load_recipe("tiny", ["training.seed=3", "model=x"])]
+    assert main(["train", "training.seed=3", "recipe=tiny", "data.packing=true"]) == 0
+    assert trained == [load_recipe("tiny", ["training.seed=3", "data.packing=true"])]
 
 
 def test_the_script_is_the_train_command():

@@ -57,7 +57,7 @@ def few_bytes(recipe, monkeypatch):
     plain = estimate_memory(recipe, "l4")
 
     def pretend(freed: dict[str, int], device: int) -> None:
-        def estimated(changed: Recipe, gpu, *, budget) -> MemoryEstimate:
+        def estimated(changed: Recipe, gpu, *, budget, kept=None) -> MemoryEstimate:
             uses_bfloat16 = "bfloat16" in changed.model.dtype or "bf16" in changed.training.mixed_precision
             if uses_bfloat16 and not find_gpu(gpu).has_bfloat16:
                 raise UserError("bfloat16 needs a GPU that computes with it.")

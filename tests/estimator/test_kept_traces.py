@@ -125,7 +125,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 SAME_PROGRAM = ["rows", "length", "streamed"]
 """Those of which one short trace must be enough."""
-QUICK = ["rows", "chunks-of-the-loss", "streamed"]
+QUICK = ["rows", "streamed"]
 
 
 @pytest.mark.parametrize(

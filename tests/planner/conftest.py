@@ -59,7 +59,7 @@ def at_once(monkeypatch):
     asked: list[Recipe] = []
 
     def pretend(device_gib, host_gib=lambda recipe: 4.0, seconds=lambda recipe: 10.0) -> list[Recipe]:
-        def estimate_memory(recipe: Recipe, gpu, *, budget) -> MemoryEstimate:
+        def estimate_memory(recipe: Recipe, gpu, *, budget, kept) -> MemoryEstimate:
             asked.append(recipe)
             device, host = round(device_gib(recipe) * GIB), round(host_gib(recipe) * GIB)
             limit = gpu.memory_bytes if budget.device is None else parse_bytes(budget.device)

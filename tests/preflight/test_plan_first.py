@@ -116,7 +116,7 @@ def test_a_model_data_and_a_budget_need_no_recipe(monkeypatch, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "a"}\n')
     model = load_recipe("tiny").model.name_or_path
-    assert main(["train", f"model={model}", f"data={data}", "budget=24GiB"]) == 0
+    assert main(["train", f"model={model}", f"data={data}", "budget=24GiB", "model.weights=random"]) == 0
     (recipe,) = seen
     assert (recipe.plan.mode, recipe.budget.device) == ("auto", "24GiB")
     assert recipe.training.gradient_accumulation_steps == 16

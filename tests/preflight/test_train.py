@@ -33,7 +33,7 @@ def tiny(tmp_path):
     return load_recipe("tiny", [f"training.output_dir={tmp_path / 'run'}", "training.use_cpu=true"])
 
 
-@pytest.mark.parametrize("gpu", ["cpu", "t4"])
+@pytest.mark.parametrize("gpu", ["cpu", pytest.param("t4", marks=pytest.mark.slow)])
 def test_the_other_process_says_what_this_one_would(process, tiny, gpu):
     process.ask(estimate_without_timeline, tiny, gpu)
     here = dataclasses.replace(estimate_memory(tiny, gpu), timeline=Timeline(), trace_seconds=0.0)

@@ -34,6 +34,7 @@ def settings_of_two(folder, *options):
     return (
         "recipe=tiny",
         "training.use_cpu=true",
+        "budget.preflight=false",  # the wheel's test has one beside two processes
         *SHARED,
         *options,
         one_each,
@@ -119,7 +120,13 @@ sys.exit(main())
 
 def run_two_with(forks, what, tmp_path, *arguments):
     """Two processes, of which the second meets with something at its third step."""
-    shared = ("recipe=tiny", "training.use_cpu=true", "training.eval_steps=null", *arguments)
+    shared = (
+        "recipe=tiny",
+        "training.use_cpu=true",
+        "training.eval_steps=null",
+        "budget.preflight=false",
+        *arguments,
+    )
     return forks.run_two(BREAK_RANK_1, what, *shared, f"training.output_dir={tmp_path / 'run'}")
 
 

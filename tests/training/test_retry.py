@@ -58,12 +58,10 @@ RUNGS = {
 
 DIFFER_MOST = (
     "fp16 scale",
-    "activations away",
     "one micro-batch, bf16",
     "vertical, dropout",
     "in backward, host, one micro-batch",
     "streamed",
-    "lora, streamed",
 )
 
 

@@ -197,7 +197,7 @@ def test_the_host_has_a_budget_of_its_own():
 
 @pytest.mark.parametrize(
     "device,host,fits",
-    [(None, None, True), (361, None, True), (360, None, False), (None, 360, False), (361, 361, True)],
+    [(None, None, True), (331, None, True), (330, None, False), (None, 330, False), (331, 331, True)],
 )
 def test_on_a_processor_both_budgets_are_the_hosts(device, host, fits):
     budget = BudgetVerdict(device_bytes=device and device * MIB, host_bytes=host and host * MIB)
