@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -21,6 +22,16 @@ from processes import Forks
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_logging(monkeypatch):
+    """Commands set logging up for their process, which here is that of all tests and of what captures their logs."""
+    monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
+    log = logging.getLogger("lowmem_ft")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture(scope="session")

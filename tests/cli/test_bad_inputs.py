@@ -47,13 +47,7 @@ ROWS = _rows()
 def in_folder(bad_files, monkeypatch):
     monkeypatch.chdir(bad_files)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", bad_files / "cache")
-    monkeypatch.setattr(
-        "lowmem_ft.cli.logs.set_up_logging", lambda: None
-    )  # would hold on to this test's stderr
-    logger = logging.getLogger("lowmem_ft")
-    level = logger.level
     yield
-    logger.setLevel(level)
     shutil.rmtree(bad_files / "runs", ignore_errors=True)
 
 

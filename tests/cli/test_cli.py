@@ -25,7 +25,6 @@ def trained(monkeypatch: pytest.MonkeyPatch):
     """The recipes that reach the training loop, in place of training them."""
     recipes: list = []
     monkeypatch.setattr(preflight, "train", lambda recipe, folder: recipes.append(recipe))
-    monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
     for variable in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     return recipes

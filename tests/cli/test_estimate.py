@@ -124,7 +124,6 @@ def estimator(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(f"lowmem_ft.estimator.{asked}", getattr(fake, asked))
     monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", fake.estimate_changed)
     monkeypatch.setattr("lowmem_ft.catalog.gpus.load_gpus", lambda: GPUS)
-    monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
     monkeypatch.setattr("lowmem_ft.recipe.paths.require_within_reach", lambda config: None)
     logger = logging.getLogger("lowmem_ft")
     level = logger.level

@@ -24,7 +24,6 @@ IDS = torch.arange(40).view(2, 20)
 @pytest.fixture(autouse=True)
 def _captured_logs(monkeypatch, caplog):
     """Ours would write to a stream that the next test has closed."""
-    monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
     caplog.set_level("INFO")
 
 

@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> str:
 def at_once(monkeypatch):
     """Rows take 2 GiB each, half of that with checkpointing, which takes a third more time."""
 
-    def estimate_memory(recipe, gpu, *, budget) -> MemoryEstimate:
+    def estimate_memory(recipe, gpu, *, budget, kept=None) -> MemoryEstimate:
         rows, is_again = recipe.training.per_device_train_batch_size, recipe.checkpointing.mode != "none"
         peak = round((1 + rows * (1 if is_again else 2)) * GIB)
         limit = gpu.memory_bytes if budget.device is None else parse_bytes(budget.device)
@@ -138,7 +138,7 @@ def test_a_host_budget_below_the_process(folder, capsys):
 def test_ctrl_c_shows_the_best_so_far(folder, capsys, monkeypatch):
     estimate, made = planning.estimate_memory, []
 
-    def until_ctrl_c(recipe, gpu, *, budget):
+    def until_ctrl_c(recipe, gpu, *, budget, kept):
         if len(made) == 4:
             raise KeyboardInterrupt
         made.append(recipe)

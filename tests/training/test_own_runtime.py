@@ -13,7 +13,7 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import load_master_weights, load_model
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
-from lowmem_ft.training import loop, train
+from lowmem_ft.training import loop, out_of_memory_report, train
 from lowmem_ft.training.session_files import save_trained
 
 SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.max_length=64")
@@ -161,9 +161,11 @@ def test_memory_that_runs_out_while_loading_is_that_of_the_runtime(tiny, monkeyp
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     known = {}
-    refuse = loop.does_not_fit
+    refuse = out_of_memory_report.does_not_fit
     monkeypatch.setattr(
-        loop, "does_not_fit", lambda *args, **told: known.update(told) or refuse(*args, **told)
+        out_of_memory_report,
+        "does_not_fit",
+        lambda *args, **told: known.update(told) or refuse(*args, **told),
     )
     with pytest.raises(DoesNotFitError, match="while the model was loaded"):
         train(tiny(*SHORT), runtime=Full())
