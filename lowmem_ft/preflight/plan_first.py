@@ -13,7 +13,7 @@ import torch
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError, UserError
-from lowmem_ft.estimator.child_process import EstimatingProcess
+from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.target import CPU
 from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
@@ -83,7 +83,13 @@ def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
     logger.info("Choosing the memory knobs for this machine.")
     with EstimatingProcess() as process:
         process.ask(plan, recipe, budget, gpu, tells_progress=True)
-        return process.answer(tell)
+        try:
+            return process.answer(tell)
+        except ChildFailedError as error:
+            raise UserError(
+                f"The memory knobs could not be chosen: {error}. `lowmem-ft plan` with the same settings shows why; "
+                "plan.mode=none trains the recipe as it is."
+            ) from error
 
 
 def _saved_recipe(recipe: Recipe) -> Recipe | None:

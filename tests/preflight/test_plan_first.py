@@ -11,6 +11,7 @@ import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
 from lowmem_ft.cli import main
 from lowmem_ft.errors import DoesNotFitError, UserError
+from lowmem_ft.estimator.child_process import EstimatingProcess
 from lowmem_ft.planner import MemoryPlan
 from lowmem_ft.preflight import plan_first
 from lowmem_ft.preflight.plan_first import with_plan
@@ -127,6 +128,12 @@ def test_less_than_that_is_refused(capsys, left_out):
     del settings[left_out]
     assert main(["train", *settings]) == 2
     assert "or model=X data=X budget=X to be planned for; got" in capsys.readouterr().err
+
+
+def test_a_search_that_dies_is_told_of_without_a_traceback(tiny, monkeypatch):
+    monkeypatch.setattr(EstimatingProcess, "ask", lambda self, *_, **__: self._process.kill())
+    with pytest.raises(UserError, match="could not be chosen: it ended with exit code -9"):
+        with_plan(tiny())
 
 
 @pytest.mark.slow
