@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
 
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
-"""What Linux takes for: let the peak of resident memory begin anew (proc(5), ``clear_refs``)."""
+from lowmem_ft.memory.resident import peak_resident_bytes, reset_peak_resident, resident_bytes
 
 _peaks_before: dict[str, int] = {}
 """The highest before the last phase began, by device: beginning one makes the system and the driver forget it."""
@@ -53,8 +48,7 @@ def free_device_bytes(device: torch.device) -> int:
 
 def read_host_memory() -> MemoryReading:
     """Resident memory of this process, now and at its peak."""
-    now_bytes, peak_bytes = _resident()
-    return MemoryReading(now_bytes, max(peak_bytes, _peaks_before.get("host", 0)))
+    return MemoryReading(resident_bytes(), max(peak_resident_bytes(), _peaks_before.get("host", 0)))
 
 
 def begin_phase(device: torch.device) -> bool:
@@ -69,9 +63,7 @@ def begin_phase(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     before = read_host_memory().peak_bytes
-    try:
-        _CLEAR_REFS.write_text(_RESET_PEAK)
-    except OSError:  # another system, or a container that keeps /proc to itself
+    if not reset_peak_resident():
         return False
     _peaks_before["host"] = before
     return True
@@ -99,16 +91,4 @@ def peaks_will_be_reset() -> None:
 
 def phase_peak_bytes(device: torch.device) -> int:
     """The most held since :func:`begin_phase`: tensors on CUDA, resident memory of the process on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()[1]
-
-
-def _resident() -> tuple[int, int]:
-    """Now, and the most since the process, or the phase, began."""
-    memory = psutil.Process(os.getpid()).memory_info()
-    if sys.platform == "win32":
-        return memory.rss, memory.peak_wset
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_bytes = peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-    return memory.rss, max(peak_bytes, memory.rss)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lowmem_ft.memory import meter
+from lowmem_ft.memory import meter, resident
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.memory.phase_peaks import PhasePeaks
 from lowmem_ft.units import GIB, MIB
@@ -38,7 +38,7 @@ def test_a_phase_has_its_own_peak_and_the_run_keeps_the_highest():
 
 
 def test_a_system_that_keeps_one_peak_has_no_phases(monkeypatch, tmp_path):
-    monkeypatch.setattr(meter, "_CLEAR_REFS", tmp_path / "no" / "such" / "file")
+    monkeypatch.setattr(resident, "_CLEAR_REFS", tmp_path / "no" / "such" / "file")
     peaks = PhasePeaks(CPU)
     with peaks.during("load"):
         pass
