@@ -206,7 +206,13 @@ def device_to_measure(device: torch.device | str | None) -> torch.device:
             f"Memory is to be measured on {device}, but torch finds no CUDA device here. Leave the device out, or "
             "measure inside the block of a `VirtualGPU`."
         )
-    return with_index(device)
+    device = with_index(device)
+    if kind == "cuda" and device.index >= torch.cuda.device_count():
+        raise UserError(
+            f"Memory is to be measured on {device}, but the last device that torch finds here is "
+            f"cuda:{torch.cuda.device_count() - 1}. Name it, or leave the device out."
+        )
+    return device
 
 
 def counters_of(device: torch.device, running: contextlib.ExitStack, *, exact: bool) -> Counters:

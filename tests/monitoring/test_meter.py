@@ -219,3 +219,5 @@ def test_a_device_that_is_not_there_is_refused():
         MemoryMeter("cuda")
     with pytest.raises(UserError, match="got the device meta"):
         MemoryMeter("meta")
+    with VirtualGPU("t4"), pytest.raises(UserError, match="the last device that torch finds here is cuda:0"):
+        MemoryMeter("cuda:3")
