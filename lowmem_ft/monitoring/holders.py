@@ -15,6 +15,8 @@ _OURS = str(Path(__file__).parent)
 _MOST_LEVELS = 20
 _MOST_OBJECTS = 20_000
 _CLOSURE, _DICTIONARY, _QUOTES = "(closure)", "(dictionary)", "'"
+_REFERENCES_BY_US = 3
+"""To a frame's variables: the frame's, ours and a call's. With more of them the program has them from ``locals()``."""
 _CONTAINERS = (dict, list, tuple, set, frozenset, types.CellType)
 
 
@@ -116,9 +118,9 @@ def _held_by(owner: Any) -> Iterator[tuple[str, Any]]:
         yield ".__defaults__", owner.__defaults__
         yield ".__kwdefaults__", owner.__kwdefaults__
     elif kind is types.FrameType:
-        yield from ((f" `{name}`", value) for name, value in list(owner.f_locals.items()))
+        yield from ((f" `{name}`", value) for name, value in _variables_of(owner))
     elif kind is types.GeneratorType and owner.gi_frame is not None:
-        yield from ((f" `{name}`", value) for name, value in list(owner.gi_frame.f_locals.items()))
+        yield from ((f" `{name}`", value) for name, value in _variables_of(owner.gi_frame))
     elif kind is types.MethodType:
         yield ".__self__", owner.__self__
     yield from _attributes(owner)
@@ -198,8 +200,10 @@ def _way(link: _Link) -> str:
 def _running_variables() -> dict[int, tuple[str, str]]:
     """Variables of all code that runs but ours: name and place of each, by the value's identity."""
     found: dict[int, tuple[str, str]] = {}
-    for frame in (sys._getframe(1), *sys._current_frames().values()):
-        current: types.FrameType | None = frame
+    innermost = [sys._getframe(1), *sys._current_frames().values()]
+    while innermost:
+        # No variable may be left with this function's own frame, which would keep itself and all around it.
+        current: types.FrameType | None = innermost.pop(0)
         while current is not None:
             if not _is_ours(current):
                 _add_variables(current, found)
@@ -210,10 +214,18 @@ def _running_variables() -> dict[int, tuple[str, str]]:
 def _add_variables(frame: types.FrameType, found: dict[int, tuple[str, str]]) -> None:
     is_function = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
     place = f"local variable of {_place(frame.f_code)}" if is_function else f"global of {_file(frame.f_code)}"
-    for name, value in list(frame.f_locals.items()):
+    for name, value in _variables_of(frame):
         found.setdefault(id(value), (name, place))
-    if is_function and sys.version_info < (3, 13):
-        frame.f_locals.clear()  # a copy, which would keep what the function lets go of
+
+
+def _variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
+    """Names and values; a function's are not kept by having been asked for."""
+    variables = frame.f_locals
+    named = list(variables.items())
+    is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and sys.version_info < (3, 13)
+    if is_copy and sys.getrefcount(variables) == _REFERENCES_BY_US:
+        variables.clear()  # the frame keeps it, and with it what the function lets go of
+    return named
 
 
 def _place(code: types.CodeType) -> str:

@@ -63,7 +63,8 @@ class LeakFinder:
     the same batch, or batches of one shape. Caches and optimizer states of the first steps do not count.
 
     Cost: each operator passes through a dispatch mode, and each storage's place is noted: docs/monitoring.md says how
-    many times longer a step takes. Python's collector runs where a step ends, and not within.
+    many times longer a step takes, to the end of the block. Python's collector runs where a step ends, and not within,
+    until there is a report.
 
     Limits: memory that no operator of torch makes and no Python object shows, as in libraries of kernels, is not seen.
     Searching holders takes a second or more, as it walks over all objects of the process.
@@ -89,18 +90,18 @@ class LeakFinder:
         self._most_nodes_before = 0
         self._report: LeakReport | None = None
         self._running = contextlib.ExitStack()
-        self._is_frozen = False
+        self._collector = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         gc.collect()
         self._tracker.add_what_python_knows()
         self._most_nodes_before = _most_nodes(0)
         with contextlib.ExitStack() as running:
-            running.enter_context(collector_paused())
+            self._collector = running.enter_context(contextlib.ExitStack())
+            self._collector.enter_context(collector_paused())
             if gc.get_freeze_count() == 0:
-                self._is_frozen = True
                 gc.freeze()  # what is there need not be searched at the end of each step
-                running.callback(self._thaw)
+                self._collector.callback(gc.unfreeze)
             running.enter_context(self._tracker)
             self._running = running.pop_all()
         return self
@@ -122,12 +123,8 @@ class LeakFinder:
         if num_ended == 0:
             self._most_nodes_before = _most_nodes(self._most_nodes_before)
         if is_last:
-            self._thaw()
-            growths, new = self._grown()
-            growths = sorted([*growths, *self._cycles(holders)], key=lambda growth: -growth.bytes_per_step)
-            self._report = LeakReport(
-                self._steps, tuple(self._with_holders(growths, new)), self._fragmentation()
-            )
+            self._collector.close()  # the loop may go on for long
+            self._report = self._reported(holders)
 
     @property
     def report(self) -> LeakReport:
@@ -143,10 +140,11 @@ class LeakFinder:
             )
         return self._report
 
-    def _thaw(self) -> None:
-        if self._is_frozen:
-            self._is_frozen = False
-            gc.unfreeze()
+    @collector_paused()
+    def _reported(self, holders: dict[_Group, str]) -> LeakReport:
+        growths, new = self._grown()
+        growths = sorted([*growths, *self._cycles(holders)], key=lambda growth: -growth.bytes_per_step)
+        return LeakReport(self._steps, tuple(self._with_holders(growths, new)), self._fragmentation())
 
     def _look(self) -> _Moment:
         self._tracker.add_what_python_knows()

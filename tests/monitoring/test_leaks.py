@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -175,6 +177,46 @@ def test_a_loop_of_ones_own_is_watched_as_long_as_it_takes():
             finder.step_ended()
     assert [growth.bytes_per_step for growth in finder.report.leaks] == [40]
     assert "kept[1]" in finder.report.leaks[0].holder
+
+
+def test_the_collector_runs_again_once_there_is_a_report():
+    """The loop around may have thousands of steps to go, each with garbage in circles."""
+    assert gc.isenabled()
+    states = []
+    with LeakFinder(steps=2) as finder:
+        for _ in range(4):
+            states.append((gc.isenabled(), gc.get_freeze_count() > 0))
+            finder.step_ended()
+    assert states == [(False, True)] * 3 + [(True, False)]
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+
+
+def test_a_program_s_own_variables_stay_as_they_are():
+    """Before Python 3.13 a frame keeps what it was last asked for, and `locals()` gives the same dictionary."""
+
+    def program():
+        settings, kept = 3, [torch.zeros(1)]
+        mine = locals()
+        return holder_of(kept[0]), mine, settings
+
+    way, mine, settings = program()
+    assert "kept" in way
+    assert mine["settings"] == settings
+
+
+def test_looking_keeps_nothing_alive():
+    def program():
+        held = [torch.zeros(1)]
+        yield weakref.ref(held[0])
+        del held
+        yield None
+
+    running = program()
+    gone = next(running)
+    way = holder_of(gone())
+    assert "`held`[0]" in way
+    next(running)
+    assert gone() is None
 
 
 def test_too_few_steps_are_told():
