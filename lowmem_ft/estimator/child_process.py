@@ -36,25 +36,38 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER
 """Variables by which a process takes itself for one of several."""
 
 
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from lowmem_ft.estimator.child_process import serve; serve()"
+"""Not ``-m``, which looks in the current folder first: what somebody calls ``datasets.py`` there would be imported."""
+
+
 class ChildFailedError(Exception):
-    """The other process ended without an answer, or with an error that is no user's; its last lines are the message."""
+    """The other process could not start, or ended without an answer or with an error that is no user's.
+
+    Its last line is the message.
+    """
 
 
 class EstimatingProcess:
     """A process that answers one question after the other; it starts with this object, and goes with :meth:`close`.
 
-    Ask, do something else, then take the answer. Both ends run the same files of this package with the same Python.
+    Ask, do something else, then take the answer. Both ends run the same files with the same Python.
+
+    Raises:
+        ChildFailedError: if the system starts no process, for want of memory for one.
     """
 
     def __init__(self) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - close() closes it
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=_environment(os.environ),
-        )
+        try:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - close() closes it
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM.format(path=_module_path())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=_environment(os.environ),
+            )
+        except OSError as error:
+            raise ChildFailedError(f"no process could be started: {error}") from error
 
     def ask(self, function: Callable[..., Any], *arguments: Any, tells_progress: bool = False) -> None:
         """Have a function called there.
@@ -82,7 +95,7 @@ class EstimatingProcess:
         assert self._process.stdout is not None
         while True:
             try:
-                kind, answer = pickle.load(self._process.stdout)  # written by our own code, in _serve
+                kind, answer = pickle.load(self._process.stdout)  # written by our own code, in serve()
             except (EOFError, pickle.UnpicklingError):
                 raise ChildFailedError(self._last_words()) from None
             if kind == _ERROR:
@@ -118,15 +131,18 @@ class EstimatingProcess:
         return ": ".join([f"it ended with exit code {self._process.returncode}", *lines[-1:]])
 
 
+def _module_path() -> list[str]:
+    """Where this process finds modules, and this very package if it has been found elsewhere."""
+    return [*map(str, sys.path), str(Path(lowmem_ft.__file__).parents[1])]
+
+
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    """This process's, without its GPUs and its ranks, and with this very package."""
+    """This process's, without its GPUs and its ranks."""
     environment = {name: value for name, value in own.items() if name not in _OF_LAUNCHERS}
-    package = str(Path(lowmem_ft.__file__).parents[1])
-    paths = [package, *filter(None, [own.get("PYTHONPATH")])]
-    return environment | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+    return environment | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def _serve() -> None:
+def serve() -> None:
     """Answer on what was standard output, so that nothing that is printed gets between the answers."""
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
@@ -155,7 +171,3 @@ def estimate_without_timeline(recipe: Recipe, gpu: str | Gpu) -> MemoryEstimate:
     from lowmem_ft.estimator.kept_traces import KeptTraces
 
     return dataclasses.replace(estimate_memory(recipe, gpu, kept=KeptTraces.of_user()), timeline=Timeline())
-
-
-if __name__ == "__main__":
-    _serve()

@@ -35,18 +35,22 @@ class EstimateBeside:
         self._recipe = recipe
         if device.type == "cuda":
             self._gpu = this_machines_gpu(device)
-        self._process = EstimatingProcess()
+        try:
+            self._process = EstimatingProcess()
+        except ChildFailedError as error:
+            _warn(error)
 
     def finish(self, longest_row: int | None) -> MemoryEstimate | None:
         """Have it estimate, and wait; see :class:`lowmem_ft.training.preflight.Preflight`."""
-        assert self._process is not None, "begin() goes before"
-        assert self._recipe is not None
+        assert self._recipe is not None, "begin() goes before"
+        if self._process is None:
+            return None
         self._process.ask(estimate_without_timeline, with_rows_of(self._recipe, longest_row), self._gpu)
         logger.info("Estimating what the run needs.")
         try:
             return self._process.answer()
         except (ChildFailedError, UserError) as error:
-            logger.warning("What the run needs could not be estimated: %s Training goes on.", error)
+            _warn(error)
             return None
 
     def close(self) -> None:
@@ -54,3 +58,7 @@ class EstimateBeside:
         if self._process is not None:
             self._process.close()
             self._process = None
+
+
+def _warn(error: Exception) -> None:
+    logger.warning("What the run needs could not be estimated: %s. Training goes on.", str(error).rstrip("."))

@@ -81,15 +81,15 @@ def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
             logger.info("Planning: %d combinations estimated, %s.", progress.estimated, found)
 
     logger.info("Choosing the memory knobs for this machine.")
-    with EstimatingProcess() as process:
-        process.ask(plan, recipe, budget, gpu, tells_progress=True)
-        try:
+    try:
+        with EstimatingProcess() as process:
+            process.ask(plan, recipe, budget, gpu, tells_progress=True)
             return process.answer(tell)
-        except ChildFailedError as error:
-            raise UserError(
-                f"The memory knobs could not be chosen: {error}. `lowmem-ft plan` with the same settings shows why; "
-                "plan.mode=none trains the recipe as it is."
-            ) from error
+    except ChildFailedError as error:
+        raise UserError(
+            f"The memory knobs could not be chosen: {error}. `lowmem-ft plan` with the same settings shows why; "
+            "plan.mode=none trains the recipe as it is."
+        ) from error
 
 
 def _saved_recipe(recipe: Recipe) -> Recipe | None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import importlib.util
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,8 +27,16 @@ from lowmem_ft.preflight.estimate_beside import EstimateBeside
 
 
 @pytest.fixture(scope="module")
-def process():
-    with EstimatingProcess() as process:
+def process(tmp_path_factory):
+    """Started among modules that are called as the libraries' are; nobody who trains from there imports them."""
+    folder = tmp_path_factory.mktemp("somebodys")
+    for name in ("torch", "datasets", "lowmem_ft"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('somebody else's module')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".")])
+        process = EstimatingProcess()
+    with process:
         yield process
 
 
@@ -57,13 +69,29 @@ def test_a_process_that_dies_is_told_of(tiny):
             process.answer()
 
 
+def test_it_imports_what_this_process_would(process):
+    process.ask(importlib.util.find_spec, "lowmem_ft")
+    assert process.answer().origin == lowmem_ft.__file__
+
+
 def test_it_takes_itself_for_no_part_of_a_launch_and_sees_no_gpu():
     own = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": "mine", "HF_HOME": "there"}
-    environment = _environment(own)
-    assert {"RANK", "WORLD_SIZE"}.isdisjoint(environment)
-    assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert environment["HF_HOME"] == "there"
-    assert environment["PYTHONPATH"].split(os.pathsep)[1:] == ["mine"]
+    expected = {"PYTHONPATH": "mine", "HF_HOME": "there", "CUDA_VISIBLE_DEVICES": ""}
+    assert _environment(own) == expected
+
+
+def test_a_run_is_trained_where_no_process_can_be_started(tiny, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    preflight = EstimateBeside()
+    preflight.begin(tiny, torch.device("cpu"))
+    assert preflight.finish(None) is None
+    (record,) = caplog.records
+    assert (
+        "no process could be started: [Errno 12] Cannot allocate memory. Training goes on." in record.message
+    )
 
 
 def test_what_does_not_fit_is_not_trained(tiny, tmp_path):
