@@ -12,7 +12,13 @@ from lowmem_ft.techniques.technique import Technique
 log = logging.getLogger(__name__)
 
 
-def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float32: bool) -> Technique:
+class Float32Accumulation(Technique):
+    """Sums that were switched on, be there 16-bit weights or not; see :func:`enable_float32_accumulation`."""
+
+
+def enable_float32_accumulation(
+    optimizer: torch.optim.Optimizer, *, takes_float32: bool
+) -> Float32Accumulation:
     """Makes autograd sum the gradients of 16-bit weights in float32, each micro-batch's rounded as it comes, no sum.
 
     Frees: nothing; 4 bytes a weight instead of 2 while its gradient is summed.
@@ -38,7 +44,7 @@ def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float
         if parameter.dtype.itemsize < 4
     ]
     if not parameters:
-        return Technique()
+        return Float32Accumulation()
 
     def begin(*_: Any) -> None:
         for parameter in parameters:
@@ -57,6 +63,6 @@ def enable_float32_accumulation(optimizer: torch.optim.Optimizer, *, takes_float
         len(parameters),
     )
     if takes_float32:
-        return Technique(end)
+        return Float32Accumulation(end)
     before, after = optimizer.register_step_pre_hook(end), optimizer.register_step_post_hook(begin)
-    return Technique(end, before.remove, after.remove)
+    return Float32Accumulation(end, before.remove, after.remove)

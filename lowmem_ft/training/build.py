@@ -126,6 +126,7 @@ def build_session(
     plan: Plan,
     *,
     num_training_steps: int,
+    in_pieces: bool = False,
 ) -> Session:
     """Load the weights, switch the recipe's techniques on, make the optimizer and its schedule, wrap them.
 
@@ -134,6 +135,7 @@ def build_session(
         runtime: where.
         plan: what :func:`plan_session` decided.
         num_training_steps: optimizer steps in all, for the learning rate's schedule.
+        in_pieces: whether micro-batches are going to be cut: then one is summed as several are.
 
     Returns:
         A session ready to train; the optimizer's state is fresh (see ``checkpoint.load_checkpoint``).
@@ -159,7 +161,8 @@ def build_session(
         of_state = list(techniques_of_state(optimizer, recipe, host_memory))
         _initialize_masters(optimizer, model, recipe, runtime, plan)
     streaming = in_forward.find(ParameterStreaming)
-    in_step = techniques_in_step(optimizer, recipe, host_memory, streaming)
+    sums = in_pieces or recipe.training.gradient_accumulation_steps > 1
+    in_step = techniques_in_step(optimizer, recipe, host_memory, streaming, sums=sums)
     # Streamed weights are outermost: they make the updates that wait, and come to rest before the state comes back.
     techniques = Techniques(*of_state, *in_step, *in_forward)
     scheduler = _scheduler(optimizer, recipe.training, num_training_steps)
@@ -221,10 +224,15 @@ def techniques_of_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostM
 
 
 def techniques_in_step(
-    optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory, streaming: ParameterStreaming | None
+    optimizer: Optimizer,
+    recipe: Recipe,
+    host_memory: HostMemory,
+    streaming: ParameterStreaming | None,
+    *,
+    sums: bool,
 ) -> Iterator[Technique]:
     """Switches on how gradients are summed, applied and watched; those of streamed weights go the same way."""
-    if recipe.accumulation.dtype == "float32" and recipe.training.gradient_accumulation_steps > 1:
+    if recipe.accumulation.dtype == "float32" and sums:
         takes_float32 = isinstance(optimizer, ChunkedOptimizer)
         yield enable_float32_accumulation(optimizer, takes_float32=takes_float32)
     if may_lose_updates(optimizer):

@@ -206,7 +206,8 @@ class TrainingRun:
         stream = stream_from(recipe, runtime, data, progress.position)
         num_steps = num_training_steps(recipe, stream, progress, resume_from)
         with memory.during("load"):
-            session = build_session(built, runtime, plan, num_training_steps=num_steps)
+            in_pieces = progress.cut.max_tokens is not None
+            session = build_session(built, runtime, plan, num_training_steps=num_steps, in_pieces=in_pieces)
             refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
             # Loading and wrapping may draw random numbers; dropout must not depend on how many.
             set_seed(config.seed + runtime.process_index, deterministic=config.full_determinism)

@@ -32,7 +32,7 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.memory.meter import free_device_bytes
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
+from lowmem_ft.techniques.float32_accumulation import Float32Accumulation, enable_float32_accumulation
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
@@ -71,9 +71,6 @@ class Retries:
         self.session = session
         self._recipe = recipe
         self._engine_queue = _EngineQueue(session.runtime.device)
-        self._sums_in_float32 = (
-            recipe.accumulation.dtype == "weights" or recipe.training.gradient_accumulation_steps > 1
-        )
 
     def train_step(self, window: Sequence[Batch]) -> StepResult:
         """:func:`lowmem_ft.training.step.train_step`, started over in smaller pieces for as long as memory runs out.
@@ -218,18 +215,23 @@ class Retries:
         rows = self._recipe.training.per_device_train_batch_size
         techniques.add(enable_vertical_accumulation(self.session.unwrapped_model, rows))
 
+    @property
+    def _sums_as_wanted(self) -> bool:
+        """Whether gradients of several micro-batches are summed as ``accumulation.dtype`` says already."""
+        in_float32 = self.session.techniques.find(Float32Accumulation) is not None
+        return in_float32 or self._recipe.accumulation.dtype == "weights"
+
     def _sum_in_float32(self) -> None:
-        """As ``accumulation.dtype`` says of several micro-batches, where the recipe has one."""
-        if self._sums_in_float32:
+        """Where the recipe has one micro-batch, of which there is no sum."""
+        if self._sums_as_wanted:
             return
-        self._sums_in_float32 = True
         optimizer = self.session.optimizer
         takes_float32 = isinstance(optimizer, ChunkedOptimizer)
         self.session.techniques.add(enable_float32_accumulation(optimizer, takes_float32=takes_float32))
 
     def _refuse_without_room_for_sums(self, cut: Cut) -> None:
         """Before two micro-batches are made of one: their gradients are summed in float32, beside nothing yet."""
-        if self._sums_in_float32 or cut.max_tokens is None:
+        if self._sums_as_wanted or cut.max_tokens is None:
             return
         sum_bytes = self._float32_sum_bytes()
         free_bytes = free_device_bytes(self.session.runtime.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.training import evaluation, loop, out_of_memory_report, train
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoint_folders import read_progress
 from lowmem_ft.training.cut import Cut
+from lowmem_ft.training.gradient_averaging import ddp_takes
 from lowmem_ft.training.step import WindowPass
 
 SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null", "data.eval_size=null")
@@ -61,14 +64,91 @@ def test_a_run_whose_memory_ran_out_is_one_that_was_resumed_with_that_cut(
     assert [record.get("max_micro_batch_tokens") for record in steps] == [None] * 4 + [cut.max_tokens] * 2
     # The same run, resumed from the checkpoint before that step with its cut.
     shutil.copytree(run, resumed, ignore=shutil.ignore_patterns("model", "checkpoint-6"))
-    manifest = resumed / "checkpoint-4" / "checkpoint.json"
-    saved = json.loads(manifest.read_text())
-    saved["progress"]["cut"]["max_tokens"] = cut.max_tokens
-    manifest.write_text(json.dumps(saved))
+    set_cut(resumed / "checkpoint-4", cut.max_tokens)
     train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=resumed))
     for key in ("loss", "grad_norm"):
         assert metrics(resumed, key) == metrics(run, key)
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, resumed))
+    assert_same_model(run, resumed)
+
+
+KILLED_IN_THE_SECOND_ATTEMPT = """
+import os, signal, sys, torch
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.training import train
+from lowmem_ft.training.step import WindowPass
+
+gradients, attempts = WindowPass.gradients, 0
+
+def fail_then_die(self):
+    global attempts
+    attempts += 1
+
+    def end(gradient):
+        if attempts == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if attempts == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with self.session.unwrapped_model.model.norm.weight.register_hook(end):
+        return gradients(self)
+
+WindowPass.gradients = fail_then_die
+train(load_recipe("tiny", sys.argv[1:]))
+"""
+
+
+def test_a_run_killed_while_a_step_starts_over_goes_on_bit_for_bit(
+    tiny, metrics, forks, tmp_path, monkeypatch
+):
+    """The cut is not in the checkpoint yet: memory runs out once more, and the step starts over once more."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = forks.run(
+        KILLED_IN_THE_SECOND_ATTEMPT, *SHORT, "training.use_cpu=true", f"training.output_dir={killed}"
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(metrics(killed)) == 4
+    assert read_progress(killed / "checkpoint-4").cut == Cut()
+    with monkeypatch.context() as patch:
+        run_out_at(patch, 5)
+        train(tiny(*SHORT, output_dir=whole))
+    with monkeypatch.context() as patch:
+        run_out_at(patch, 1)
+        train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=killed))
+    for key in ("loss", "grad_norm"):
+        assert metrics(killed, key) == metrics(whole, key)
+    assert read_progress(killed / "checkpoint-6").cut == read_progress(whole / "checkpoint-6").cut != Cut()
+    assert_same_model(whole, killed)
+
+
+def test_pieces_are_summed_in_float32_before_processes_share_gradients(tiny, tmp_path, monkeypatch):
+    """``DistributedDataParallel`` refuses a gradient that is finer than its weight once it has wrapped the model."""
+    one = ("model.dtype=bfloat16", "optimizer.master=split16", "training.gradient_accumulation_steps=1")
+    run = tmp_path / "run"
+    train(tiny(*SHORT, *one, "training.max_steps=2", output_dir=run))
+    set_cut(run / "checkpoint-2", 64)
+    wrapped = []
+    prepare = AccelerateRuntime.prepare
+
+    def seen(self, model, optimizer):
+        wrapped.append(ddp_takes(model))
+        return prepare(self, model, optimizer)
+
+    monkeypatch.setattr(AccelerateRuntime, "prepare", seen)
+    train(tiny(*SHORT, *one, "training.resume_from_checkpoint=auto", "training.max_steps=3", output_dir=run))
+    assert wrapped == [False]
+
+
+def set_cut(checkpoint, max_tokens):
+    """Have a run go on from a checkpoint as if its memory had run out before."""
+    manifest = checkpoint / "checkpoint.json"
+    saved = json.loads(manifest.read_text())
+    saved["progress"]["cut"]["max_tokens"] = max_tokens
+    manifest.write_text(json.dumps(saved))
+
+
+def assert_same_model(one, other):
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
+    assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
