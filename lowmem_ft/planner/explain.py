@@ -142,6 +142,10 @@ class Neighbours:
         self._search = search
         self._places = {combination: place for place, combination in enumerate(space.combinations)}
 
+    def place_of(self, combination: Combination) -> int | None:
+        """The index of a combination; None if a rule refuses it."""
+        return self._places.get(combination)
+
     def improve(self, max_estimates: int) -> None:
         """Estimate the neighbours of the best; where one is better, go on with its own."""
         left = max_estimates
@@ -149,7 +153,7 @@ class Neighbours:
         while left > 0 and best != self._search.found.best:
             best = self._search.found.best
             for combination in self._next_cheaper():
-                place = self._places.get(combination)
+                place = self.place_of(combination)
                 if place is not None and left > 0 and self._search.is_open(place):
                     self._search.estimate(place)
                     left -= 1
@@ -185,7 +189,7 @@ class Neighbours:
         )
 
     def _against(self, findings: Findings, combination: Combination) -> str:
-        place = self._places.get(combination)
+        place = self.place_of(combination)
         if place is None:
             return self._space.refusal(combination) or "the device or the model does not take it"
         found, candidates = findings.found, findings.candidates

@@ -5,47 +5,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import psutil
-import torch
-
-from lowmem_ft.budget import Budget, is_of_size
+from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.errors import UserError
-from lowmem_ft.estimator.estimate import estimate_memory
-from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES
-from lowmem_ft.estimator.kept_traces import KeptTraces
-from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
-from lowmem_ft.estimator.target import choose_gpu, limits
-from lowmem_ft.estimator.worst_batch import row_length
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.host_limits import tightest_host_limit
-from lowmem_ft.memory.timeline import Timeline
-from lowmem_ft.models import load_model_config
-from lowmem_ft.models.loading import weights_dtype
-from lowmem_ft.planner.bounds import ModelShape, shape_of
 from lowmem_ft.planner.candidates import candidates_of, prior_of, with_headroom
 from lowmem_ft.planner.ctrl_c import CtrlC
 from lowmem_ft.planner.explain import Findings, Neighbours, nearest
 from lowmem_ft.planner.memory_plan import Counts, MemoryPlan
-from lowmem_ft.planner.search import Limits, Need, Search
+from lowmem_ft.planner.search import Candidates, Limits, Need, Search
 from lowmem_ft.planner.space import Rule, Space, consent_keys, space_of, words_of
+from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
-from lowmem_ft.training.build import plan_session
-from lowmem_ft.units import format_bytes, parse_bytes
-from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
 MAX_ESTIMATES = 28
 """Of a search: each takes a second or more. What is left by then is counted, and said."""
 
 NEIGHBOUR_ESTIMATES = 12
 """For the neighbours of the best, which is what the explanation speaks of."""
+
+NEAREST_TRIED = 3
+"""Where nothing can fit by its bounds: of those that miss least, until one can be built."""
 
 CARDS_TRIED = 3
 """Of the catalogue, from the smallest that should do."""
@@ -108,93 +93,28 @@ def plan(
     start = time.perf_counter()
     recipe = _asked(recipe, budget, allow, keep)
     check_recipe(recipe)
-    target = _Target.of(recipe, gpu)
-    result: MemoryPlan | None = None
-    for granted in range(len(recipe.plan.allow) + 1):
-        tier = _tier(recipe, granted)
-        space = _space(tier, target, must_use=recipe.plan.allow[granted - 1] if granted else None)
-        if granted and not space.combinations:
-            continue
-        latest = _plan_in(space, target, on_progress)
-        if result is None or latest.fits or _missing(latest) < _missing(result):
-            result = latest
-        if latest.fits or latest.interrupted:
-            break
-    assert result is not None, "the first tier raises where it has no combination"
+    target = Target.of(recipe, gpu)
+    tiers: list[MemoryPlan] = []
+    is_interrupted, smallest_gpu = False, None
+    try:
+        for tier in _tiers(recipe, target, on_progress):
+            tiers.append(tier)
+        result = min(tiers, key=_missing)
+        if not result.fits and not tiers[-1].interrupted:
+            smallest_gpu = _smallest_gpu(result, target)
+    except KeyboardInterrupt:
+        if not tiers:
+            raise
+        result, is_interrupted = min(tiers, key=_missing), True
     return dataclasses.replace(
         result,
         recipe=_trains_as_it_is(result.recipe, recipe),
-        smallest_gpu=None if result.fits or result.interrupted else _smallest_gpu(result, target),
+        counts=_counts(tiers),
+        left_seconds=min((tier.left_seconds for tier in tiers if tier.counts.left), default=0.0),
+        interrupted=is_interrupted or tiers[-1].interrupted,
+        smallest_gpu=smallest_gpu,
         seconds=time.perf_counter() - start,
     )
-
-
-def planned(recipe: Recipe, on_progress: OnProgress = lambda progress: None) -> MemoryPlan:
-    """The plan of a recipe by its own ``plan`` group: what has to happen before training where ``plan.mode`` is auto.
-
-    For whoever starts a run: call it before the run's folder is opened, in the main process alone (the others take its
-    recipe). It plans for this machine's GPU. Train ``MemoryPlan.recipe``, whose ``plan.mode`` is none; where
-    ``MemoryPlan.fits`` is false, end with ``errors.EXIT_DOES_NOT_FIT``. A run that resumes trains the recipe of its
-    checkpoint and is not planned again: formats of the state may not change. For no recipe at all,
-    :func:`lowmem_ft.recipe.defaults.with_defaults_of_plan` adds to the settings what a model alone leaves open.
-
-    Args:
-        recipe: with ``plan.mode=auto``, or a budget to be planned for.
-        on_progress: called before each estimate.
-
-    Returns:
-        The plan.
-
-    Raises:
-        UserError: as :func:`plan`.
-    """
-    return plan(recipe, on_progress=on_progress)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Target:
-    """Where a plan is for, and what there is."""
-
-    gpu: Gpu | None
-    budget: Budget
-    limits: Limits
-    shape: ModelShape
-    rules: tuple[Rule, ...]
-    kept: KeptTraces
-
-    @staticmethod
-    def of(recipe: Recipe, name: str | Gpu | None) -> _Target:
-        gpu, _ = choose_gpu(name, recipe.budget, use_cpu=recipe.training.use_cpu)
-        is_here = name is None and (gpu is None or torch.cuda.is_available())
-        budget = recipe.budget
-        problems = [*_beyond_device(budget, gpu), *_beyond_host(budget, gpu, is_here=is_here)]
-        if problems:
-            raise UserError(*problems)
-        if budget.host is None and is_here:
-            budget = dataclasses.replace(budget, host=f"{tightest_host_limit(None).available_bytes}B")
-        verdict = limits(gpu, budget)
-        hf_config = load_model_config(recipe.model, architecture_only=True)
-        model = model_on_meta(recipe.model, hf_config)
-        shape = shape_of(model, row_length(recipe, hf_config), weights_dtype(recipe.model, hf_config))
-        return _Target(
-            gpu=gpu,
-            budget=budget,
-            limits=Limits(
-                device_bytes=_or_infinite(verdict.device_bytes), host_bytes=_or_infinite(verdict.host_bytes)
-            ),
-            shape=shape,
-            rules=(_device_rule(gpu, hf_config),),
-            kept=KeptTraces.of_user(),
-        )
-
-    @property
-    def has_bfloat16(self) -> bool:
-        return self.gpu is None or self.gpu.has_bfloat16
-
-    def estimate(self, recipe: Recipe) -> MemoryEstimate:
-        """Of the recipe in full; without every allocation, of which forty estimates would hold too many."""
-        estimate = estimate_memory(recipe, self.gpu or "cpu", budget=self.budget, kept=self.kept)
-        return dataclasses.replace(estimate, timeline=Timeline())
 
 
 def _asked(recipe: Recipe, budget: Budget | None, allow: Sequence[Consent], keep: Sequence[str]) -> Recipe:
@@ -207,67 +127,17 @@ def _asked(recipe: Recipe, budget: Budget | None, allow: Sequence[Consent], keep
     return dataclasses.replace(recipe, plan=merged, budget=recipe.budget if budget is None else budget)
 
 
-def _beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
-    """A budget that the device cannot offer, or that its process alone exceeds."""
-    if budget.device is None:
-        return ()
-    wanted = parse_bytes(budget.device)
-    there = psutil.virtual_memory().total if gpu is None else gpu.memory_bytes
-    name = "this machine" if gpu is None else gpu.name
-    if not is_of_size(there, wanted):
-        return (
-            f"budget.device={budget.device} is more than {name} has, {format_bytes(there)}. Lower it, or name a larger "
-            "GPU with --gpu.",
-        )
-    least = PROCESS_BYTES if gpu is None else gpu.context_bytes
-    if wanted <= least:
-        return (
-            f"budget.device={budget.device} is less than the process takes on {name} before any tensor, "
-            f"{format_bytes(least)}. Raise it.",
-        )
-    return ()
-
-
-def _beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool) -> Sequence[str]:
-    if budget.host is None:
-        return ()
-    wanted, there = parse_bytes(budget.host), psutil.virtual_memory().total
-    least = PROCESS_BYTES + (0 if gpu is None else CUDA_PROCESS_BYTES)
-    if wanted <= least:
-        return (
-            f"budget.host={budget.host} is less than the process itself takes, {format_bytes(least)} with its "
-            "libraries and before any tensor. Raise it.",
-        )
-    if is_here and wanted > there:
-        return (f"budget.host={budget.host} is more than this machine has, {format_bytes(there)}. Lower it.",)
-    return ()
-
-
-def _or_infinite(num_bytes: int | None) -> float:
-    return float("inf") if num_bytes is None else float(num_bytes)
-
-
-def _device_rule(gpu: Gpu | None, hf_config: Any) -> Rule:
-    """What a run checks before it builds anything: types, optimizer and attention of the device."""
-
-    def problems(recipe: Recipe) -> Sequence[str]:
-        machine = VirtualMachine() if gpu is None else VirtualGPU(gpu)
-        try:
-            with machine:
-                plan_session(recipe, VirtualRuntime(machine, recipe.training), hf_config)
-        except UserError as error:
-            return error.problems
-        return ()
-
-    keys = (
-        "model",
-        "adapter",
-        "training.mixed_precision",
-        "offload.parameters",
-        "optimizer.name",
-        "data.packing",
-    )
-    return Rule(keys=keys, problems=problems)
+def _tiers(recipe: Recipe, target: Target, on_progress: OnProgress) -> Iterator[MemoryPlan]:
+    """The best without giving anything up, then with one word of ``plan.allow`` after the other, until one fits."""
+    for granted in range(len(recipe.plan.allow) + 1):
+        tier = _tier(recipe, granted)
+        space = _space(tier, target, must_use=recipe.plan.allow[granted - 1] if granted else None)
+        if granted and not space.combinations:
+            continue
+        best = _plan_in(space, target, on_progress)
+        yield best
+        if best.fits or best.interrupted:
+            return
 
 
 def _tier(recipe: Recipe, granted: int) -> Recipe:
@@ -277,7 +147,7 @@ def _tier(recipe: Recipe, granted: int) -> Recipe:
     )
 
 
-def _space(recipe: Recipe, target: _Target, *, must_use: str | None) -> Space:
+def _space(recipe: Recipe, target: Target, *, must_use: str | None) -> Space:
     """The combinations of one tier: those that use its last word, as the others have been searched before.
 
     Raises:
@@ -299,13 +169,13 @@ def _space(recipe: Recipe, target: _Target, *, must_use: str | None) -> Space:
     return space
 
 
-def _plan_in(space: Space, target: _Target, on_progress: OnProgress) -> MemoryPlan:
+def _plan_in(space: Space, target: Target, on_progress: OnProgress) -> MemoryPlan:
     """The best of a space, explained; Ctrl-C ends the search."""
     with CtrlC() as ctrl_c:
         return _searched(space, target, on_progress, ctrl_c)
 
 
-def _searched(space: Space, target: _Target, on_progress: OnProgress, ctrl_c: CtrlC) -> MemoryPlan:
+def _searched(space: Space, target: Target, on_progress: OnProgress, ctrl_c: CtrlC) -> MemoryPlan:
     """The best of a space, explained."""
     candidates = candidates_of(space, target.shape, target.gpu)
 
@@ -325,9 +195,8 @@ def _searched(space: Space, target: _Target, on_progress: OnProgress, ctrl_c: Ct
             return " ".join(error.problems)
 
     search = Search(candidates, target.limits, need_of, prior_of(space), max_estimates=MAX_ESTIMATES)
-    own = {combination: place for place, combination in enumerate(space.combinations)}.get(space.own)
-    found = search.run(own)
     neighbours = Neighbours(space, search)
+    found = search.run(neighbours.place_of(space.own))
     if not found.interrupted:
         try:
             neighbours.improve(NEIGHBOUR_ESTIMATES)
@@ -350,7 +219,7 @@ def _need(estimate: MemoryEstimate) -> Need:
     )
 
 
-def _estimate_nearest(search: Search, candidates: Any, target_limits: Limits) -> None:
+def _estimate_nearest(search: Search, candidates: Candidates, limits: Limits) -> None:
     """Where bounds alone say that nothing fits: what the combination needs whose bounds miss least.
 
     Raises:
@@ -360,12 +229,12 @@ def _estimate_nearest(search: Search, candidates: Any, target_limits: Limits) ->
     if search.found.interrupted:
         raise KeyboardInterrupt
     missing = [
-        sum(target_limits.missing(float(device), float(host)))
+        sum(limits.missing(float(device), float(host)))
         for device, host in zip(candidates.device_bytes_N, candidates.host_bytes_N, strict=True)
     ]
     order = sorted(range(len(missing)), key=lambda place: (missing[place], int(candidates.after_N[place])))
     answer: Need | str = ""
-    for place in order[:CARDS_TRIED]:
+    for place in order[:NEAREST_TRIED]:
         answer = search.estimate(place)
         if isinstance(answer, Need):
             return
@@ -407,20 +276,33 @@ def _explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
     )
 
 
-def _missing(result: MemoryPlan) -> int:
-    return result.missing_device_bytes + result.missing_host_bytes
+def _missing(result: MemoryPlan) -> tuple[bool, int]:
+    return not result.fits, result.missing_device_bytes + result.missing_host_bytes
+
+
+def _counts(tiers: Sequence[MemoryPlan]) -> Counts:
+    """Of all tiers together. Each refuses again what those before it refused, and what they searched."""
+    *before, last = [tier.counts for tier in tiers]
+    searched = [counts.considered - counts.refused + counts.left for counts in before]
+    all_counts = [*before, last]
+    return Counts(
+        estimated=sum(counts.estimated for counts in all_counts),
+        refused=last.refused - sum(searched),
+        beyond_bytes=sum(counts.beyond_bytes for counts in all_counts),
+        beyond_seconds=sum(counts.beyond_seconds for counts in all_counts),
+        left=sum(counts.left for counts in all_counts),
+    )
 
 
 def _trains_as_it_is(chosen: Recipe, asked: Recipe) -> Recipe:
     return dataclasses.replace(chosen, plan=dataclasses.replace(asked.plan, mode="none"))
 
 
-def _smallest_gpu(result: MemoryPlan, target: _Target) -> str | None:
+def _smallest_gpu(result: MemoryPlan, target: Target) -> str | None:
     """The smallest card on which the nearest plan fits, estimated there; none helps where the host lacks memory."""
     if target.gpu is None or result.missing_host_bytes:
         return None
     needed = target.limits.device_bytes + result.missing_device_bytes
-    budget = dataclasses.replace(target.budget, device=None)
     cards = [
         gpu
         for gpu in load_gpus().values()
@@ -428,7 +310,7 @@ def _smallest_gpu(result: MemoryPlan, target: _Target) -> str | None:
     ]
     for gpu in cards[:CARDS_TRIED]:
         with contextlib.suppress(UserError):
-            estimate = estimate_memory(result.recipe, gpu, budget=budget, kept=target.kept)
+            estimate = target.estimate(result.recipe, gpu)
             if estimate.fits and not estimate.tight:
                 return gpu.name
     return None

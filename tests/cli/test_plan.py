@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from lowmem_ft.cli import main
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
-from lowmem_ft.planner import planning
+from lowmem_ft.planner import target
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.units import GIB, parse_bytes
 
@@ -51,7 +51,7 @@ def at_once(monkeypatch):
             fits=peak <= limit,
         )
 
-    monkeypatch.setattr(planning, "estimate_memory", estimate_memory)
+    monkeypatch.setattr(target, "estimate_memory", estimate_memory)
 
 
 def test_a_plan_says_what_to_set_and_why(folder, capsys):
@@ -136,7 +136,7 @@ def test_a_host_budget_below_the_process(folder, capsys):
 
 
 def test_ctrl_c_shows_the_best_so_far(folder, capsys, monkeypatch):
-    estimate, made = planning.estimate_memory, []
+    estimate, made = target.estimate_memory, []
 
     def until_ctrl_c(recipe, gpu, *, budget, kept):
         if len(made) == 4:
@@ -144,6 +144,6 @@ def test_ctrl_c_shows_the_best_so_far(folder, capsys, monkeypatch):
         made.append(recipe)
         return estimate(recipe, gpu, budget=budget)
 
-    monkeypatch.setattr(planning, "estimate_memory", until_ctrl_c)
+    monkeypatch.setattr(target, "estimate_memory", until_ctrl_c)
     assert main(["plan", f"model={folder}", "model.weights=random", KEEP, "budget=9GiB", "--gpu", "l4"]) == 0
     assert "You ended the search." in " ".join(capsys.readouterr().out.split())

@@ -54,7 +54,7 @@ SMALL = [
 @pytest.fixture
 def at_once(monkeypatch):
     """An estimator at once, by what a recipe says: bytes, seconds. Its rules are as strict as the real one's."""
-    from lowmem_ft.planner import planning
+    from lowmem_ft.planner import target
 
     asked: list[Recipe] = []
 
@@ -80,7 +80,7 @@ def at_once(monkeypatch):
                 fits=device <= limit and (host_limit is None or host <= host_limit),
             )
 
-        monkeypatch.setattr(planning, "estimate_memory", estimate_memory)
+        monkeypatch.setattr(target, "estimate_memory", estimate_memory)
         return asked
 
     return pretend

@@ -11,7 +11,7 @@ import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import RecipeError, UserError
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.planner import plan, planned
+from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.space import space_of
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 from lowmem_ft.training import train
@@ -164,6 +164,40 @@ def test_mathematics_goes_where_nothing_else_fits_and_the_least_missed_first(mak
     assert not refused.fits
 
 
+def lora_takes(gib_of_whole: float, gib_of_lora: float):
+    return lambda recipe: gib_of_lora if recipe.adapter.name == "lora" else gib_of_whole
+
+
+def test_what_was_searched_before_something_was_given_up_counts(make_recipe, at_once):
+    """Those left there need no mathematics given up, and might fit: the plan is no proof."""
+    keep = "plan.keep=[training.mixed_precision,model,offload,tiling,loss]"
+    asked = at_once(lora_takes(9.0, 5.0))
+    result = plan(make_recipe(keep, "plan.allow=[lora]"), budget(6), "l4")
+    assert result.given_up == ("lora",)
+    assert result.counts.estimated == len(asked) > planning.MAX_ESTIMATES
+    assert result.counts.left > 0
+    assert not result.is_proven
+    last_tier = space_of(make_recipe(keep, "plan.allow=[lora]"), num_layers=2, has_bfloat16=True)
+    everything = len(last_tier.combinations) + sum(last_tier.refused.values())
+    assert result.counts.considered + result.counts.left == everything
+    assert result.counts.refused == sum(last_tier.refused.values())
+
+
+def test_ctrl_c_keeps_the_nearest_of_what_was_searched_before(make_recipe, at_once):
+    keep = "plan.keep=[training,checkpointing,offload,tiling,loss,accumulation,optimizer,model]"
+    asked = at_once(lora_takes(9.0, 5.0))
+
+    def on_progress(progress) -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    result = plan(make_recipe(keep, "plan.allow=[lora]"), budget(6), "l4", on_progress=on_progress)
+    assert result.interrupted
+    assert not result.fits
+    assert result.recipe.adapter.name == "none"
+    assert len(asked) == result.counts.estimated == 1
+
+
 def test_the_same_plan_twice(make_recipe, at_once):
     at_once(made_up_bytes, seconds=made_up_seconds)
     one, two = (plan(make_recipe(KEEP), budget(3), "l4").to_json() for _ in range(2))
@@ -251,7 +285,7 @@ def test_json_has_the_published_names(make_recipe, at_once):
 
 def test_a_plan_is_a_recipe_that_is_not_planned_again(make_recipe, at_once, tmp_path):
     at_once(made_up_bytes, seconds=made_up_seconds)
-    result = planned(make_recipe(KEEP, "plan=auto", "budget=5GiB", "budget.host=32GiB"))
+    result = plan(make_recipe(KEEP, "plan=auto", "budget=5GiB", "budget.host=32GiB"))
     assert result.recipe.plan.mode == "none"
     file = tmp_path / "planned.yaml"
     file.write_text(recipe_to_yaml(result.recipe))

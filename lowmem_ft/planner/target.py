@@ -1,0 +1,169 @@
+"""Where a plan is for: the device, what there is of memory, the model, and what the device refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from lowmem_ft.budget import Budget, is_of_size
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.errors import UserError
+from lowmem_ft.estimator.estimate import estimate_memory
+from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
+from lowmem_ft.estimator.target import CPU, choose_gpu, limits
+from lowmem_ft.estimator.worst_batch import row_length
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.host_limits import tightest_host_limit
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.models import load_model_config
+from lowmem_ft.models.loading import weights_dtype
+from lowmem_ft.planner.bounds import ModelShape, shape_of
+from lowmem_ft.planner.search import Limits
+from lowmem_ft.planner.space import Rule
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.build import plan_session
+from lowmem_ft.units import format_bytes, parse_bytes
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A device, what a plan may take of it and of the host, and the model.
+
+    Args:
+        gpu: where it will be trained; None: this machine's processor.
+        budget: as asked for; of this machine, with what its host has left where the budget names nothing.
+        limits: the bytes that there are.
+        shape: of the model, for bounds.
+        rules: what the device refuses.
+        kept: traces made before.
+    """
+
+    gpu: Gpu | None
+    budget: Budget
+    limits: Limits
+    shape: ModelShape
+    rules: tuple[Rule, ...]
+    kept: KeptTraces
+
+    @staticmethod
+    def of(recipe: Recipe, name: str | Gpu | None) -> Target:
+        """That of a recipe and its budget.
+
+        Args:
+            recipe: what will be trained.
+            name: of a GPU, as for :func:`lowmem_ft.estimate_memory`.
+
+        Raises:
+            UserError: if there is no such GPU, or a budget cannot be had.
+            ModelError: if there is no such model.
+        """
+        gpu, _ = choose_gpu(name, recipe.budget, use_cpu=recipe.training.use_cpu)
+        is_here = gpu is None or (name is None and torch.cuda.is_available())
+        budget = recipe.budget
+        problems = [*_beyond_device(budget, gpu), *_beyond_host(budget, gpu, is_here=is_here)]
+        if problems:
+            raise UserError(*problems)
+        if budget.host is None and is_here:
+            budget = dataclasses.replace(budget, host=f"{tightest_host_limit(None).available_bytes}B")
+        verdict = limits(gpu, budget)
+        hf_config = load_model_config(recipe.model, architecture_only=True)
+        model = model_on_meta(recipe.model, hf_config)
+        shape = shape_of(model, row_length(recipe, hf_config), weights_dtype(recipe.model, hf_config))
+        return Target(
+            gpu=gpu,
+            budget=budget,
+            limits=Limits(
+                device_bytes=_or_infinite(verdict.device_bytes), host_bytes=_or_infinite(verdict.host_bytes)
+            ),
+            shape=shape,
+            rules=(_device_rule(gpu, hf_config),),
+            kept=KeptTraces.of_user(),
+        )
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether the device computes with it."""
+        return self.gpu is None or self.gpu.has_bfloat16
+
+    def estimate(self, recipe: Recipe, other: Gpu | None = None) -> MemoryEstimate:
+        """Of the recipe in full; without every allocation, of which forty estimates would hold too many.
+
+        Args:
+            recipe: with the settings to try.
+            other: a card to try it on in place of this device, with all of its memory.
+        """
+        budget = self.budget if other is None else dataclasses.replace(self.budget, device=None)
+        estimate = estimate_memory(recipe, other or self.gpu or CPU, budget=budget, kept=self.kept)
+        return dataclasses.replace(estimate, timeline=Timeline())
+
+
+def _beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
+    """A budget that the device cannot offer, or that its process alone exceeds."""
+    if budget.device is None:
+        return ()
+    wanted = parse_bytes(budget.device)
+    there = psutil.virtual_memory().total if gpu is None else gpu.memory_bytes
+    name = "this machine" if gpu is None else gpu.name
+    if not is_of_size(there, wanted):
+        return (
+            f"budget.device={budget.device} is more than {name} has, {format_bytes(there)}. Lower it, or name a larger "
+            "GPU with --gpu.",
+        )
+    least = PROCESS_BYTES if gpu is None else gpu.context_bytes
+    if wanted <= least:
+        return (
+            f"budget.device={budget.device} is less than the process takes on {name} before any tensor, "
+            f"{format_bytes(least)}. Raise it.",
+        )
+    return ()
+
+
+def _beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool) -> Sequence[str]:
+    if budget.host is None:
+        return ()
+    wanted, there = parse_bytes(budget.host), psutil.virtual_memory().total
+    least = PROCESS_BYTES + (0 if gpu is None else CUDA_PROCESS_BYTES)
+    if wanted <= least:
+        return (
+            f"budget.host={budget.host} is less than the process itself takes, {format_bytes(least)} with its "
+            "libraries and before any tensor. Raise it.",
+        )
+    if is_here and wanted > there:
+        return (f"budget.host={budget.host} is more than this machine has, {format_bytes(there)}. Lower it.",)
+    return ()
+
+
+def _or_infinite(num_bytes: int | None) -> float:
+    return float("inf") if num_bytes is None else float(num_bytes)
+
+
+def _device_rule(gpu: Gpu | None, hf_config: Any) -> Rule:
+    """What a run checks before it builds anything: types, optimizer and attention of the device."""
+
+    def problems(recipe: Recipe) -> Sequence[str]:
+        machine = VirtualMachine() if gpu is None else VirtualGPU(gpu)
+        try:
+            with machine:
+                plan_session(recipe, VirtualRuntime(machine, recipe.training), hf_config)
+        except UserError as error:
+            return error.problems
+        return ()
+
+    keys = (
+        "model",
+        "adapter",
+        "training.mixed_precision",
+        "offload.parameters",
+        "optimizer.name",
+        "data.packing",
+    )
+    return Rule(keys=keys, problems=problems)
