@@ -7,9 +7,10 @@ The command line prints them without a traceback.
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,26 @@ class Interrupted(BaseException):
         return 128 + self.signal_number
 
 
+_OF_THE_MACHINE = {
+    errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EIO,
+}  # fmt: skip
+"""What the system refuses for reasons that lie with its owner; that a file is missing may be a bug of ours."""
+
+
+def machine_problem(error: OSError) -> str | None:
+    """The sentence about a file or folder that the system refuses to read or write; None for any other error."""
+    if error.errno not in _OF_THE_MACHINE or error.filename is None:
+        return None
+    return (
+        f"{error.filename} cannot be read or written: {error.strerror}. Name another path, or see to it that this one "
+        "can be used."
+    )
+
+
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
     """A suffix naming the closest known names, such as `` Did you mean `packing`?``; empty if none is close."""
-    close: Sequence[str] = difflib.get_close_matches(name, list(known), n=limit, cutoff=0.6)
+    others = {other.lower(): other for other in known if other != name}
+    close = [others[match] for match in difflib.get_close_matches(name.lower(), others, n=limit, cutoff=0.6)]
     return f" Did you mean {' or '.join(f'`{match}`' for match in close)}?" if close else ""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import select
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
-from lowmem_ft.errors import Interrupted, UserError
+from lowmem_ft.errors import Interrupted, UserError, machine_problem
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
@@ -34,10 +36,7 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
             sys.stdout.flush()
             return exit_code
         except UserError as error:
-            if _speaks_for(error):
-                for problem in error.problems:
-                    print(f"error: {problem}", file=sys.stderr)
-            return error.exit_code
+            return _tell(error)
         except Interrupted as stop:
             return stop.exit_code
         except KeyboardInterrupt:
@@ -46,6 +45,10 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
             if _is_read(sys.stdout):
                 raise  # another pipe, such as one to a data loader's worker
             return EXIT_NOBODY_READS
+        except OSError as error:
+            if (problem := machine_problem(error)) is None:
+                raise
+            return _tell(UserError(problem))
 
     return explained
 
@@ -63,6 +66,24 @@ def _is_read(output: TextIO) -> bool:
         return True
     os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
     return False
+
+
+def _tell(error: UserError) -> int:
+    """Each problem on lines of its own, filled to the terminal's width; in a file or a pipe on one."""
+    if _speaks_for(error):
+        for problem in error.problems:
+            print(_filled(f"error: {problem}"), file=sys.stderr)
+    return error.exit_code
+
+
+def _filled(text: str) -> str:
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
 
 def _speaks_for(error: UserError) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.help_formatter import HelpFormatter
+from lowmem_ft.user_paths import expand_user
 
 _EXAMPLES = """\
 examples:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.recipe.paths import check_merge
 
     set_up_logging()
-    adapter, target = arguments.adapter.expanduser(), arguments.target.expanduser()
+    adapter, target = expand_user(arguments.adapter), expand_user(arguments.target)
     check_merge(adapter, target, base=arguments.base)  # before the imports below, which take seconds
 
     from lowmem_ft.training.merging import merge_into_base

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.help_formatter import HelpFormatter
 from lowmem_ft.errors import UserError
+from lowmem_ft.user_paths import expand_user
 
 if TYPE_CHECKING:
     from lowmem_ft.reports.run_report import RunRecord
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs, problems = [], []
     for name in arguments.runs:
         try:
-            runs.append(_read(Path(name).expanduser()))
+            runs.append(_read(expand_user(name)))
         except UserError as error:
             problems += error.problems
     if problems:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
-from lowmem_ft.errors import DataError, did_you_mean
+from lowmem_ft.errors import DataError
+from lowmem_ft.user_paths import expand_user, neighbours
 
 READER_BY_SUFFIX = {
     ".json": "json",
@@ -40,7 +41,7 @@ def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
         DataError: if the path can only be a local one and is not there, a glob matches nothing, the files are of
             unknown or different kinds, or one is empty or does not begin as its suffix says.
     """
-    expanded = Path(path).expanduser()
+    expanded = expand_user(path)
     if expanded.is_dir():
         _require_known_files(expanded, setting)
         return None
@@ -83,16 +84,8 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def is_hub_name(path: str) -> bool:
     """Whether the path can name a hub dataset, as nothing local has that name."""
-    is_local = Path(path).expanduser().exists() or any(sign in path for sign in "*?[")
+    is_local = expand_user(path).exists() or any(sign in path for sign in "*?[")
     return not (is_local or path.startswith((".", "/", "~")) or reader_of(path) or path.count("/") > 1)
-
-
-def neighbours(missing: Path) -> str:
-    """A suffix that names files beside a missing one that are spelt alike; empty if none is."""
-    folder = missing.parent
-    if not folder.is_dir():
-        return ""
-    return did_you_mean(missing.name, (entry.name for entry in folder.iterdir()))
 
 
 def count_of_suffixes(files: list[str]) -> str:
@@ -129,20 +122,30 @@ def columns_of(file: str, setting: str) -> list[str] | None:
         setting: the recipe key that names it, for messages.
 
     Returns:
-        The header of CSV, and of JSON lines the keys of the first 10 MB, which is what ``datasets`` looks at.
+        The header of CSV, the schema of Parquet, and of JSON lines the keys of the first 10 MB, which is what
+        ``datasets`` looks at.
 
     Raises:
-        DataError: if a header cannot be.
+        DataError: if a header cannot be, or JSON is nested beyond what can be read.
     """
     reader = reader_of(file)
     if reader == "text":
         return ["text"]
     if reader in ("csv", "tsv"):
         return csv_header(file, "," if reader == "csv" else "\t", setting)
-    return _keys_of_json_lines(file) if reader == "json" else None
+    return _columns_of_parquet(file) if reader == "parquet" else _keys_of_json_lines(file, setting)
 
 
-def _keys_of_json_lines(file: str) -> list[str] | None:
+def _columns_of_parquet(file: str) -> list[str] | None:
+    import pyarrow.parquet  # a fifth of a second, and neither torch nor datasets
+
+    try:
+        return pyarrow.parquet.read_schema(file).names
+    except (OSError, ValueError):  # compressed once more, or damaged
+        return None
+
+
+def _keys_of_json_lines(file: str, setting: str) -> list[str] | None:
     keys: dict[str, None] = {}
     num_characters = 0
     try:
@@ -155,6 +158,11 @@ def _keys_of_json_lines(file: str) -> list[str] | None:
                 if not isinstance(row, dict):
                     return None
                 keys |= dict.fromkeys(row)
+    except RecursionError as error:
+        raise DataError(
+            f"{setting}: {file} holds JSON that is nested too deeply. Write an object of texts or messages for each "
+            "example."
+        ) from error
     except (OSError, ValueError, EOFError, zlib.error):
         return None  # a document of many lines, or a damaged file
     return list(keys) or None
@@ -167,6 +175,8 @@ def malformed_json(file: str) -> str | None:
             for number, line in _whole_or_lines(lines):
                 try:
                     value = json.loads(line)
+                except RecursionError:
+                    seen, why = line, "is nested too deeply"
                 except json.JSONDecodeError as error:
                     number, column = number + error.lineno - 1, error.colno
                     seen = line.splitlines()[error.lineno - 1]
@@ -191,7 +201,7 @@ def read_chat_template(path: str) -> str:
     Raises:
         DataError: if there is no such file, or it is not UTF-8 text.
     """
-    file = Path(path).expanduser()
+    file = expand_user(path)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -246,11 +256,15 @@ def wrong_beginning(file: str) -> str | None:
         if file.lower().endswith(".gz") and not begin.startswith(_GZIP_MAGIC):
             return f"is no gzip file, it begins with {begin[:16]!r}. Take .gz off its name, or compress it."
         if begin.startswith(_GZIP_MAGIC):
+            if reader_of(file) == "parquet":
+                return "is compressed twice, as Parquet is compressed by itself. Unpack it with gunzip."
             raw.seek(0)
             try:
                 begin = cast(BinaryIO, gzip.GzipFile(fileobj=raw)).read(_FIRST_BYTES)
             except (OSError, EOFError, zlib.error) as error:
                 return _damaged(error)
+            if begin.startswith(_GZIP_MAGIC):
+                return "is compressed twice. Unpack it once with gunzip."
             if not begin:
                 return "is compressed nothing. Name files that hold at least one example."
         elif reader_of(file) == "parquet":

@@ -229,16 +229,24 @@ def _unknown_format(columns: Sequence[str], source: str) -> str:
             f"learns answers, not which of two is better. To learn the chosen ones, set {way_out}."
         )
     known = "; ".join(f"{name} ({', '.join(needed.values())})" for name, needed in _COLUMN_BY_DEFAULT.items())
-    question = next((name for name in _QUESTIONS if name in columns), "question")
-    answer = next((name for name in _ANSWERS if name in columns), "answer")
+    question, answer = _first_of(_QUESTIONS, columns), _first_of(_ANSWERS, columns)
     pair = f"data.prompt_column={question} data.completion_column={answer}"
     further = " data.input_column=context" if "context" in columns else ""
     return (
         f"No known format has the columns of {source}. Columns seen: {', '.join(columns)}. Formats known: {known}. "
         f"Name the columns: `data.format=alpaca {pair}{further}` makes chats of them, `{pair}` joins them as they are, "
-        "`data.text_column=body` reads raw text. A CSV file needs a header line, else its first row is taken for the "
-        "column names."
+        "`data.text_column=body` reads raw text."
+        + (_HEADER_IS_NEEDED if ".csv" in source.lower() or ".tsv" in source.lower() else "")
     )
+
+
+_HEADER_IS_NEEDED = " A CSV file needs a header line, else its first row is taken for the column names."
+
+
+def _first_of(names: Sequence[str], columns: Sequence[str]) -> str:
+    """The first of some telling names that a column has, as it is spelt there; the most usual if none has."""
+    spelt = {column.strip().lower(): column for column in columns}
+    return next((spelt[name] for name in names if name in spelt), names[0])
 
 
 def _columns_of(name: FormatName, config: DataConfig, columns: Sequence[str]) -> dict[str, str]:

@@ -31,12 +31,13 @@ from lowmem_ft.data.files import (
     known_files,
     local_files,
     malformed_json,
-    neighbours,
     reader_of,
     wrong_beginning,
 )
+from lowmem_ft.data.hub_datasets import not_to_be_had
 from lowmem_ft.errors import DataError
 from lowmem_ft.hub import hub_is_reachable
+from lowmem_ft.user_paths import expand_user
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def open_rows(source: Source) -> Rows:
 
 def _open(source: Source) -> Any:
     files = local_files(source.path, setting=source.setting)
-    folder = Path(source.path).expanduser()
+    folder = expand_user(source.path)
     if is_saved_dataset(folder):
         return _open_saved(folder, source)
     request: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
@@ -210,14 +211,14 @@ def reading_error(error: Exception, source: Source) -> DataError:
         A ``DataError`` that names the malformed line, the known splits, or what to do without a hub.
     """
     reason, path, setting = _root_reason(error), source.path, source.setting
-    if "corresponds to no data" in reason or isinstance(error, StopIteration):
+    if any(sign in reason for sign in _OF_NO_ROWS) or isinstance(error, StopIteration):
         return _no_example(source)
     if isinstance(error, ValueError) and _SPLIT_ERROR.search(reason):
         seen = reason.removeprefix("ValueError: ")
         return DataError(
             f"{source.split_setting}={source.split} is not in {path}: {seen} Name one of those there."
         )
-    local = Path(path).expanduser()
+    local = expand_user(path)
     files = local_files(path, setting=setting) or (
         [str(f) for f in known_files(local)] if local.is_dir() else []
     )
@@ -236,12 +237,7 @@ def reading_error(error: Exception, source: Source) -> DataError:
         return DataError(
             f"{setting}: {path} cannot be opened: {reason} See data.name, data.split and data.data_files."
         )
-    return DataError(
-        f"{setting} names neither a local file or folder nor a hub dataset that can be reached: {path} ({reason}). "
-        f"Check the name.{neighbours(local)} For a gated dataset accept its terms on the hub and run "
-        f"`hf auth login`; offline, run `hf download {path} --repo-type dataset --local-dir DIR` on a machine that is "
-        f"online, copy DIR here and set {setting}=DIR."
-    )
+    return not_to_be_had(path, setting, reason)
 
 
 def _cells_as_text(files: list[str], separator: str, setting: str) -> dict[str, Any]:
@@ -274,6 +270,9 @@ _ADVICE = {
     "ParserError": "Put a cell that holds a separator, a quote or a line break into double quotes.",
 }
 """By what the reader raised: how to mend the file."""
+
+_OF_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
+"""What the readers say of files without a row; the second is Parquet's."""
 
 _SPLIT_ERROR = re.compile(r"(unknown|bad) split\b|split name|instruction format", re.IGNORECASE)
 

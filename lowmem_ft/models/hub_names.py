@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lowmem_ft.catalog import find_architecture, load_architectures
 from lowmem_ft.errors import ModelError, did_you_mean
 from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.user_paths import expand_user
 
 
 def hub_id_of(name: str) -> str:
@@ -43,7 +42,7 @@ def require_within_reach(config: ModelConfig) -> None:
         ModelError: if no file of it can be had.
     """
     name = config.name_or_path or ""
-    path = Path(name).expanduser()
+    path = expand_user(name)
     if not name or path.exists() or path.suffix == ".gguf":
         return
     from huggingface_hub import try_to_load_from_cache

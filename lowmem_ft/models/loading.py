@@ -40,6 +40,7 @@ from lowmem_ft.models.quantization import (
     quantization_config,
     quantize_linear_layers,
 )
+from lowmem_ft.user_paths import expand_user
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ def source_of(config: ModelConfig) -> dict[str, Any]:
         ModelError: if it looks like a path and nothing is there.
     """
     check_model_path(config)
-    path = Path(config.name_or_path or "").expanduser()
+    path = expand_user(config.name_or_path or "")
     source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
     if path.suffix == ".gguf":
         return source | {"path": str(path.parent), "gguf_file": path.name}
@@ -223,7 +224,7 @@ def source_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer_source(name_or_path: str) -> dict[str, Any]:
-    path = Path(name_or_path).expanduser()
+    path = expand_user(name_or_path)
     if path.is_dir():
         return {"path": str(path), "local_files_only": True}
     return {"path": hub_id_of(name_or_path), "local_files_only": not hub_is_reachable()}
@@ -358,7 +359,7 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
             f"The config.json of {name} is invalid: {' '.join(str(error).split())} Correct the field, or take the "
             "config.json of the model's original repository."
         )
-    if "Should have a `model_type`" in str(error) and (Path(name).expanduser() / "config.json").is_file():
+    if "Should have a `model_type`" in str(error) and (expand_user(name) / "config.json").is_file():
         return ModelError(
             f"A config.json must give model_type; {name}'s lacks it. Add the field, or take the config.json of the "
             "model's original repository."

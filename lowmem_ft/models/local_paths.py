@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowmem_ft.errors import ModelError, did_you_mean
+from lowmem_ft.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.user_paths import expand_user, neighbours
 
 GGUF_MAGIC = b"GGUF"
 _GGUF_HEADER_BYTES = 24
@@ -26,7 +27,7 @@ def check_model_path(config: ModelConfig) -> None:
         ModelError: if it looks like a path and nothing fit for a model is there.
     """
     name = config.name_or_path or ""
-    path = Path(name).expanduser()
+    path = expand_user(name)
     if config.revision is not None and path.exists():
         raise ModelError(
             f"model.revision={config.revision} is about a hub repository, but model.name_or_path={name} is on this "
@@ -48,7 +49,7 @@ def check_model_path(config: ModelConfig) -> None:
             )
     elif path.is_file() or looks_like_a_path(name):
         raise ModelError(
-            f"model.name_or_path={name} is no folder.{_neighbours(path)} Pass a folder with config.json and "
+            f"model.name_or_path={name} is no folder.{neighbours(path)} Pass a folder with config.json and "
             "*.safetensors, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
         )
 
@@ -60,7 +61,7 @@ def check_tokenizer_path(config: ModelConfig) -> None:
         ModelError: if it looks like a path and no folder is there, or a folder holds no file of a tokenizer.
     """
     name = config.tokenizer_name_or_path or ""
-    path = Path(name or config.name_or_path or "").expanduser()
+    path = expand_user(name or config.name_or_path or "")
     if path.is_dir() and (name or not config.gguf_file):
         if not any(file.name.startswith(_OF_A_TOKENIZER) for file in path.iterdir()):
             raise ModelError(
@@ -69,7 +70,7 @@ def check_tokenizer_path(config: ModelConfig) -> None:
             )
     elif name and (path.is_file() or looks_like_a_path(name)):
         raise ModelError(
-            f"model.tokenizer_name_or_path={name} is no folder.{_neighbours(path)} Pass a folder with tokenizer.json, "
+            f"model.tokenizer_name_or_path={name} is no folder.{neighbours(path)} Pass a folder with tokenizer.json, "
             "or a hub id."
         )
 
@@ -81,7 +82,7 @@ def looks_like_a_path(name: str) -> bool:
 
 def _require_gguf(file: Path, setting: str) -> None:
     if not file.is_file():
-        raise ModelError(f"{setting}: there is no such file.{_neighbours(file)} Correct the path.")
+        raise ModelError(f"{setting}: there is no such file.{neighbours(file)} Correct the path.")
     with file.open("rb") as raw:
         begin = raw.read(_GGUF_HEADER_BYTES)
     if not begin.startswith(GGUF_MAGIC):
@@ -101,8 +102,3 @@ def _require_gguf(file: Path, setting: str) -> None:
             f"{setting} is a damaged GGUF file, or ends early: its header tells of {counts[0]:,} tensors and "
             f"{counts[1]:,} metadata entries, which its {file.stat().st_size:,} bytes cannot hold. Download it again."
         )
-
-
-def _neighbours(missing: Path) -> str:
-    folder = missing.parent
-    return did_you_mean(missing.name, (entry.name for entry in folder.iterdir())) if folder.is_dir() else ""

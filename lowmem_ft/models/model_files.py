@@ -13,6 +13,7 @@ from typing import Any
 from lowmem_ft.catalog import find_architecture
 from lowmem_ft.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.user_paths import expand_user
 
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 
@@ -32,7 +33,7 @@ ENCODERS = frozenset((
 def architecture_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields of a local ``config.json``, or of the catalogue's; empty if neither can be read."""
     name = config.name_or_path or ""
-    folder = Path(name).expanduser()
+    folder = expand_user(name)
     if config.gguf_file or folder.suffix == ".gguf":
         return {}
     if not folder.is_dir():
@@ -76,7 +77,7 @@ def check_weight_files(config: ModelConfig) -> None:
     Raises:
         ModelError: if a file is missing, cut off or no safetensors.
     """
-    folder = Path(config.name_or_path or "").expanduser()
+    folder = expand_user(config.name_or_path or "")
     if config.weights == "random" or config.gguf_file or not folder.is_dir():
         return
     names = _weight_files(folder)

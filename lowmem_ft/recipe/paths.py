@@ -10,13 +10,15 @@ from pathlib import Path
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.files import columns_of, local_files, read_chat_template
 from lowmem_ft.data.formats import choose_format
-from lowmem_ft.errors import DataError, UserError
+from lowmem_ft.data.hub_datasets import require_dataset_within_reach
+from lowmem_ft.errors import DataError, UserError, machine_problem
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hub_names import require_within_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
 from lowmem_ft.models.model_files import architecture_fields, check_weight_files, damage, refuse_encoder
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
+from lowmem_ft.user_paths import expand_user
 
 MODEL_FOLDER = "model"
 """Where in its folder a run leaves the finished model, or its adapters."""
@@ -27,7 +29,7 @@ PROBED_BYTES = 4096
 
 def run_folder_of(recipe: Recipe) -> Path:
     """Where a run of the recipe writes."""
-    return Path(recipe.training.output_dir or f"runs/{recipe.name}").expanduser()
+    return expand_user(recipe.training.output_dir or f"runs/{recipe.name}")
 
 
 def check_paths_of_run(recipe: Recipe) -> None:
@@ -133,6 +135,10 @@ def _raise_all(checks: list[Callable[[], object]]) -> None:
             check()
         except UserError as error:
             problems += error.problems
+        except OSError as error:
+            if (problem := machine_problem(error)) is None:
+                raise
+            problems.append(problem)
     if problems:
         raise UserError(*problems)
 
@@ -159,6 +165,7 @@ def _check_files(config: DataConfig, path: str, setting: str) -> None:
     """What splits and columns a file has can be told from its beginning; of folders and hub names, later."""
     files = local_files(path, setting=setting)
     if files is None:
+        require_dataset_within_reach(path, setting)
         return
     splits = {"data.split": config.split} if setting == "data.path" else {}
     if config.eval_split is not None and (setting == "data.eval_path") == (config.eval_path is not None):
@@ -183,9 +190,9 @@ def _checks_of_folders(recipe: Recipe) -> Iterator[Callable[[], object]]:
     yield lambda: require_writable(run_folder_of(recipe), "training.output_dir")
     checkpoint = recipe.training.resume_from_checkpoint
     if checkpoint not in (None, "auto"):
-        yield lambda: _require_checkpoint(Path(checkpoint).expanduser())
+        yield lambda: _require_checkpoint(expand_user(checkpoint))
     if recipe.offload.folder is not None:
-        yield lambda folder=recipe.offload.folder: _require_folder(Path(folder).expanduser())
+        yield lambda folder=recipe.offload.folder: _require_folder(expand_user(folder))
 
 
 def _require_checkpoint(folder: Path) -> None:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowmem_ft.errors import RecipeError, did_you_mean
+from lowmem_ft.user_paths import expand_user, neighbours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +74,14 @@ def _find(name_or_path: str, folder: Path) -> Path:
     shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]
-    path = folder / Path(name_or_path).expanduser()
+    path = folder / expand_user(name_or_path)
     if path.is_file():
         return path
     if path.is_dir():
         inside = ", ".join(_yaml_names(path)[:5]) or "none"
         raise RecipeError(f"A recipe is one .yaml file, got the folder {path}. Recipes in it: {inside}.")
     if path.suffix in (".yaml", ".yml") or len(path.parts) > len(folder.parts) + 1:
-        near = did_you_mean(path.name, _yaml_names(path.parent)) or did_you_mean(path.stem, shipped)
+        near = neighbours(path) or did_you_mean(path.stem, shipped)
         raise RecipeError(f"There is no recipe file {path}.{near}")
     raise RecipeError(
         f"There is no recipe {name_or_path!r}.{did_you_mean(name_or_path, shipped)} "
@@ -106,6 +107,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         reason = str(error).splitlines()[0]
         raise RecipeError(
             f"{path}: {reason}. ${{...}} may name recipe_dir, oc.env:VARIABLE or a key of the same file."
+        ) from error
+    except RecursionError as error:
+        raise RecipeError(
+            f"{path} is not a recipe: it is nested too deeply. Write `group: {{key: value}}`."
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read as a recipe: {error}.") from error

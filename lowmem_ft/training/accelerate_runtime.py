@@ -36,6 +36,7 @@ from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.session_files import load_session, save_optimizer_state, save_trained
 from lowmem_ft.units import parse_bytes
+from lowmem_ft.user_paths import expand_user
 
 
 class AccelerateRuntime(MixedPrecision):
@@ -111,7 +112,7 @@ class AccelerateRuntime(MixedPrecision):
         return HostMemory(
             self.device,
             budget_bytes=None if budget.host is None else parse_bytes(budget.host),
-            files=None if folder is None else MappedFiles(Path(folder).expanduser()),
+            files=None if folder is None else MappedFiles(expand_user(folder)),
         )
 
     def prepare(

@@ -23,6 +23,7 @@ from lowmem_ft.models import hub_id_of
 from lowmem_ft.models.local_paths import looks_like_a_path
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.user_paths import expand_user
 
 _OF_THIS_MACHINE = {
     "name",
@@ -147,7 +148,7 @@ def merged_model_card(name: str, adapter: Path, base: str) -> str:
         base_model_relation="finetune" if base_id or told.get("base_model") else None,
         datasets=told.get("datasets"),
         tags=["lowmem_ft"],
-        **(_licence_in(told) or _licence_in(_metadata(Path(base).expanduser() / "README.md"))),
+        **(_licence_in(told) or _licence_in(_metadata(expand_user(base) / "README.md"))),
     )
     text = f"""---
 {metadata.to_yaml()}
@@ -174,7 +175,7 @@ def _hub_model(recipe: Recipe) -> str | None:
 
 def _hub_id(name_or_path: str) -> str | None:
     name = hub_id_of(name_or_path)
-    is_local = looks_like_a_path(name) or Path(name).expanduser().exists() or name.endswith(".gguf")
+    is_local = looks_like_a_path(name) or expand_user(name).exists() or name.endswith(".gguf")
     return None if is_local else name
 
 
@@ -185,7 +186,7 @@ def _hub_dataset(recipe: Recipe) -> str | None:
 
 def _licence(recipe: Recipe) -> dict[str, Any]:
     """The base's, where its folder has a card that says it: what is made from a model stays under its terms."""
-    return _licence_in(_metadata(Path(recipe.model.name_or_path or "").expanduser() / "README.md"))
+    return _licence_in(_metadata(expand_user(recipe.model.name_or_path or "") / "README.md"))
 
 
 def _licence_in(metadata: dict[str, Any]) -> dict[str, Any]:

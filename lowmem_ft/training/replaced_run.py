@@ -7,6 +7,7 @@ are neither moved nor deleted, whatever their names and wherever they lie: ``sav
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ from lowmem_ft.recipe.paths import MODEL_FOLDER
 from lowmem_ft.training.atomic_io import incomplete_name
 from lowmem_ft.training.checkpoint_folders import is_own_checkpoint
 from lowmem_ft.training.saved_files import delete_saved, move_saved
+from lowmem_ft.user_paths import expand_user
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ def refuse_to_replace_inputs(files: Iterable[Path], inputs: dict[str, str | None
     """
     replaced = {file.resolve() for file in files}
     for key, value in inputs.items():
-        place = Path(value).expanduser().resolve() if value else None
+        place = Path(os.path.realpath(expand_user(value))) if value else None
         if place is not None and replaced & {place, *place.parents}:
             raise UserError(
                 f"training.overwrite_output_dir=true would replace {value}, which {key} reads. Choose another "

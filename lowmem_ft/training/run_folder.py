@@ -31,6 +31,7 @@ from lowmem_ft.training.replaced_run import (
     replaced_runs,
     run_files,
 )
+from lowmem_ft.user_paths import expand_user
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def _checkpoint_to_resume(requested: str | None, output_dir: Path) -> Path | Non
     if requested is None:
         return None
     if requested != "auto":
-        checkpoint = Path(requested).expanduser()
+        checkpoint = expand_user(requested)
         read_manifest(checkpoint)
         return checkpoint
     checkpoint = find_checkpoint(output_dir)

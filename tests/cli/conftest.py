@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import shutil
 import struct
@@ -64,6 +65,7 @@ def _write_rows(folder: Path) -> None:
         "one": [{"text": "one two three"}],
         "long_prompts": [{"prompt": "word " * 300, "completion": "b"}] * 4,
         "half_empty": [{"text": "one two three"}, {"text": ""}] * 4,
+        "capitals": [{"Question": "a b", "Answer": "c d"}],
         "long_answers": [{"prompt": "a b", "completion": "word " * 40}] * 4,
         "some_long_prompts": [{"prompt": "word " * 90, "completion": "b"}, {"prompt": "a", "completion": "b"}] * 2,
     }  # fmt: skip
@@ -78,6 +80,7 @@ def _write_text_files(folder: Path) -> None:
         "blank_lines.jsonl": "\n\n\n",
         "line_3.jsonl": f"{GOOD_LINE}\n{GOOD_LINE}\n{{'messages': 1}}\n",
         "cut_line.jsonl": f'{GOOD_LINE}\n{{"messages": [{{"role": "user", "con',
+        "deep.jsonl": '{"text": ' + "[" * 9_000 + "]" * 9_000 + "}\n",
         "strings.jsonl": '"only a string"\n"another"\n',
         "numbers.json": "[1, 2, 3]",
         "lists.json": "[[1, 2], [3]]",
@@ -112,6 +115,8 @@ def _write_bytes(folder: Path) -> None:
     """Files whose suffix promises something else than they hold."""
     good = f"{GOOD_LINE}\n".encode()
     pd.DataFrame({"text": ["one two three"] * 4}).to_parquet(folder / "good.parquet")
+    pd.DataFrame({"foo": ["a"], "bar": ["b"]}).to_parquet(folder / "other_columns.parquet")
+    pd.DataFrame({"text": ["a"]})[:0].to_parquet(folder / "no_rows.parquet")
     pd.DataFrame({"prompt": ["a b"], "completion": ["c d"]}).to_parquet(folder / "parquet_pairs.parquet")
     parquet = (folder / "good.parquet").read_bytes()
     whole = gzip.compress(good * 500)
@@ -122,6 +127,8 @@ def _write_bytes(folder: Path) -> None:
         "flipped.jsonl.gz": whole[:60] + bytes([whole[60] ^ 0xFF]) + whole[61:],
         "empty_inside.jsonl.gz": gzip.compress(b""),
         "blank_inside.jsonl.gz": gzip.compress(b"\n\n"),
+        "twice.jsonl.gz": gzip.compress(gzip.compress(good)),
+        "good.parquet.gz": gzip.compress(parquet),
         "not_gzip.csv.gz": b"prompt,completion\na,b\n",
         "not_gzip.txt.gz": b"some text\n",
         "damaged.csv.gz": gzip.compress(b"prompt,completion\n" + b"a,b\n" * 999)[:40],
@@ -162,6 +169,10 @@ def _gzip_of_random_text() -> bytes:
 
 
 def _write_folders(folder: Path) -> None:
+    (folder / "nowhere_link.jsonl").symlink_to("no_such_file")
+    (folder / "link_to_itself").symlink_to("link_to_itself")
+    (folder / "link_to_itself.yaml").symlink_to("link_to_itself.yaml")
+    os.mkfifo(folder / "pipe.jsonl")
     (folder / "empty_folder").mkdir()
     (folder / "mixed_folder").mkdir()
     (folder / "mixed_folder" / "a.jsonl").write_text('{"text": "a b"}\n')
@@ -188,6 +199,7 @@ def _write_recipes(folder: Path) -> None:
         "good": f"{model}data: {{path: good.jsonl, max_length: 64}}\ntraining: {{max_steps: 1}}\n"
         "budget: {preflight: false}\n",  # a process more for each row that gets so far
         "tabs": "model:\n\tname_or_path: x\n",
+        "deep": f"training: {'{a: ' * 3_000}1{'}' * 3_000}\n",
         "open_bracket": "model: [\n",
         "list": "- model: x\n",
         "scalar": "just text\n",

@@ -7,6 +7,9 @@ it does not fit. A row that fails shows what was said.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import logging
 import shlex
 import shutil
@@ -66,6 +69,48 @@ def test_a_bad_input_is_told_with_its_exit_code_and_without_a_traceback(command,
     assert "Traceback" not in told
     if code == 2:
         assert "error:" in seen
+
+
+@pytest.mark.usefixtures("in_folder")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train recipe=good.yaml data={}.jsonl",
+        "train recipe=good.yaml model=./{}",
+        "train recipe=good.yaml training.output_dir={}",
+        "train recipe=good.yaml training.resume_from_checkpoint={}",
+        "train recipe={}",
+        "estimate model=./{}",
+        "merge {} out",
+        "merge adapter {}",
+        "report {}",
+    ],
+)
+def test_a_name_longer_than_any_file_has_is_told(command, capsys):
+    name = "x" * 300
+    with contextlib.suppress(SystemExit):
+        assert main(shlex.split(command.format(name))) == 2
+    assert f"{name}" in (told := capsys.readouterr().err)
+    assert "File name too long" in told
+
+
+@pytest.mark.usefixtures("in_folder")
+@pytest.mark.parametrize("what", ["good.jsonl", "good_model/config.json", "good.yaml"])
+def test_what_may_not_be_read_is_told_with_its_path(what, capsys, monkeypatch):
+    """By a system that refuses, as root may read everything."""
+    opened = io.open
+
+    def refusing(file, *args, **kwargs):
+        if str(file).endswith(what):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return opened(file, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", refusing)
+    monkeypatch.setattr("io.open", refusing)
+    assert main(["train", "recipe=good.yaml", "model=good_model"]) == 2
+    told = capsys.readouterr().err
+    assert "error: " in told
+    assert f"{what} cannot be read" in told or f"Permission denied: '{what}'" in told
 
 
 def test_the_table_covers_every_command():

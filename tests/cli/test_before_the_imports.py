@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 
+import pyarrow
+import pyarrow.parquet
+
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "pyarrow", "pandas"}
 
 COMMANDS = [
@@ -22,6 +25,8 @@ COMMANDS = [
     ["train", "recipe=tiny", "data.messages_column=mesages"],
     ["train", "recipe=tiny", "data=pairs.csv", "data.completion_column=answr"],
     ["train", "recipe=tiny", "data=pairs.csv", "data.prompt_column=prompt"],
+    ["train", "recipe=tiny", "data=org/dataset"],
+    ["train", "recipe=tiny", "data.eval_size=null", "data.eval_path=org/dataset"],
     ["train", "recipe=tiny", "tiling.head=100000"],
     ["train", "recipe=tiny", "model.weights=pretrained"],
     ["train", "recipe=tiny", "model=cut", "model.weights=pretrained"],
@@ -72,6 +77,19 @@ for command in {COMMANDS!r}:
     )
     assert done.stdout.splitlines() == ["|".join(["2", *command]) for command in COMMANDS], done.stderr
     assert done.stderr.count("error: ") == len(COMMANDS)
+
+
+def test_columns_of_parquet_are_told_before_all_but_its_reader(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"foo": ["a"]}), tmp_path / "data.parquet")
+    code = f"""
+import sys
+from lowmem_ft.cli import main
+main(["train", "recipe=tiny", "data=data.parquet"])
+print(*sorted({HEAVY!r} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert "Columns seen: foo" in done.stderr
+    assert done.stdout.split() == ["pyarrow"]
 
 
 def test_the_package_runs_as_a_module(tmp_path):

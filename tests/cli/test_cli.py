@@ -88,6 +88,20 @@ def test_each_problem_is_a_line_on_stderr_without_a_traceback(trained, capsys):
     assert trained == []
 
 
+def test_a_terminal_gets_problems_in_whole_words_and_a_pipe_gets_each_on_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["train", "recipe=tiny", "training.sed=1", "data.format=a_kind_that_is_not_there"]
+    assert main(command) == 2
+    in_a_pipe = capsys.readouterr().err.splitlines()
+    assert len(in_a_pipe) == 2
+    assert max(map(len, in_a_pipe)) > 80
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(command) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(line.strip() for line in lines) == " ".join(in_a_pipe)
+
+
 def test_only_the_main_process_speaks(trained, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "recipe=nothing"]) == 2

@@ -1,0 +1,25 @@
+"""Paths as users write them, and what to say of one where nothing is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lowmem_ft.errors import did_you_mean
+
+
+def expand_user(path: str | os.PathLike[str]) -> Path:
+    """A path whose leading ``~`` stands for a home folder, as in a shell: the ``~name`` of no user stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
+def neighbours(missing: Path) -> str:
+    """A suffix for the error about a path that names no file: what is there instead, or beside it, spelt alike."""
+    if missing.is_symlink():
+        return f" It is a link to {os.readlink(missing)}, and no file is there."
+    if missing.exists() and not missing.is_dir():
+        return " It is no regular file but a pipe or a device."
+    folder = missing.parent
+    if not folder.is_dir():
+        return ""
+    return did_you_mean(missing.name, (entry.name for entry in folder.iterdir()))
