@@ -207,7 +207,7 @@ class InBackward(Technique):
         self._kept.abandon()
         self._kept.clear(but=self._pending)
         self._taken.clear()
-        self._sum_of_squares = torch.zeros_like(self._sum_of_squares)
+        self._sum_of_squares.zero_()  # no new tensor: the device may be full
 
     def flush(self) -> None:
         """Make every update that waits: before weights are read by anyone but the next step."""

@@ -132,11 +132,12 @@ class Retries:
         return None
 
     def _forget_window(self) -> None:
+        """Nothing here allocates on the device: it may be full until the last line."""
         session = self.session
+        self._engine_queue.empty()
         abandon(session)
         session.optimizer.zero_grad()
         session.runtime.abandon_step()
-        self._engine_queue.empty()
         give_memory_back(session.runtime.device)
 
     # --- what to make smaller -----------------------------------------------------------------------------------------
@@ -256,20 +257,22 @@ class _EngineQueue:
 
     The engine takes the node that was made last first, and passes over those of a backward that is over. On a CPU it
     stops once its own backward is done, so that older ones are never reached; those of a device have a thread that goes
-    through them, at some time. A backward of a node that is older than all of theirs comes after them.
+    through them, at some time, maybe after the error has come to the thread that called backward. A backward of a node
+    that is older than all of theirs comes after them.
 
     Args:
         device: whose queue; make it before anything else is computed there.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._gradient = torch.ones((), device=device)
         with torch.enable_grad():
             self._leaf = torch.zeros((), device=device, requires_grad=True)
-            self._oldest = self._leaf * 1
+            self._oldest = self._leaf.view(())  # whose backward allocates nothing
 
     def empty(self) -> None:
-        """Return once nothing of an earlier backward is in it."""
-        torch.autograd.grad(self._oldest, self._leaf, retain_graph=True)
+        """Return once nothing of an earlier backward is in it, nor being computed."""
+        torch.autograd.grad(self._oldest, self._leaf, self._gradient, retain_graph=True)
 
 
 def why_rows_couple(model: nn.Module) -> str | None:

@@ -66,20 +66,20 @@ DIFFER_MOST = (
 
 
 class OutOfMemoryAt(StorageTracker):
-    """Refuses one allocation, as a device that is full does; counts what is alive."""
+    """Refuses some allocations, or all while it is full, as a device does; counts what is alive."""
 
     def __init__(self):
         super().__init__("cpu")
-        self.at, self.count, self.seen = -1, 0, lambda: None
+        self.at, self.count, self.is_full, self.seen = (), 0, False, lambda: None
 
-    def refuse(self, at):
+    def refuse(self, *at):
         self.at, self.count = at, 0
 
     def _measure(self, storage):
         if storage._cdata not in self._bytes_by_storage:
             self.count += 1
             self.seen()
-            if self.count == self.at:
+            if self.count in self.at or self.is_full:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nGPU 0 has ...")
         super()._measure(storage)
 
@@ -199,7 +199,7 @@ def places_of(tracker, retries, window, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(retry, "apply_gradients", committed)
-        tracker.refuse(-1)
+        tracker.refuse()
         tracker.seen = seen
         retries.train_step(window)
         tracker.seen = lambda: None
@@ -244,7 +244,7 @@ def sweep(retries_of, rung, monkeypatch, choose):
             live_bytes.clear()
             tracker.refuse(at)
             result = refused.train_step(window)
-            tracker.refuse(-1)
+            tracker.refuse()
             assert refused.num_retries == 1, f"allocation {at}"
             assert refused.cut != Cut()
             assert live_bytes[1] <= live_bytes[0], f"allocation {at}"
@@ -272,12 +272,52 @@ def test_any_allocation_may_be_refused(rung, retries_of, monkeypatch):
     sweep(retries_of, rung, monkeypatch, lambda places: places)
 
 
+@pytest.mark.parametrize("rung", ["one micro-batch, bf16", "streamed, dropout, one micro-batch"])
+def test_a_step_that_runs_out_twice_is_cut_twice(rung, retries_of, monkeypatch):
+    settings = RUNGS[rung]
+    refused, cut = retries_of(*settings), retries_of(*settings)
+    data = windows(settings)
+    first, second = next(data), next(data)
+    start = export_random_state(CPU)
+    with OutOfMemoryAt() as tracker:
+        places = places_of(tracker, refused, first, monkeypatch)
+        tracker.refuse(places[len(places) // 2], places[len(places) // 2] + len(places) // 2)
+        result = refused.train_step(second)
+    assert refused.num_retries == 2
+    import_random_state(start, CPU)
+    cut.train_step(first)
+    cut.apply(refused.cut)
+    assert cut.train_step(second).loss == result.loss
+    assert cut.num_retries == 0
+    assert_same_state(refused.session, cut.session)
+
+
+@pytest.mark.parametrize("rung", ["fp16 scale", "all activations away", "in backward, host", "streamed"])
+def test_to_forget_a_window_takes_no_memory(rung, retries_of, monkeypatch):
+    """There may be none left: the device has nothing back yet."""
+    settings = RUNGS[rung]
+    retries, data = retries_of(*settings), windows(settings)
+    forget = retries._forget_window
+
+    def full():
+        tracker.is_full = True
+        forget()
+        tracker.is_full = False
+
+    monkeypatch.setattr(retries, "_forget_window", full)
+    with OutOfMemoryAt() as tracker:
+        places = places_of(tracker, retries, next(data), monkeypatch)
+        tracker.refuse(places[-len(places) // 4])
+        retries.train_step(next(data))
+    assert retries.num_retries == 1
+
+
 def place_where(tracker, retries, data, condition):
     """The number of the first allocation of a step at which a condition holds, and of all."""
     found = []
     for _ in range(2):
         found.clear()
-        tracker.refuse(-1)
+        tracker.refuse()
         tracker.seen = lambda: condition() and found.append(tracker.count)
         retries.train_step(next(data))
         tracker.seen = lambda: None
