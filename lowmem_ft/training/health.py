@@ -1,47 +1,83 @@
 """Is what a run has made still finite, and if not: which step did it, and what is the last that is whole?
 
-A step whose loss or gradient is not finite changes no weight. But an applied step can ruin them all, by a learning rate
-far too high for one: its own loss came from the weights before it. Weights are known to be good once a later step got a
-finite loss out of them.
+A step whose loss or gradient is not finite changes no weight; it is counted, and its examples are named. But an applied
+step can ruin them all, by a learning rate far too high for one: its own loss came from the weights before it. Weights
+are known to be good once a later step got a finite loss out of them.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.finiteness import names_of_not_finite, some_of
+from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.checkpoint_folders import Progress, find_checkpoint
 from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class RunHealth:
     """What a run knows of its weights.
 
     Args:
-        output_dir: the run folder, for its checkpoints.
-        progress: of the run; read, never changed.
-        resume_from: the checkpoint it goes on from, which may lie elsewhere; None if it began afresh.
-        dtype: of the weights, for messages.
+        recipe: of the run.
+        folder: of the run, for its checkpoints and the one it goes on from, which may lie elsewhere.
+        progress: of the run; the steps that are skipped are counted here, and nothing else is changed.
+        runtime: knows the examples of the other processes.
     """
 
-    def __init__(self, output_dir: Path, progress: Progress, resume_from: Path | None, dtype: str) -> None:
-        self._output_dir, self._progress, self._resume_from, self._dtype = (
-            output_dir,
-            progress,
-            resume_from,
-            dtype,
-        )
+    def __init__(self, recipe: Recipe, folder: RunFolder, progress: Progress, runtime: RunRuntime) -> None:
+        self._output_dir, self._resume_from = folder.path, folder.resume_from
+        self._progress, self._runtime = progress, runtime
+        self._dtype = recipe.model.dtype
+        self._max_skipped_steps = recipe.training.max_skipped_steps
         self._updated_step = progress.step - progress.skipped_in_a_row
         self._learning_rate: float | None = None
 
-    def step_applied(self, learning_rate: float) -> None:
-        """Remember that the present step changed the weights."""
-        self._updated_step, self._learning_rate = self._progress.step, learning_rate
+    def after_step(
+        self, session: Session, result: StepResult, sample_ids: Sequence[int], learning_rate: float
+    ) -> None:
+        """Count a step that was skipped, and name its examples.
+
+        Args:
+            session: whose step.
+            result: of it.
+            sample_ids: this process's examples in it.
+            learning_rate: that it had.
+
+        Raises:
+            UserError: if the weights are ruined, or too many steps in a row have been skipped.
+        """
+        progress = self._progress
+        if result.applied:
+            progress.skipped_in_a_row = 0
+            self._updated_step, self._learning_rate = progress.step, learning_rate
+            return
+        if session.techniques.updates_at_once:
+            raise self._half_a_step(result, sample_ids)
+        progress.skipped_steps += 1
+        if result.overflow:
+            logger.info("Step %d skipped: the fp16 loss scale was too high and is now halved.", progress.step)
+            return
+        progress.skipped_in_a_row += 1
+        logger.warning(
+            "Step %d skipped: loss %.4g, gradient norm %.4g. Examples of this step: %s.",
+            progress.step,
+            float(result.loss),
+            float(result.grad_norm),
+            sorted(self._runtime.gather(list(sample_ids))),
+        )
+        self.refuse_ruined_weights(session)
+        if progress.skipped_in_a_row >= self._max_skipped_steps:
+            raise self._too_many_skipped()
 
     def refuse_ruined_weights(self, session: Session) -> None:
         """Stop where no later step can do better.
@@ -53,35 +89,8 @@ class RunHealth:
         if names:
             raise UserError(f"{self._ruined(names)} {self.way_back()}")
 
-    def too_many_skipped(self, limit: int) -> UserError:
-        """The error of a run whose last steps were all not finite, though its weights are."""
-        suspect = (
-            "They changed no weight, and no step before them did."
-            if self._updated_step == 0
-            else f"They changed no weight, but step {self._updated_step}, the last that did"
-            f"{self._at_learning_rate()}, may have ruined them all: nothing finite has come out of them since."
-        )
-        return UserError(
-            f"The loss or gradient was not finite for {limit} steps in a row (training.max_skipped_steps), the last at "
-            f"step {self._progress.step}. {suspect} {self.way_back()} Lower training.learning_rate, look at the "
-            "examples named above, or compute in float32."
-        )
-
-    def half_a_step(self, result: StepResult, sample_ids: Sequence[int]) -> UserError:
-        """The error of weights that were updated before their step turned out not to be finite."""
-        checkpoint = find_checkpoint(self._output_dir)
-        way_back = (
-            "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
-        )
-        return UserError(
-            f"Step {self._progress.step} was not finite (loss {float(result.loss):.4g}, gradient norm "
-            f"{float(result.grad_norm):.4g}; examples {sorted(sample_ids)}), and without clipping "
-            f"optimizer.in_backward had updated part of the weights by then: {way_back}. Set training.max_grad_norm, "
-            "with which such a step is skipped as a whole, or optimizer.in_backward=false."
-        )
-
     def problems_at_the_end(self, names: Sequence[str], evaluation: EvaluationResult | None) -> list[str]:
-        """Why a finished model should not be used as it is; empty if nothing speaks against it.
+        """Why a finished model should not be used as it is; empty if nothing speaks against it, or only a warning.
 
         Args:
             names: of its weights that are not finite.
@@ -101,6 +110,11 @@ class RunHealth:
                 f"The last {which} not finite and changed no weight{since}. Lower "
                 "training.learning_rate, or look at the examples named above."
             )
+        if 0 < self._progress.step == self._progress.skipped_steps and not problems:
+            logger.warning(
+                "Each of the %d steps was skipped to lower the fp16 loss scale: the model is what it was. Take more.",
+                self._progress.step,
+            )
         return problems
 
     def way_back(self) -> str:
@@ -111,6 +125,33 @@ class RunHealth:
         if whole is None:
             return "There is no checkpoint from before that: start anew."
         return f"The last checkpoint that is whole is {whole}."
+
+    def _too_many_skipped(self) -> UserError:
+        """The error of a run whose last steps were all not finite, though its weights are."""
+        suspect = (
+            "They changed no weight, and no step before them did."
+            if self._updated_step == 0
+            else f"They changed no weight, but step {self._updated_step}, the last that did"
+            f"{self._at_learning_rate()}, may have ruined them all: nothing finite has come out of them since."
+        )
+        return UserError(
+            f"The loss or gradient was not finite for {self._max_skipped_steps} steps in a row "
+            f"(training.max_skipped_steps), the last at step {self._progress.step}. {suspect} {self.way_back()} Lower "
+            "training.learning_rate, look at the examples named above, or compute in float32."
+        )
+
+    def _half_a_step(self, result: StepResult, sample_ids: Sequence[int]) -> UserError:
+        """The error of weights that were updated before their step turned out not to be finite."""
+        checkpoint = find_checkpoint(self._output_dir)
+        way_back = (
+            "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
+        )
+        return UserError(
+            f"Step {self._progress.step} was not finite (loss {float(result.loss):.4g}, gradient norm "
+            f"{float(result.grad_norm):.4g}; examples {sorted(sample_ids)}), and without clipping "
+            f"optimizer.in_backward had updated part of the weights by then: {way_back}. Set training.max_grad_norm, "
+            "with which such a step is skipped as a whole, or optimizer.in_backward=false."
+        )
 
     def _ruined(self, names: Sequence[str]) -> str:
         if self._learning_rate is None and self._resume_from is None:

@@ -45,7 +45,6 @@ from lowmem_ft.training.run_metrics import RunMetrics
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.start import log_start, num_training_steps, progress_at, read_data, stream_from
-from lowmem_ft.training.step import StepResult
 from lowmem_ft.training.unplanned import refuse_unplanned
 from lowmem_ft.upstream.tested import warn_if_untested
 
@@ -159,7 +158,7 @@ class TrainingRun:
         self.retries = Retries(self.session, self.recipe)
         self.retries.apply(self.progress.cut)
         self.evaluation = EvaluationInPieces(may_cut=self.recipe.budget.retry)
-        self.health = RunHealth(self.folder.path, self.progress, self.checkpoint, self.recipe.model.dtype)
+        self.health = RunHealth(self.recipe, self.folder, self.progress, self.runtime)
 
     @classmethod
     def build(
@@ -278,7 +277,7 @@ class TrainingRun:
         self.progress.cut = self.retries.cut
         sample_ids = [sample for batch in window.batches for sample in batch.sample_ids]
         self.progress.loss = float(result.loss)
-        self._count_skipped(result, sample_ids, learning_rate)
+        self.health.after_step(self.session, result, sample_ids, learning_rate)
         seconds = time.perf_counter() - start
         self.memory.after_step(self.session, seconds)
         memory = read_device_memory(self.runtime.device)
@@ -301,33 +300,6 @@ class TrainingRun:
             record |= self.session.techniques.metrics()
         self.metrics.write(record, to_trackers=is_due)
         return record
-
-    def _count_skipped(self, result: StepResult, sample_ids: list[int], learning_rate: float) -> None:
-        """Name the examples of a step that was skipped; give up after too many in a row, or when weights are ruined."""
-        if result.applied:
-            self.progress.skipped_in_a_row = 0
-            self.health.step_applied(learning_rate)
-            return
-        if self.session.techniques.updates_at_once:
-            raise self.health.half_a_step(result, sample_ids)
-        self.progress.skipped_steps += 1
-        if result.overflow:
-            logger.info(
-                "Step %d skipped: the fp16 loss scale was too high and is now halved.", self.progress.step
-            )
-            return
-        self.progress.skipped_in_a_row += 1
-        logger.warning(
-            "Step %d skipped: loss %.4g, gradient norm %.4g. Examples of this step: %s.",
-            self.progress.step,
-            float(result.loss),
-            float(result.grad_norm),
-            sorted(self.runtime.gather(sample_ids)),
-        )
-        self.health.refuse_ruined_weights(self.session)
-        limit = self.recipe.training.max_skipped_steps
-        if self.progress.skipped_in_a_row >= limit:
-            raise self.health.too_many_skipped(limit)
 
     def _evaluate_if_due(self) -> None:
         """Unless the run was interrupted after this very evaluation; the last one is not made here."""
@@ -402,11 +374,6 @@ class TrainingRun:
 
     def _finish(self, evaluation: EvaluationResult | None) -> TrainResult:
         problems = self.health.problems_at_the_end(weights_not_finite(self.session), evaluation)
-        if 0 < self.progress.step == self.progress.skipped_steps and not problems:
-            logger.warning(
-                "Each of the %d steps was skipped to lower the fp16 loss scale: the model is what it was. Take more.",
-                self.progress.step,
-            )
         self.session.close()
         in_vain = not_retried("It ran out while the finished model was saved.")
         with self.memory.during("save"), in_vain, self.runtime.failing_together():

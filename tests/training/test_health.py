@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -12,11 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft.data import DataPosition
 from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.models import ModelConfig
 from lowmem_ft.techniques.adapters.lora import Lora
 from lowmem_ft.training import loop, train
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoint_folders import Progress
 from lowmem_ft.training.health import RunHealth
 from lowmem_ft.training.merging import merge_into_base
+from lowmem_ft.training.run_folder import RunFolder
 
 RUINOUS = ("training.learning_rate=1e30", "training.lr_scheduler_type=constant", "optimizer.weight_decay=0")
 NO_EVALUATION = ("data.eval_size=null", "training.eval_steps=null")
@@ -79,9 +83,11 @@ def test_a_value_that_is_not_finite_is_found_in_its_file(tiny, trained, value, d
         train(tiny(f"model={trained}", "model.weights=pretrained", f"model.dtype={dtype}"))
 
 
-def test_values_that_are_too_large_for_their_type_are_not_blamed_on_a_step(tmp_path):
+def test_values_that_are_too_large_for_their_type_are_not_blamed_on_a_step(tiny, tmp_path):
     """No step was taken, and reading has found the checkpoint finite. float16 itself needs a GPU."""
-    health = RunHealth(tmp_path, Progress(position=DataPosition(seed=0)), None, "float16")
+    recipe = dataclasses.replace(tiny(), model=ModelConfig(dtype="float16"))
+    runtime = AccelerateRuntime.create(recipe.training, tmp_path)
+    health = RunHealth(recipe, RunFolder.open(recipe), Progress(position=DataPosition(seed=0)), runtime)
     problems = health.problems_at_the_end(["model.norm.weight"], None)
     assert "model.norm.weight. The values are beyond the largest of model.dtype=float16" in " ".join(problems)
 
