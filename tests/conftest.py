@@ -61,6 +61,7 @@ class CudaDriver:
         fraction: the allocator's cap as a share of the device's memory.
         bytes: what the allocator counts: ``allocated`` and ``reserved``, each as it is now and as ``peak``; what this
             process's ``context`` and ``others`` take.
+        segments: what the allocator's snapshot shows.
         history: how allocations are recorded; None: they are not.
     """
 
@@ -70,6 +71,7 @@ class CudaDriver:
         vars(self.properties).update(properties)
         self.fraction = 1.0
         self.bytes = Counter(context=50)
+        self.segments = []
         self.history = None
         self._entries = []
         beneath = {
@@ -82,14 +84,15 @@ class CudaDriver:
                 reserved=self.bytes["allocated"] - self.bytes["reserved"]
             ),
             "_cuda_record_memory_history": self._record_history,
-            "_cuda_memorySnapshot": lambda pool: {"segments": [], "device_traces": [list(self._entries)]},
+            "_cuda_memorySnapshot": self._snapshot,
             "_cuda_resetPeakMemoryStats": lambda index: self._of(index) and self._reset(),
         }
         for name, function in beneath.items():
             monkeypatch.setattr(torch._C, name, function, raising=False)
         monkeypatch.setattr(torch.cuda, "_get_device_properties", self._properties, raising=False)
-        monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: self._of(index) and 0)
-        monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: self._of(index) and 0)
+        # The device before, of which there is but one; asked for none, the real ones say none.
+        monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: self._of(index) and index)
+        monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: self._of(index) and index)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
         for module in (torch.cuda, torch.cuda.memory):
@@ -133,6 +136,10 @@ class CudaDriver:
             self._entries = []
         known = {"context": context, "stacks": stacks, "max_entries": max_entries}
         self.history = None if enabled is None else known
+
+    def _snapshot(self, pool):
+        assert pool is None or [type(part) for part in pool] in ([int, int], [int, int, bool]), pool
+        return {"segments": self.segments, "device_traces": [list(self._entries)]}
 
     def _stats(self):
         def counter(name):

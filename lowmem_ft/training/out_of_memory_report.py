@@ -16,6 +16,7 @@ from lowmem_ft.devices import has_bfloat16
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.atomic_io import write_whole_file
 from lowmem_ft.training.out_of_memory import INSIDE_AN_UPDATE, NotRetried, does_not_fit
 from lowmem_ft.training.replaced_run import ALLOCATOR_FILE
 from lowmem_ft.training.runtime import RunRuntime
@@ -43,7 +44,7 @@ def report_of(error: BaseException, session: Session, folder: Path, checkpoint: 
     largest = "; ".join(map(_described, _largest_tensors(session)))
     sentences.append(f"Largest tensors: {largest}.")
     if device.type == "cuda":
-        sentences.append(f"All that the allocator held is in {_write_allocator_state(folder, device)}.")
+        sentences.append(_with_allocator_state(folder / ALLOCATOR_FILE, device))
     if checkpoint is not None:
         sentences.append(
             f"The run goes on from {checkpoint} with training.resume_from_checkpoint=auto and settings that need less."
@@ -65,7 +66,8 @@ def does_not_fit_here(
     if runtime is not None:
         device, num_processes = runtime.device, runtime.num_processes
     else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        is_on_cuda = torch.cuda.is_available() and not recipe.training.use_cpu
+        device = torch.device("cuda" if is_on_cuda else "cpu")
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
     others = this_machines_gpu(device).held_by_others_bytes if device.type == "cuda" else None
     return does_not_fit(
@@ -121,9 +123,11 @@ def _described(named: tuple[str, Tensor]) -> str:
     return f"{name} ({dtype} {list(tensor.shape)}, {format_bytes(tensor.untyped_storage().nbytes())})"
 
 
-def _write_allocator_state(folder: Path, device: torch.device) -> Path:
-    """With the stack of each block, if somebody has switched their recording on."""
-    file = folder / ALLOCATOR_FILE
+def _with_allocator_state(file: Path, device: torch.device) -> str:
+    """Write down what was held where, with the stack of each block if somebody has switched their recording on."""
     state = {"stats": torch.cuda.memory_stats(device), "segments": torch.cuda.memory_snapshot()}
-    file.write_text(json.dumps(state))
-    return file
+    try:
+        write_whole_file(file, json.dumps(state))  # whole, of whichever process is the last to write it
+    except OSError as error:
+        return f"What the allocator held could not be written to {file}: {error}."
+    return f"All that the allocator held is in {file}."

@@ -98,7 +98,7 @@ def test_what_others_hold_of_the_device_is_said(tiny, tmp_path, monkeypatch, cud
 
     driver = cuda_driver()
     monkeypatch.setattr(loop.TrainingRun, "build", out_of_memory)
-    recipe = tiny(output_dir=tmp_path / "run")
+    recipe = tiny("training.use_cpu=false", output_dir=tmp_path / "run")
     with pytest.raises(DoesNotFitError) as alone:
         train(recipe)
     assert "other processes" not in str(alone.value)

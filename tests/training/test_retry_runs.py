@@ -18,8 +18,11 @@ from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoint_folders import read_progress
 from lowmem_ft.training.cut import Cut
 from lowmem_ft.training.gradient_averaging import ddp_takes
+from lowmem_ft.training.replaced_run import ALLOCATOR_FILE
 from lowmem_ft.training.step import WindowPass
+from lowmem_ft.units import GIB
 
+CUDA = torch.device("cuda:0")
 SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null", "data.eval_size=null")
 
 
@@ -246,11 +249,24 @@ def test_an_error_while_saving_is_told_apart(tiny, tmp_path, monkeypatch):
     assert "goes on from" not in str(raised.value)
 
 
-def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocated_bytes.all.peak": 7})
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": 1, "blocks": []}])
-    file = out_of_memory_report._write_allocator_state(tmp_path, torch.device("cuda:0"))
-    assert json.loads(file.read_text()) == {
-        "stats": {"allocated_bytes.all.peak": 7},
-        "segments": [{"address": 1, "blocks": []}],
-    }
+def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, cuda_driver):
+    driver, file = cuda_driver(), tmp_path / ALLOCATOR_FILE
+    driver.hold(allocated=7, reserved=9)
+    driver.segments = [{"address": 1, "blocks": []}]
+    said = out_of_memory_report._with_allocator_state(file, CUDA)
+    assert said == f"All that the allocator held is in {file}."
+    written = json.loads(file.read_text())
+    assert written["stats"]["allocated_bytes.all.peak"] == 7
+    assert written["segments"] == driver.segments
+
+
+def test_a_full_disk_does_not_hide_that_memory_ran_out(tmp_path, cuda_driver):
+    cuda_driver()
+    said = out_of_memory_report._with_allocator_state(tmp_path / "no folder" / ALLOCATOR_FILE, CUDA)
+    assert said.startswith("What the allocator held could not be written to")
+
+
+def test_a_run_for_the_cpu_is_not_told_of_the_gpu(tiny, cuda_driver):
+    cuda_driver().hold(allocated=70 * GIB, reserved=70 * GIB)
+    error = out_of_memory_report.does_not_fit_here(tiny(), "while the model was loaded", None)
+    assert "70.0 GiB" not in str(error)
