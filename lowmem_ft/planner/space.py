@@ -144,6 +144,16 @@ def space_of(recipe: Recipe, *, num_layers: int, has_bfloat16: bool, rules: Sequ
     return Space(recipe=recipe, dimensions=dimensions, combinations=tuple(enumeration), refused=dict(refused))
 
 
+def planned_keys(plan: PlanConfig) -> list[RecipeKey]:
+    """What a plan chooses: the rows of a micro-batch, together or not at all, and all knobs with values to try."""
+
+    def may_change(path: str) -> bool:
+        return path not in plan.keep and path.partition(".")[0] not in plan.keep
+
+    rows = ROWS if all(map(may_change, ROWS)) else ()
+    return [key for path, key in recipe_keys().items() if path in rows or (key.tries and may_change(path))]
+
+
 def with_settings(recipe: Recipe, settings: Settings) -> Recipe:
     """A recipe with new values by dotted key."""
     return Remediation(settings=settings, why="").applied_to(recipe)
@@ -160,11 +170,11 @@ def recipe_rules() -> tuple[Rule, ...]:
 
 
 def _dimensions(recipe: Recipe, *, num_layers: int, has_bfloat16: bool) -> Iterator[Dimension]:
-    keep = recipe.plan.keep
-    if not any(Rule(keys=keep, problems=lambda recipe: ()).reads(key) for key in ROWS):
+    keys = planned_keys(recipe.plan)
+    if any(key.path in ROWS for key in keys):
         yield _rows(recipe)
-    for key in recipe_keys().values():
-        if key.tries and key.path not in keep and key.path.partition(".")[0] not in keep:
+    for key in keys:
+        if key.tries:
             values = _values(key, recipe, num_layers, has_bfloat16)
             if len(values) > 1:
                 choices = tuple({key.path: value} for value in values)

@@ -17,9 +17,8 @@ from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProces
 from lowmem_ft.estimator.target import CPU
 from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
-from lowmem_ft.planner.space import ROWS, with_settings
+from lowmem_ft.planner.space import planned_keys, with_settings
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.training.replaced_run import RECIPE_FILE
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.units import format_bytes
@@ -102,8 +101,8 @@ def _saved_recipe(recipe: Recipe) -> Recipe | None:
 
 
 def _as_planned(recipe: Recipe, saved: Recipe) -> Recipe:
-    """The recipe with what a plan may choose as the saved one has it."""
-    chosen = [key for key in recipe_keys().values() if key.tries or key.path in ROWS]
+    """The recipe with what a plan may choose as the saved one has it; ``plan.keep`` keeps the recipe's own."""
+    chosen = planned_keys(recipe.plan)
     planned = with_settings(recipe, {key.path: key.value_in(saved) for key in chosen})
     return dataclasses.replace(planned, plan=dataclasses.replace(recipe.plan, mode="none"))
 

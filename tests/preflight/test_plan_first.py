@@ -70,11 +70,20 @@ def test_the_plan_is_what_is_trained_and_what_stands_in_the_run(tiny, tmp_path, 
 def test_a_run_that_goes_on_keeps_its_plan(tiny, tmp_path, searches, monkeypatch):
     lowmem_ft.train(tiny())
     monkeypatch.setitem(CHOSEN, "checkpointing.mode", "full")
-    result = lowmem_ft.train(tiny("training.max_steps=6", "training.resume_from_checkpoint=auto"))
+    result = lowmem_ft.train(
+        tiny(
+            "training.max_steps=6",
+            "training.resume_from_checkpoint=auto",
+            "tiling.mlp=2",
+            "optimizer.state=bf16",
+            "plan.keep=[tiling]",
+        )
+    )
     assert result.steps == 6
     assert len(searches) == 1
     saved = load_recipe(str(tmp_path / "run" / "recipe.yaml"))
     assert (saved.optimizer.state, saved.checkpointing.mode) == ("8bit", "none")
+    assert saved.tiling.mlp == 2, "plan.keep says so"
 
 
 def test_a_folder_in_the_way_is_told_before_the_search(tiny, tmp_path, searches):
