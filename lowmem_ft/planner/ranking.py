@@ -94,13 +94,16 @@ class Beliefs:
             spare_host_bytes: likewise.
 
         Returns:
-            Expected improvement, as a share of the best, times the chance that it fits.
+            Expected improvement, as a share of the best, times the chance that it fits; that chance alone where no
+            clock tells seconds, so that nothing is faster than the best.
         """
         if not self._seen:
             return np.zeros(len(places))
         features_NF = self._features(places)
         fits = self._chance(features_NF, "device_bytes", spare_device_bytes)
         fits = fits * self._chance(features_NF, "host_bytes", spare_host_bytes)
+        if best_seconds == 0:
+            return fits
         excess, spread = self._posterior(features_NF, "seconds")
         expected = seconds + np.exp(excess)
         target = float(expected.max() * 1.5) if best_seconds is None else best_seconds

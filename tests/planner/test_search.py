@@ -125,6 +125,16 @@ def test_the_same_is_asked_again_in_the_same_order():
     assert asked[0] == asked[1]
 
 
+@pytest.mark.filterwarnings("error")
+def test_without_a_clock_the_least_change_that_fits_is_found():
+    """As on a CPU: all seconds are 0, and what comes first by price is the best."""
+    for seed in range(20):
+        made_up = MadeUp(seed, num_dimensions=3)
+        made_up.seconds[:] = made_up.candidates.seconds_N[:] = 0.0
+        limits = LIMITS[seed % len(LIMITS)]
+        assert made_up.search(limits).run(0).best == made_up.best(limits), seed
+
+
 def test_a_search_that_is_ended_early_says_what_it_left():
     made_up = MadeUp(7)
     found = made_up.search(LIMITS[2], max_estimates=3).run(0)
