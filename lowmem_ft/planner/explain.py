@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.planner.memory_plan import Binding, Choice, KnobChoice, Purchase, Rejected, typed
+from lowmem_ft.planner.memory_plan import (
+    NOT_ESTIMATED,
+    Binding,
+    Choice,
+    KnobChoice,
+    Purchase,
+    Rejected,
+    typed,
+)
 from lowmem_ft.planner.search import Candidates, Limits, Need, Search, Searched
 from lowmem_ft.planner.space import Combination, Space
 from lowmem_ft.units import format_bytes
@@ -38,6 +46,12 @@ class Findings:
             host_bytes=estimate.host_peak_bytes,
             step_seconds=None if estimate.step is None else estimate.step.seconds,
         )
+
+    @property
+    def best_seconds(self) -> float:
+        """Of a step of the best; 0 where no clock tells."""
+        best = self.found.best
+        return 0.0 if best is None else self.found.needs[best].seconds
 
     def reason(self, need: Need) -> str:
         """Why something that was estimated does not fit; empty if it does."""
@@ -197,8 +211,7 @@ class Neighbours:
             return found.refused[place]
         if place in found.needs:
             need = found.needs[place]
-            assert found.best is not None
-            return findings.reason(need) or _slower(need.seconds, found.needs[found.best].seconds)
+            return findings.reason(need) or _slower(need.seconds, findings.best_seconds)
         over_device, over_host = findings.limits.missing(
             float(candidates.device_bytes_N[place]), float(candidates.host_bytes_N[place])
         )
@@ -210,11 +223,17 @@ class Neighbours:
         if parts:
             return " and ".join(parts)
         if not self._search.is_open(place):
-            return f"takes {candidates.seconds_N[place]:.3g} s at least"
-        return "not estimated"
+            return (
+                f"takes {candidates.seconds_N[place]:.3g} s at least"
+                if findings.best_seconds
+                else "another change, and no clock tells what it brings"
+            )
+        return NOT_ESTIMATED
 
 
 def _slower(seconds: float, best_seconds: float) -> str:
+    if not best_seconds:
+        return "fits too, with more changes or dearer ones"
     if seconds <= best_seconds:
         return "fits too, and is no faster"
     return f"fits too, and is slower: {seconds:.3g} s against {best_seconds:.3g}"

@@ -12,6 +12,9 @@ from lowmem_ft.recipe.keys import recipe_keys
 
 SCHEMA = 1
 
+NOT_ESTIMATED = "not estimated"
+"""The reason against a knob's value where the search ended before it was looked at."""
+
 Binding = Literal["device", "host", "time"]
 """What keeps a step from being faster: memory of either, or nothing that memory could buy."""
 
@@ -53,7 +56,7 @@ class KnobChoice:
     Args:
         setting: what was chosen, as it is typed.
         cheaper: the next value that needs more memory.
-        reason: what stands against it, all else as chosen.
+        reason: what stands against it, all else as chosen; :data:`NOT_ESTIMATED` where nobody knows.
     """
 
     setting: str
@@ -85,7 +88,7 @@ class Counts:
     Args:
         estimated: on the virtual GPU.
         refused: by a rule of the recipe, the device or the model.
-        beyond_bytes: cannot fit: what lies still alone is more than there is.
+        beyond_bytes: cannot fit: weights, state and gradients alone are more than there is.
         beyond_seconds: cannot be faster: the products or the copies alone take longer than the chosen step.
         left: none of these; one of them may be faster than the plan.
     """

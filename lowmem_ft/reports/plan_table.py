@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_ft.planner.memory_plan import Counts, MemoryPlan, typed
+from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.reports.wording import host_need, verdict
@@ -41,9 +42,9 @@ def plan_table(plan: MemoryPlan, recipe: Recipe) -> RenderableType:
     parts += _section("Settings", _settings(plan, recipe))
     if plan.fits:
         parts += _section("Why not with less effort, all else as chosen", _knobs(plan))
-        parts += _section("What more memory would buy", _purchases(plan))
-        parts += _section("Others that fit", _alternatives(plan))
-    parts += _section("Nearest that do not fit", _rejected(plan))
+        parts += _section("What more memory would buy", _purchases(plan, recipe))
+        parts += _section("Others that fit", _alternatives(plan, recipe))
+    parts += _section("Nearest that do not fit", _rejected(plan, recipe))
     parts += ["", Text(_search_words(plan))]
     return Group(*parts)
 
@@ -71,7 +72,12 @@ def _headline(plan: MemoryPlan) -> Text:
     if not plan.fits:
         return _shortfall(plan)
     lines = [f"{estimate.model.name} {verdict(estimate)}"]
-    if estimate.step is not None:
+    if estimate.step is None:
+        lines.append(
+            f"The process takes {format_bytes(estimate.process_peak_bytes)}. No clock tells the seconds of a step "
+            "there: the plan is what changes least."
+        )
+    else:
         lines.append(
             f"{estimate.step.seconds:.3g} s a step of {estimate.step.tokens:,} tokens, bound by "
             f"{estimate.step.bound_by}; what keeps it from being faster: "
@@ -84,7 +90,7 @@ def _headline(plan: MemoryPlan) -> Text:
 
 def _shortfall(plan: MemoryPlan) -> Text:
     missing = [
-        f"{num_bytes / 2**30:.2f} GiB of {where} memory"
+        f"{format_bytes(num_bytes)} of {where} memory"
         for num_bytes, where in ((plan.missing_device_bytes, "device"), (plan.missing_host_bytes, "host"))
         if num_bytes
     ]
@@ -99,11 +105,19 @@ def _shortfall(plan: MemoryPlan) -> Text:
         lines.append(f"The smallest card of the catalogue that would do: {plan.smallest_gpu}.")
     if keep:
         lines.append(f"plan.keep holds {', '.join(keep)}: without it more can be chosen.")
+    if plan.recipe.plan.allow and not plan.interrupted:
+        lines.append(f"What plan.allow names does not make it fit: {', '.join(plan.recipe.plan.allow)}.")
     if not plan.recipe.plan.allow:
         lines.append("plan.allow=[lora, qlora] names what a plan may give up of the mathematics; see --help.")
-    if plan.missing_host_bytes and plan.recipe.offload.folder is None:
+    if plan.missing_host_bytes and _waits_on_host(plan.recipe):
         lines.append("offload.folder=FOLDER on a fast local disk takes the place of host memory.")
     return Text("\n".join(lines), "red")
+
+
+def _waits_on_host(recipe: Recipe) -> bool:
+    """Whether something does that files could hold."""
+    offload = recipe.offload
+    return offload.folder is None and (offload.optimizer == "host" or offload.parameters == "stream")
 
 
 def _limit_words(plan: MemoryPlan) -> str:
@@ -130,51 +144,66 @@ def _plain(value: Any) -> str:
 
 
 def _knobs(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
-    for knob in plan.knobs:
-        yield knob.cheaper, knob.reason
+    known = [knob for knob in plan.knobs if knob.reason != NOT_ESTIMATED]
+    for knob in known:
+        yield knob.cheaper, _rule(knob.reason)
+    if known and len(known) < len(plan.knobs):
+        yield "the others", NOT_ESTIMATED
 
 
-def _purchases(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+def _rule(reason: str) -> str:
+    """Of a message about settings that do not go together the rule alone: what was seen and ways out are the plan's."""
+    return re.split(r", got |\.\s+(?=[A-Z])", reason)[0]
+
+
+def _purchases(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
     for purchase in plan.purchases:
         yield (
-            f"{purchase.extra_bytes / 2**30:.2f} GiB more {purchase.of} memory",
-            f"{purchase.step_seconds:.3g} s a step: {_difference(purchase.overrides, plan)}",
+            f"{format_bytes(purchase.extra_bytes)} more {purchase.of} memory",
+            f"{purchase.step_seconds:.3g} s a step: {_difference(purchase.overrides, plan, recipe)}",
         )
 
 
-def _alternatives(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+def _alternatives(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
     for choice in plan.alternatives:
         time = "" if choice.step_seconds is None else f"{choice.step_seconds:.3g} s, "
         memory = f"{format_bytes(choice.device_bytes)}, host {format_bytes(choice.host_bytes)}"
-        yield f"{time}{memory}", _difference(choice.overrides, plan)
+        yield f"{time}{memory}", _difference(choice.overrides, plan, recipe)
 
 
-def _rejected(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
-    for rejected in plan.rejected[:MOST_REJECTED]:
-        yield rejected.reason, _difference(rejected.overrides, plan)
+def _rejected(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    others = [rejected for rejected in plan.rejected if rejected.overrides != plan.overrides]
+    for rejected in others[:MOST_REJECTED]:
+        yield _rule(rejected.reason), _difference(rejected.overrides, plan, recipe)
 
 
-def _difference(overrides: Mapping[str, Any], plan: MemoryPlan) -> str:
+def _difference(overrides: Mapping[str, Any], plan: MemoryPlan, recipe: Recipe) -> str:
     """What one combination has otherwise than the plan."""
-    chosen = plan.recipe
-    own = {key: recipe_keys()[key].value_in(chosen) for key in {**plan.overrides, **overrides}}
-    changed = {key: value for key, value in overrides.items() if value != own[key]}
-    back = [f"without {' '.join(typed({key: own[key]}))}" for key in plan.overrides if key not in overrides]
-    return ", ".join([*typed(changed), *back]) or "the plan"
+    keys = {path: recipe_keys()[path] for path in {**plan.overrides, **overrides}}
+    theirs = {path: overrides.get(path, key.value_in(recipe)) for path, key in keys.items()}
+    changed = {path: value for path, value in theirs.items() if value != keys[path].value_in(plan.recipe)}
+    return ", ".join(typed(changed)) or "the plan"
 
 
 def _search_words(plan: MemoryPlan) -> str:
     counts: Counts = plan.counts
     words = (
         f"{counts.considered:,} combinations considered in {plan.seconds:.0f} s: {counts.estimated} estimated, "
-        f"{counts.refused:,} refused by rules, {counts.beyond_bytes:,} too large by what lies still alone, "
-        f"{counts.beyond_seconds:,} too slow by their products or copies alone."
+        f"{counts.refused:,} refused by rules, "
     )
+    if plan.estimate.step is None:
+        words += f"{counts.beyond_seconds:,} with more changes or dearer ones."
+    else:
+        words += (
+            f"{counts.beyond_bytes:,} too large even without activations, {counts.beyond_seconds:,} too slow in "
+            "matrix products or host copies alone."
+        )
     if plan.interrupted:
         words += " You ended the search."
     if counts.left:
         least = f", and none takes less than {plan.left_seconds:.3g} s" if plan.left_seconds else ""
-        return f"{words} {counts.left:,} were left{least}: one of them may be better."
+        better = "may be better" if plan.fits else "may fit"
+        return f"{words} {counts.left:,} were left{least}: one of them {better}."
     return f"{words} None is left that could be better." if plan.fits else f"{words} None is left."
 
 
