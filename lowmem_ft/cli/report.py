@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from lowmem_ft.reports.run_report import run_report
 
-    Console(highlight=False).print(run_report(runs))
+    Console(highlight=False, markup=False).print(run_report(runs))
     return 0
 
 

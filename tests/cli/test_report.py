@@ -48,10 +48,11 @@ def finished(run):
 
 def test_two_runs_stand_side_by_side_within_80_columns(finished, run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    killed = run("killed", {"step": 0, "estimated": PEAKS}, {"step": 1, **STEP}, model=False)
+    killed = run("killed[lr=1]", {"step": 0, "estimated": PEAKS}, {"step": 1, **STEP}, model=False)
     assert main(["report", finished, killed]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
+    assert "killed[lr=1]" in shown
     lines = {line.split("  ")[0]: line for line in shown.splitlines()}
     assert "with a model" in lines["ended"]
     assert "before its end" in lines["ended"]
