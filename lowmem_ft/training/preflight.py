@@ -99,7 +99,7 @@ class PreflightChecks:
             if self._preflight is not None:
                 self._estimate = self._preflight.finish(longest_row)
             if self._estimate is not None:
-                check_estimate(self._recipe, self._estimate)
+                check_estimate(self._recipe, self._estimate, num_processes=self._runtime.num_processes)
 
 
 def longest_row(data: PreparedData) -> int | None:
@@ -117,7 +117,7 @@ def with_rows_of(recipe: Recipe, longest_row: int | None) -> Recipe:
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_length=longest_row))
 
 
-def check_estimate(recipe: Recipe, estimate: MemoryEstimate) -> None:
+def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: int = 1) -> None:
     """Hold an estimate against what there is, in one line of the log; on a CPU the device's memory is the host's.
 
     What its figure says does not fit is refused; what only the upper end of its range says is warned of, for a run
@@ -125,11 +125,18 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate) -> None:
 
     Args:
         recipe: for its budget.
-        estimate: of the run that is about to begin.
+        estimate: of the run that is about to begin, as one process.
+        num_processes: that it begins in.
 
     Raises:
         DoesNotFitError: if it is above a limit and ``budget.enforce`` is true.
     """
+    if num_processes > 1:
+        logger.warning(
+            "The estimate is of one process by itself. Each of these %d takes more, to exchange gradients, and all on "
+            "one machine share its host memory.",
+            num_processes,
+        )
     missing = _missing(recipe, estimate)
     if not missing:
         if estimate.tight or not estimate.fits:

@@ -77,6 +77,12 @@ def test_one_line_says_what_a_run_needs(caplog):
     assert record.message == "Estimated: 10.0 GiB of device memory, 4.00 GiB of host memory, 1.5 s a step."
 
 
+def test_several_processes_are_told_what_the_estimate_leaves_out(caplog):
+    check_estimate(Recipe(), an_estimate(), num_processes=2)
+    (record,) = caplog.records
+    assert record.message.startswith("The estimate is of one process by itself. Each of these 2 takes more")
+
+
 @pytest.mark.parametrize(
     "estimate", [an_estimate(process=15.5), an_estimate(process=15, high=17, fits=False)]
 )
