@@ -141,19 +141,18 @@ def _search(recipe: Recipe, gpu: str | None) -> Changes:
     """The changes found, until the search ends or the user ends it."""
     from lowmem_ft.estimator.changes import ChangeSearch
     from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.planner.ctrl_c import CtrlC
     from lowmem_ft.reports.wording import short_name
 
     doing = f"{short_name(recipe.model.name_or_path or '')}: searching for changes that make it fit"
-    with progress_line(doing) as say:
+    with progress_line(doing) as say, CtrlC() as ctrl_c:
         found: list[Change] = []
-        search = ChangeSearch(
-            recipe,
-            gpu,
-            kept=KeptTraces.of_user(),
-            on_estimate=lambda made: say(
-                f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it"
-            ),
-        )
+
+        def before_an_estimate(made: int) -> None:
+            ctrl_c.check()
+            say(f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it")
+
+        search = ChangeSearch(recipe, gpu, kept=KeptTraces.of_user(), on_estimate=before_an_estimate)
         try:
             for change in search:
                 found.append(change)

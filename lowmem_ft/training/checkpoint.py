@@ -103,7 +103,13 @@ def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None
         runtime.load_loss_scale_state(manifest["loss_scaler"])
     random_state = folder / random_state_file(runtime.process_index)
     if random_state.exists():
-        import_random_state(json.loads(random_state.read_text()), runtime.device)
+        try:
+            import_random_state(json.loads(random_state.read_text()), runtime.device)
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder} is damaged: {random_state.name} holds no state of random generators. Resume from another "
+                "checkpoint."
+            ) from error
     else:
         logger.warning(
             "%s was written by %d processes; dropout in process %d starts from its seed instead of continuing.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,16 @@ from typing import Any
 
 from lowmem_ft.data.position import DataPosition
 from lowmem_ft.errors import CheckpointError
+from lowmem_ft.models.model_files import damage
 from lowmem_ft.training.cut import Cut
 from lowmem_ft.training.saved_files import MANIFEST, delete_saved
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+SUSPECT = ".suspect"
+"""Behind the name of a checkpoint whose weights may be ruined: nothing finite has come out of them."""
+
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -53,7 +58,11 @@ class Progress:
 
 def read_progress(folder: Path) -> Progress:
     """How far the run of a complete checkpoint had come."""
-    progress = read_manifest(folder)["progress"]
+    return _progress_in(read_manifest(folder))
+
+
+def _progress_in(manifest: dict[str, Any]) -> Progress:
+    progress = manifest["progress"]
     cut = Cut(**progress.get("cut", {}))  # older checkpoints have none
     return Progress(**dict(progress, position=DataPosition(**progress["position"]), cut=cut))
 
@@ -76,19 +85,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What ``checkpoint.json`` says, once every file it lists is there in full.
 
     Raises:
-        CheckpointError: if the folder is no complete checkpoint of a format this version knows.
+        CheckpointError: if the folder is no complete checkpoint of a format this version knows, or is named as that of
+            another step.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        known_format = manifest.get("format")
+        files = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder} is no complete checkpoint: it has no readable {MANIFEST}, which is written last. Resume from "
-            "another one, or set training.resume_from_checkpoint=auto to take the newest complete one."
+            f"{folder} is no complete checkpoint: it has no readable {MANIFEST}, which is written last."
+            f"{_inside(folder)} Resume from another one, or set training.resume_from_checkpoint=auto to take the "
+            "newest complete one."
         ) from error
-    if manifest.get("format") != FORMAT:
+    if known_format != FORMAT:
         raise CheckpointError(
-            f"{folder} has checkpoint format {manifest.get('format')}, and this version reads {FORMAT}. "
+            f"{folder} has checkpoint format {known_format}, and this version reads {FORMAT}. "
             "Resume with the lowmem_ft that wrote it."
         )
     wrong = [name for name, size in files.items() if _size(folder / name) != size]
@@ -96,7 +108,35 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is damaged: {', '.join(wrong)} missing or of another size than was written."
         )
+    try:
+        step = _step_in(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} lacks what a run goes on from.") from error
+    if _NAME.fullmatch(folder.name) and _step_of(folder) != step:
+        raise CheckpointError(
+            f"{folder} is the checkpoint of step {step}. Name it checkpoint-{step}, or what is no checkpoint-N."
+        )
+    for file in sorted(folder.glob("*.safetensors")):
+        if problem := damage(file):
+            raise CheckpointError(f"{folder} is damaged: {file.name} {problem}.")
     return manifest
+
+
+def _step_in(manifest: dict[str, Any]) -> int:
+    """The step of a whole manifest; any other ends in a ``KeyError``, ``TypeError`` or ``ValueError``."""
+    for key in ("num_processes", "loss_scaler"):
+        manifest[key]
+    dict(manifest["optimizer"])
+    step = operator.index(_progress_in(manifest).step)
+    if step < 0:
+        raise ValueError(step)
+    return step
+
+
+def _inside(folder: Path) -> str:
+    """A hint for the folder of a run that was named in place of one of its checkpoints."""
+    newest = next(iter(_newest_first(folder)), None)
+    return "" if newest is None else f" Did you mean {newest}?"
 
 
 def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> None:
@@ -118,6 +158,23 @@ def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> 
     ]
     for folder in own[keep:] if keep is not None else []:
         delete_saved(folder)
+
+
+def set_aside_checkpoints(output_dir: Path, *, since: int) -> None:
+    """Rename a run's checkpoints of steps from ``since`` on, so that none goes on from them unless it is named.
+
+    Raises:
+        OSError: if one cannot be renamed.
+    """
+    for folder in _newest_first(output_dir):
+        if _step_of(folder) >= since and is_own_checkpoint(folder):
+            aside = folder.with_name(f"{folder.name}{SUSPECT}")
+            delete_saved(aside)  # of the same step, when it was tried before
+            folder.rename(aside)
+            logger.warning(
+                "%s is now called %s, and training.resume_from_checkpoint=auto passes over it.",
+                *(folder, aside.name),
+            )
 
 
 def checkpoints_after(output_dir: Path, step: int) -> list[Path]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lowmem_ft.errors import UserError
 from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.checkpoint_folders import Progress, find_checkpoint
+from lowmem_ft.training.checkpoint_folders import Progress, find_checkpoint, set_aside_checkpoints
 from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.training.runtime import RunRuntime
@@ -22,6 +22,10 @@ from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult
 
 logger = logging.getLogger(__name__)
+
+
+class SuspectWeightsError(UserError):
+    """Nothing finite comes out of a run's weights any more: checkpoints since its last update may be ruined, too."""
 
 
 class RunHealth:
@@ -36,6 +40,7 @@ class RunHealth:
 
     def __init__(self, recipe: Recipe, folder: RunFolder, progress: Progress, runtime: RunRuntime) -> None:
         self._output_dir, self._resume_from = folder.path, folder.resume_from
+        self._model_folder = folder.model_folder
         self._progress, self._runtime = progress, runtime
         self._dtype = recipe.model.dtype
         self._max_skipped_steps = recipe.training.max_skipped_steps
@@ -83,11 +88,11 @@ class RunHealth:
         """Stop where no later step can do better.
 
         Raises:
-            UserError: if a weight is not finite; names it, and the step that made it so.
+            SuspectWeightsError: if a weight is not finite; names it, and the step that made it so.
         """
         names = weights_not_finite(session)
         if names:
-            raise UserError(f"{self._ruined(names)} {self.way_back()}")
+            raise SuspectWeightsError(f"{self._ruined(names)} {self.way_back()}")
 
     def problems_at_the_end(self, names: Sequence[str], evaluation: EvaluationResult | None) -> list[str]:
         """Why a finished model should not be used as it is; empty if nothing speaks against it, or only a warning.
@@ -117,6 +122,29 @@ class RunHealth:
             )
         return problems
 
+    def refuse_unhealthy_end(self, problems: Sequence[str], evaluation: EvaluationResult | None) -> None:
+        """Say of a finished and saved model what speaks against it.
+
+        Args:
+            problems: from :meth:`problems_at_the_end`.
+            evaluation: of the model, if there was one.
+
+        Raises:
+            SuspectWeightsError: if anything does, and no held-out loss shows that the weights are good.
+            UserError: if only steps after the last update went wrong.
+        """
+        if not problems:
+            return
+        is_good = evaluation is not None and math.isfinite(evaluation.loss)
+        raise (UserError if is_good else SuspectWeightsError)(
+            f"The run has ended, but do not use {self._model_folder} as it is. {' '.join(problems)} {self.way_back()}"
+        )
+
+    def set_aside_checkpoints(self) -> None:
+        """Rename those with suspect weights; what was there before this run has been good for its own."""
+        if self._runtime.is_main and self._learning_rate is not None:
+            set_aside_checkpoints(self._output_dir, since=self._updated_step)
+
     def way_back(self) -> str:
         """A sentence on the newest checkpoint whose weights are known to be good."""
         whole = find_checkpoint(self._output_dir, before=self._updated_step)
@@ -126,7 +154,7 @@ class RunHealth:
             return "There is no checkpoint from before that: start anew."
         return f"The last checkpoint that is whole is {whole}."
 
-    def _too_many_skipped(self) -> UserError:
+    def _too_many_skipped(self) -> SuspectWeightsError:
         """The error of a run whose last steps were all not finite, though its weights are."""
         suspect = (
             "They changed no weight, and no step before them did."
@@ -134,7 +162,7 @@ class RunHealth:
             else f"They changed no weight, but step {self._updated_step}, the last that did"
             f"{self._at_learning_rate()}, may have ruined them all: nothing finite has come out of them since."
         )
-        return UserError(
+        return SuspectWeightsError(
             f"The loss or gradient was not finite for {self._max_skipped_steps} steps in a row "
             f"(training.max_skipped_steps), the last at step {self._progress.step}. {suspect} {self.way_back()} Lower "
             "training.learning_rate, look at the examples named above, or compute in float32."

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.data import DataStream, PreparedData, eval_batches
-from lowmem_ft.errors import Interrupted, UserError
+from lowmem_ft.errors import Interrupted
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
@@ -31,7 +31,7 @@ from lowmem_ft.training.checkpoint_folders import Progress, delete_old_checkpoin
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
 from lowmem_ft.training.finished_model import log_finished_model, save_finished_model
-from lowmem_ft.training.health import RunHealth, weights_not_finite
+from lowmem_ft.training.health import RunHealth, SuspectWeightsError, weights_not_finite
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
 from lowmem_ft.training.out_of_memory import is_out_of_memory, not_retried
@@ -243,6 +243,9 @@ class TrainingRun:
                 result = self._finish(self._evaluate())
             succeeded = True
             return result
+        except SuspectWeightsError:
+            self.health.set_aside_checkpoints()
+            raise
         finally:
             if self.runtime.is_main:
                 self.folder.end(succeeded=succeeded)
@@ -399,11 +402,7 @@ class TrainingRun:
         self.memory.write_measured(self.metrics, self.progress.step)
         number = self._signal_number()
         self.runtime.end_trackers()
-        if problems:
-            raise UserError(
-                f"The run has ended, but do not use {self.folder.model_folder} as it is. {' '.join(problems)} "
-                f"{self.health.way_back()}"
-            )
+        self.health.refuse_unhealthy_end(problems, evaluation)
         if number:
             raise Interrupted(number, model_folder=self.folder.model_folder)
         return TrainResult(

@@ -16,7 +16,7 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.paths import MODEL_FOLDER
 from lowmem_ft.training.atomic_io import incomplete_name
-from lowmem_ft.training.checkpoint_folders import is_own_checkpoint
+from lowmem_ft.training.checkpoint_folders import SUSPECT, is_own_checkpoint
 from lowmem_ft.training.saved_files import delete_saved, move_saved
 from lowmem_ft.user_paths import expand_user
 
@@ -26,7 +26,7 @@ RECIPE_FILE, METRICS_FILE, LOGS_FOLDER = "recipe.yaml", "metrics.jsonl", "logs"
 ALLOCATOR_FILE = "out-of-memory.json"
 """What CUDA's allocator held when a run's memory ran out, in segments and blocks."""
 
-_CHECKPOINT = re.compile(r"checkpoint-\d+(\.incomplete)?")
+_CHECKPOINT = re.compile(rf"checkpoint-\d+(\.incomplete|{re.escape(SUSPECT)})?")
 _REPLACED = re.compile(r"replaced-(\d+)")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -147,11 +148,16 @@ class RunFolder:
             if not line.endswith("\n"):
                 break
             try:
-                records.append(json.loads(line))
-            except ValueError as error:
+                record = json.loads(line)
+                operator.index(record["step"])
+            except (ValueError, TypeError, KeyError) as error:
+                what = (
+                    " is no JSON object" if isinstance(error, ValueError) else ", is of no run of lowmem_ft"
+                )
                 raise CheckpointError(
-                    f"{file}, line {number} is no JSON object: {line.strip()[:80]!r}. Correct or delete that line."
+                    f"{file}, line {number}{what}: {line.strip()[:80]!r}. Correct or delete that line."
                 ) from error
+            records.append(record)
         return records
 
     @property

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -291,6 +292,29 @@ def test_ctrl_c_ends_the_search_and_keeps_the_verdict_and_what_was_found(estimat
     assert "does not fit on small" in seen.err
     assert "The search was ended" in seen.err
     assert "No change makes it fit" not in seen.err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_a_finalizer_of_the_search_is_not_lost(estimator, capsys, monkeypatch):
+    """Python prints an exception there and goes on; a trace runs thousands of them."""
+    plain, estimates = estimator.estimate_changed, []
+
+    class Pressed:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def pressed_once(*arguments, **keywords):
+        estimates.append(arguments)
+        if len(estimates) == 2:
+            Pressed()
+        return plain(*arguments, **keywords)
+
+    monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", pressed_once)
+    before = signal.getsignal(signal.SIGINT)
+    assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
+    assert json.loads(capsys.readouterr().out)["changes"]["complete"] is False
+    assert len(estimates) == 2
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_the_verdict_is_said_before_the_search_begins(estimator, capsys, monkeypatch):

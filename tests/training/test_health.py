@@ -105,6 +105,14 @@ def test_a_learning_rate_that_ruins_the_weights_is_named_with_the_step_and_the_l
     assert "step 3, the last that did (learning rate 1e+30), may have ruined them all" in message
     assert f"The last checkpoint that is whole is {run / 'checkpoint-2'}." in message
     assert (run / "checkpoint-2").is_dir()  # though save_total_limit=2 and later ones have been written
+    aside = {folder.name for folder in run.glob("*.suspect")}
+    assert aside == {"checkpoint-3.suspect", "checkpoint-4.suspect"}
+    train(
+        tiny("training.max_steps=3", *longer[1:], *steps, output_dir=run)
+    )  # from checkpoint-2, and at its own rate
+    assert (run / "checkpoint-3").is_dir()
+    train(tiny("training.max_steps=1", "training.overwrite_output_dir=true", *steps, output_dir=run))
+    assert [folder.name for folder in run.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_a_run_that_ends_with_skipped_steps_fails_and_keeps_its_model(tiny, tmp_path, caplog):
@@ -134,7 +142,8 @@ def test_a_bad_example_in_the_middle_does_not(tiny, metrics, tmp_path, monkeypat
 def test_one_bad_step_at_the_end_is_told(tiny, tmp_path, monkeypatch):
     poison_the_loss(monkeypatch, {3})
     with pytest.raises(UserError, match=r"The last step was not finite and changed no weight since step 2"):
-        train(tiny("training.max_steps=3", output_dir=tmp_path / "run"))
+        train(tiny("training.max_steps=3", "training.save_steps=1", output_dir=tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()  # the held-out loss shows that its weights are good
 
 
 def test_ruined_weights_end_a_run_at_once_and_name_themselves(tiny, tmp_path, monkeypatch):
