@@ -21,7 +21,7 @@ def report_console(options: argparse.Namespace) -> Console:
     """Where the report goes: stdout, unless that is taken by JSON."""
     from rich.console import Console
 
-    return Console(stderr=options.json == "-", highlight=False)
+    return Console(stderr=options.json == "-", highlight=False, markup=False)
 
 
 def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace) -> None:

@@ -93,7 +93,7 @@ def _report(plan: MemoryPlan, recipe: Recipe, command: Sequence[str], options: a
     console.print(plan_table(plan, recipe))
     if plan.fits:
         console.print("\nTrain it:")
-        console.print(train_command(plan, command), markup=False, soft_wrap=True)
+        console.print(train_command(plan, command), soft_wrap=True)
     if options.write is not None and plan.fits:
         with writing("write", options.write) as path:
             path.write_text(

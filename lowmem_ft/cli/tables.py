@@ -24,5 +24,5 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: 
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    Console(width=None if console.is_terminal else PIPE_COLUMNS).print(table)
+    width = None if Console().is_terminal else PIPE_COLUMNS
+    Console(width=width, markup=False).print(table)

@@ -86,7 +86,7 @@ def test_the_command_it_prints_trains_the_plan(folder, capsys):
 
 
 def test_a_written_plan_is_a_recipe(folder, tmp_path, capsys):
-    file = tmp_path / "my.yaml"
+    file = tmp_path / "my[small].yaml"
     arguments = [f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]
     assert main(["plan", *arguments, "--write", str(file)]) == 0
     assert f"train recipe={file}" in " ".join(capsys.readouterr().out.replace("\n", "").split())
