@@ -34,6 +34,7 @@ from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hub_names import hub_id_of, nearest_names, out_of_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
+from lowmem_ft.models.model_files import refuse_quantized
 from lowmem_ft.models.quantization import (
     keep_one_layout,
     log_quantization,
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 _DAMAGED_GGUF = (struct.error, IndexError, KeyError)
 """What the readers of GGUF raise, beside ValueError, for a file that ends early or holds nonsense."""
+
+_BY_WHAT_IS_WRITTEN = (StrictDataclassError, ArithmeticError, AttributeError, TypeError, *_DAMAGED_GGUF)
+"""What transformers trips over, beside OSError and ValueError, where a config's or tokenizer's JSON says odd things."""
 
 
 _OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMaskedLM", "RewardModel", "ForMultipleChoice")
@@ -75,7 +79,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
         hf_config = AutoConfig.from_pretrained(path, **source)
         del source["trust_remote_code"]  # for Auto classes alone
         written, _ = ({}, None) if "gguf_file" in source else PretrainedConfig.get_config_dict(path, **source)
-    except (OSError, ValueError, StrictDataclassError, *_DAMAGED_GGUF) as error:
+    except (OSError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
         raise _explained(config, error) from error
     if type(hf_config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
         getattr(hf_config, "auto_map", None) or {}
@@ -84,6 +88,9 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
             f"model.name_or_path needs a causal language model, but {config.name_or_path} is of type "
             f"{hf_config.model_type!r}, which transformers has no causal LM for. Choose a decoder model."
         )
+    refuse_quantized(
+        config.name_or_path or "", None if "gguf_file" in source else written.get("quantization_config")
+    )
     if written:
         refuse_incomplete(path, written, hf_config)
     refuse_bidirectional(config.name_or_path or "", hf_config)
@@ -104,7 +111,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     way_out = "Set model.tokenizer_name_or_path to a folder or hub id that has one."
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **source)
-    except (OSError, ValueError, *_DAMAGED_GGUF) as error:
+    except (OSError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
         lacks_files = "Couldn't instantiate the backend tokenizer" in str(error)
         reason = "it has no tokenizer.json." if lacks_files else _first_line(error)
         raise ModelError(f"No tokenizer could be read from {path}: {reason} {way_out}") from error
@@ -337,9 +344,7 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         )
     if {"LocalEntryNotFoundError", "ConnectError", "OfflineModeIsEnabled"} & causes:
         return out_of_reach(name)
-    if isinstance(error, _DAMAGED_GGUF) or (
-        _is_gguf(config) and isinstance(error, (ValueError, OSError, RuntimeError))
-    ):
+    if _is_gguf(config) and isinstance(error, (ValueError, OSError, RuntimeError, *_DAMAGED_GGUF)):
         return ModelError(
             f"The GGUF file of {name} is damaged or cut off ({type(error).__name__}: {_first_line(error)}) Download it "
             "again."
@@ -354,10 +359,11 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
             f"{name} is of a model type that transformers {transformers.__version__} does not know: "
             f"{_first_line(error)} Upgrade it (pip install -U transformers), or choose another model."
         )
-    if isinstance(error, StrictDataclassError):
+    if isinstance(error, _BY_WHAT_IS_WRITTEN):
+        kind = "" if isinstance(error, StrictDataclassError) else f"{type(error).__name__}: "
         return ModelError(
-            f"The config.json of {name} is invalid: {' '.join(str(error).split())} Correct the field, or take the "
-            "config.json of the model's original repository."
+            f"The config.json of {name} is invalid: {kind}{' '.join(str(error).split())} Correct the field, or take "
+            "the config.json of the model's original repository."
         )
     if "Should have a `model_type`" in str(error) and (expand_user(name) / "config.json").is_file():
         return ModelError(

@@ -29,6 +29,14 @@ ENCODERS = frozenset((
 # fmt: on
 """Model types that are encoders unless their config says ``is_decoder``: those that people name most."""
 
+_LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**12,
+}
+"""Sizes that no model comes near; beyond them, building it would not end before memory does."""
+
 
 def architecture_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields of a local ``config.json``, or of the catalogue's; empty if neither can be read."""
@@ -46,13 +54,48 @@ def architecture_fields(config: ModelConfig) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def refuse_encoder(config: ModelConfig) -> None:
-    """Refuse a model whose ``config.json`` says that it is no decoder.
+def refuse_unfit(config: ModelConfig) -> None:
+    """Refuse a model whose ``config.json`` says that it cannot be trained here.
 
     Raises:
-        ModelError: if it is an encoder, or has one.
+        ModelError: if it is or has an encoder, its weights are quantised, or its sizes are none.
     """
-    fields = architecture_fields(config)
+    fields, name = architecture_fields(config), config.name_or_path or ""
+    _refuse_encoder(name, fields)
+    refuse_quantized(name, fields.get("quantization_config"))
+    wrong = [
+        f"{field} from 1 to {largest:,}, got {size}"
+        for field, largest in _LARGEST.items()
+        if isinstance(size := fields.get(field), int) and not 1 <= size <= largest
+    ]
+    if wrong:
+        raise ModelError(
+            f"A model has {' and '.join(wrong)} in the config.json of {name}. Correct it, or take the config.json of "
+            "the model's original repository."
+        )
+
+
+def refuse_quantized(name: str, quantization: object) -> None:
+    """Refuse a checkpoint that was saved in fewer bits: gradients need the weights themselves.
+
+    Args:
+        name: of the model, for the message.
+        quantization: the ``quantization_config`` of its config.json; None: it has none.
+
+    Raises:
+        ModelError: if it has one.
+    """
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    raise ModelError(
+        f"{name} holds weights that are quantised already (quantization_config in its config.json: {method}), and "
+        "training starts from those in 16 or 32 bits. Name the model that it was made from; to train adapters beside "
+        "4-bit weights, set model.quantization=nf4 adapter.name=lora as well."
+    )
+
+
+def _refuse_encoder(name: str, fields: dict[str, Any]) -> None:
     kind = fields.get("model_type")
     if fields.get("is_encoder_decoder") is True:
         what = "an encoder-decoder (is_encoder_decoder=true in its config.json)"
@@ -60,7 +103,7 @@ def refuse_encoder(config: ModelConfig) -> None:
         what = "an encoder (a model that was trained as a decoder says is_decoder=true in its config.json)"
     else:
         return
-    raise ModelError(not_causal(config.name_or_path or "", kind, what))
+    raise ModelError(not_causal(name, kind, what))
 
 
 def not_causal(name: str, model_type: object, reason: str) -> str:

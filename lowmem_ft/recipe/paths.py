@@ -15,7 +15,7 @@ from lowmem_ft.errors import DataError, UserError, machine_problem
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hub_names import require_within_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
-from lowmem_ft.models.model_files import architecture_fields, check_weight_files, damage, refuse_encoder
+from lowmem_ft.models.model_files import architecture_fields, check_weight_files, damage, refuse_unfit
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from lowmem_ft.user_paths import expand_user
@@ -56,7 +56,7 @@ def check_model_files(recipe: Recipe, *, architecture_only: bool = False) -> Non
     """
     config = recipe.model
     check_model_path(config)
-    refuse_encoder(config)
+    refuse_unfit(config)
     if not architecture_only:
         check_weight_files(config)
     fields = architecture_fields(config)
@@ -91,7 +91,7 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
         raise UserError(f"{adapter / CONFIG_FILE} does not name its base model. Name it with --base.")
     config = ModelConfig(name_or_path=name, revision=None if base else settings.get("revision"), dtype="auto")
     check_model_path(config)
-    refuse_encoder(config)
+    refuse_unfit(config)
     check_weight_files(config)
     require_within_reach(config)
     if problem := damage(adapter / WEIGHTS_FILE):

@@ -23,6 +23,15 @@ def model_is_named(recipe: Recipe) -> str | None:
     return None
 
 
+@reads("name", "training.output_dir")
+def name_is_that_of_a_folder(recipe: Recipe) -> str | None:
+    """A run writes to ``runs/NAME`` unless it is told where: ``..`` would be the folder one is in."""
+    parts = recipe.name.split("/")
+    if recipe.training.output_dir is None and {"", ".", ".."} & set(parts):
+        return f"name is that of a folder in runs/, got {recipe.name!r}. Write a word, or set training.output_dir."
+    return None
+
+
 @reads("budget.device", "budget.host")
 def budget_is_readable(recipe: Recipe) -> str | None:
     """Both budgets are sizes."""

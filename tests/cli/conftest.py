@@ -259,6 +259,17 @@ def _write_models(folder: Path) -> None:
     variant("no_model_type", lambda model: _set_config(model, model_type=None))
     variant("unknown_model_type", lambda model: _set_config(model, model_type="lama"))
     variant("no_hidden_size", lambda model: _set_config(model, hidden_size=None))
+    variant("no_heads", lambda model: _set_config(model, num_attention_heads=0))
+    variant("no_layers", lambda model: _set_config(model, num_hidden_layers=0))
+    variant("no_vocabulary", lambda model: _set_config(model, vocab_size=-5))
+    variant("endless_layers", lambda model: _set_config(model, num_hidden_layers=10**7))
+    variant("endless_width", lambda model: _set_config(model, hidden_size=10**9))
+    variant("odd_dtype", lambda model: _set_config(model, dtype="float7"))
+    variant("odd_rope", lambda model: _set_config(model, rope_scaling={"type": "nosuch", "factor": 2}))
+    variant("tokenizer_is_list", lambda model: (model / "tokenizer_config.json").write_text("[]"))
+    for name, method in {"quantized": "gptq", "quantized_4bit": "bitsandbytes"}.items():
+        settings = {"quant_method": method, "bits": 4, "load_in_4bit": True}
+        variant(name, lambda model, settings=settings: _set_config(model, quantization_config=settings))
     variant("odd_heads", lambda model: _set_config(model, num_attention_heads=3))
     variant("other_width", lambda model: _set_config(model, hidden_size=64))
     variant("odd_activation", lambda model: _set_config(model, hidden_act="no_such_function"))
