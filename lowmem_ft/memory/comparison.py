@@ -54,8 +54,12 @@ class Peaks:
 def estimated_peaks(estimate: MemoryEstimate) -> Peaks:
     """An estimate in the terms in which a run is measured."""
     is_on_cpu = estimate.is_of_cpu
-    beside = estimate.host_by_part_at_peak.get("process", 0) if is_on_cpu else 0
-    phases = {name: size + beside for name, size in estimate.by_phase.items() if size}
+    process, heap = (estimate.host_by_part_at_peak.get(part, 0) * is_on_cpu for part in ("process", "heap"))
+    phases = {
+        name: size + process + (0 if name == "load" else heap)  # nothing has been freed by then
+        for name, size in estimate.by_phase.items()
+        if size
+    }
     steps = [size for name, size in phases.items() if name in STEP_PHASES]
     by_phase = {name: size for name, size in phases.items() if name not in STEP_PHASES}
     if steps:

@@ -96,8 +96,8 @@ class MemoryEstimate:
         process_range: where that will lie; None: not known.
         host_peak_bytes: resident host memory of the process.
         host_pinned_bytes: the part of it that is pinned, at its own peak.
-        host_by_part_at_peak: what the host's peak is made of, by category, and by ``process``, ``loading`` and
-            ``saving`` beside the tensors; they sum to it.
+        host_by_part_at_peak: what the host's peak is made of, by category, and by ``process``, ``heap`` (on a
+            CPU), ``loading`` and ``saving`` beside the tensors; they sum to it.
         disk_peak_bytes: of files that are mapped as memory (``offload.folder``); they are resident only while there is
             room, and not counted as such.
         by_category_at_peak: allocated bytes at the moment of the allocated peak; they sum to it.

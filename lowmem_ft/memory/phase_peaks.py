@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lowmem_ft.memory.free_memory import return_free_memory
 from lowmem_ft.memory.meter import (
     before_each_reset,
     begin_phase,
@@ -32,11 +33,15 @@ class PhasePeaks:
         self._device = device
         self.by_phase: dict[str, int] = {}
         self.reserved_bytes: int | None = 0 if device.type == "cuda" else None
+        self._last_phase = ""
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Count a block as one phase, also if it fails."""
         self._note_reserved()
+        if phase != self._last_phase and self._device.type == "cpu":
+            return_free_memory()  # or a phase begins with what the C library kept of the one before
+        self._last_phase = phase
         can_be_told_apart = begin_phase(self._device)
 
         def note() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from lowmem_ft.memory.free_memory import return_free_memory
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import is_in_file
 
@@ -53,15 +53,4 @@ def _move(host: HostMemory, module: nn.Module, name: str, weight: nn.Parameter) 
     weight.data = host.allocate(weight.shape, weight.dtype, "parameter").copy_(weight.data)
     if is_int8:
         weight.CB = weight.data  # type: ignore[attr-defined]
-    _return_free_memory()
-
-
-def _return_free_memory() -> None:
-    """Let the C library give freed memory back to the system.
-
-    glibc keeps tensors of less than 32 MiB for itself, and finds no use for them once something small lies in their
-    midst: 600 MB were left of a model of 800 MB after it had been moved.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in every C library
-    if trim is not None:
-        trim(0)
+    return_free_memory()

@@ -52,6 +52,7 @@ HOST_PART_WORDS = {
     **CATEGORY_WORDS,
     "gradient": "gradients that wait",
     "process": "the process itself",
+    "heap": "freed and kept by the heap",
     "loading": "weights being read",
     "saving": "a file being written",
 }

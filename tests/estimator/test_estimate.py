@@ -14,6 +14,7 @@ from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
 from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES, host_outside
 from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.memory.comparison import estimated_peaks
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, RESERVED_SHARE
 from lowmem_ft.recipe import Recipe, load_recipe
@@ -149,7 +150,21 @@ def test_host_memory_is_the_process_and_what_is_loaded_or_saved(make_recipe):
     base = PROCESS_BYTES + CUDA_PROCESS_BYTES
     assert base + weights <= on_gpu.host_peak_bytes <= base + weights + MIB
     on_cpu = estimate_memory(make_recipe(), "cpu")
-    assert on_cpu.host_peak_bytes == on_cpu.process_peak_bytes == PROCESS_BYTES + on_cpu.allocated_peak_bytes
+    assert on_cpu.host_peak_bytes == on_cpu.process_peak_bytes == PROCESS_BYTES + on_cpu.reserved_peak_bytes
+    assert (
+        on_cpu.process_range.low_bytes
+        < PROCESS_BYTES + on_cpu.allocated_peak_bytes
+        < on_cpu.process_peak_bytes
+    )
+
+
+def test_on_a_cpu_the_heap_keeps_something_once_a_step_has_freed_it(make_recipe):
+    estimate = estimate_memory(make_recipe("data.eval_size=8"), "cpu")
+    peaks, parts = estimated_peaks(estimate), estimate.host_by_part_at_peak
+    assert parts["heap"] == estimate.reserved_peak_bytes - estimate.allocated_peak_bytes > 0
+    for phase, beside in {"load": 0, "evaluation": parts["heap"]}.items():
+        assert peaks.by_phase[phase] == estimate.by_phase[phase] + parts["process"] + beside
+    assert peaks.peak_bytes == max(peaks.by_phase.values())
 
 
 STREAMED = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from lowmem_ft.memory import meter, resident
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.memory.phase_peaks import PhasePeaks
-from lowmem_ft.units import GIB, MIB
+from lowmem_ft.units import GIB, KIB, MIB
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,20 @@ def test_a_phase_has_its_own_peak_and_the_run_keeps_the_highest():
         pass
     assert peaks.by_phase["step"] == low
     assert peaks.reserved_bytes is None
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep what they like")
+def test_a_phase_does_not_begin_with_what_the_heap_kept_of_the_one_before():
+    peaks, between = PhasePeaks(CPU), []
+    with peaks.during("step"):
+        freed = []
+        for _ in range(2000):
+            freed.append(torch.ones(100 * KIB // 4))
+            between.append(bytes(1000))  # stays, so that the heap's end does not move back
+        del freed
+    with peaks.during("evaluation"):
+        pass
+    assert peaks.by_phase["step"] - peaks.by_phase["evaluation"] > 150 * MIB
 
 
 def test_a_system_that_keeps_one_peak_has_no_phases(monkeypatch, tmp_path):

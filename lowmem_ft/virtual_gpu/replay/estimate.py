@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ProcessRange, StepTime
-from lowmem_ft.memory.uncertainty import Uncertainty, uncertainty_on_cpu, uncertainty_on_gpu
+from lowmem_ft.memory.uncertainty import HEAP_SHARE, Uncertainty, uncertainty_on_cpu, uncertainty_on_gpu
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.replays import Replays, TensorPeaks
@@ -169,7 +169,7 @@ def _upper_end(
 def estimate_on_cpu(
     trace: Trace, name: str, budget: BudgetVerdict, surroundings: Surroundings, trace_seconds: float = 0.0
 ) -> MemoryEstimate:
-    """What a traced program needs on a machine without a GPU: its tensors, exactly, in host memory.
+    """What a traced program needs on a machine without a GPU: its tensors, exactly, and what the heap keeps beside.
 
     Args:
         trace: of a machine without a GPU.
@@ -179,7 +179,7 @@ def estimate_on_cpu(
         trace_seconds: how long tracing took, for the record.
 
     Returns:
-        The estimate; reserved bytes are those allocated, as there is no caching allocator, and there is no clock.
+        The estimate; what the heap keeps of freed tensors counts as reserved, and there is no clock.
     """
     allocated = list(trace.timeline.live_bytes())
     sizes = [allocation.size_bytes for allocation in trace.timeline.allocations]
@@ -187,7 +187,8 @@ def estimate_on_cpu(
     tensors = TensorPeaks.of(trace.timeline, allocated, sizes, peak_at)
     peak = tensors.allocated_bytes
     base = surroundings.host.process_bytes
-    process, uncertainty = peak + base, uncertainty_on_cpu()
+    heap = round(HEAP_SHARE * peak)
+    process, uncertainty = peak + heap + base, uncertainty_on_cpu()
     margin = uncertainty.bytes_of(peak, base)
     limits = [limit for limit in (budget.device_bytes, budget.host_bytes) if limit is not None]
     process_range = ProcessRange(
@@ -196,12 +197,12 @@ def estimate_on_cpu(
     return _estimate(
         trace,
         DevicePeaks(
-            DeviceLimit(name=name, memory_bytes=budget.device_bytes or 0), peak, process, process_range
+            DeviceLimit(name=name, memory_bytes=budget.device_bytes or 0), peak + heap, process, process_range
         ),
         tensors,
         budget=budget,
         fits=process_range.high_bytes <= min(limits, default=process_range.high_bytes),
-        host_by_part={**tensors.by_category, "process": base},
+        host_by_part={**tensors.by_category, "heap": heap, "process": base},
         step=None,
         choices=trace.choices,
         not_modelled=("time on a CPU", "workspaces inside the CPU's kernels", *surroundings.not_modelled),
