@@ -1,9 +1,11 @@
 """Plans of an 8B for several cards and of a 70B: seconds, combinations by what became of them, what was chosen.
 
-    python scripts/bench_planner.py [--models llama-3.1-8b] [--budgets 80 24 16 12 8 4] [--host 64] [--skip-70b]
+    python scripts/bench_planner.py [--models llama-3.1-8b] [--budgets 80 24 16 12 8 4] [--host 64] [--gpu h200]
+        [--skip-70b]
 
-Architectures come from the catalogue: no weights, no data, no network, no GPU. Seconds are without imports; the smaller
-budgets come later and are checked to be no faster than the larger ones.
+Architectures come from the catalogue: no weights, no data, no network, no GPU. Seconds are without imports. Without
+``--gpu`` each budget is that of the cheapest card that has it; with it, of that card: then a smaller budget is checked
+to be no faster than a larger one.
 """
 
 from __future__ import annotations
@@ -32,25 +34,31 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama-3.1-8b"], help="names in the catalogue")
     parser.add_argument("--budgets", nargs="+", type=float, default=[80, 24, 16, 12, 8, 4], help="GiB")
     parser.add_argument("--host", type=float, default=64, help="GiB")
+    parser.add_argument("--gpu", help="one card for all budgets, which are parts of its memory")
     parser.add_argument("--skip-70b", action="store_true")
     arguments = parser.parse_args()
+    gpu: str | None = arguments.gpu
     rows: list[dict[str, Any]] = []
     for model in arguments.models:
-        of_model = [planned(model, gib, arguments.host) for gib in sorted(arguments.budgets, reverse=True)]
+        of_model = [
+            planned(model, gib, arguments.host, gpu) for gib in sorted(arguments.budgets, reverse=True)
+        ]
         rows += of_model
         fitting = [row["step_seconds"] for row in of_model if row["fits"]]
-        if any(larger > smaller for larger, smaller in itertools.pairwise(fitting)):
+        if gpu is not None and any(larger > smaller for larger, smaller in itertools.pairwise(fitting)):
             print(f"{model}: a larger budget has a slower plan: {fitting}", file=sys.stderr)
     if not arguments.skip_70b:
-        rows.append(planned("llama-3.1-70b", 24, 256))
+        rows.append(planned("llama-3.1-70b", 24, 256, gpu))
         with tempfile.TemporaryDirectory() as folder:
             rows.append(
-                planned("llama-3.1-70b", 24, 256, f"offload.folder={folder}", "offload.optimizer=host")
+                planned("llama-3.1-70b", 24, 256, gpu, f"offload.folder={folder}", "offload.optimizer=host")
             )
     print(json.dumps({**measured_on(torch.device("cpu")), "rows": rows}, indent=2))
 
 
-def planned(model: str, device_gib: float, host_gib: float, *settings: str) -> dict[str, Any]:
+def planned(
+    model: str, device_gib: float, host_gib: float, gpu: str | None, *settings: str
+) -> dict[str, Any]:
     """One plan in numbers."""
     recipe = load_recipe(None, with_defaults_of_plan([f"model={model}", *settings]))
     budget = Budget(device=f"{device_gib}GiB", host=f"{host_gib}GiB")
@@ -58,12 +66,13 @@ def planned(model: str, device_gib: float, host_gib: float, *settings: str) -> d
     def say(progress: PlanProgress) -> None:
         print(f"\r{model} {device_gib:g} GiB: {progress.estimated} estimated", end="", file=sys.stderr)
 
-    result: MemoryPlan = plan(recipe, budget, on_progress=say)
+    result: MemoryPlan = plan(recipe, budget, gpu, on_progress=say)
     print(file=sys.stderr)
     values = result.to_json()
     step = result.estimate.step
     return {
         "model": model,
+        "gpu": result.estimate.gpu.name,
         "device_gib": device_gib,
         "host_gib": host_gib,
         "settings": list(settings),
