@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.recipe.defaults import with_defaults_of_plan
 
     set_up_logging()
-    logging.getLogger("lowmem_ft").setLevel(logging.ERROR)  # of forty recipes that are only looked at
     added = [] if recipe_name is not None else with_defaults_of_plan(settings)[: -len(settings)]
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, [*added, *settings])

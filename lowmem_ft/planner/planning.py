@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,19 @@ class PlanProgress:
 OnProgress = Callable[[PlanProgress], None]
 
 
+@contextlib.contextmanager
+def _only_looking() -> Iterator[None]:
+    """Without what is logged of settings, as of forty recipes that nobody has chosen yet."""
+    log = logging.getLogger("lowmem_ft")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@_only_looking()
 def plan(
     recipe: Recipe,
     budget: Budget | None = None,

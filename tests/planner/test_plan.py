@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 import signal
 
@@ -196,6 +197,20 @@ def test_ctrl_c_keeps_the_nearest_of_what_was_searched_before(make_recipe, at_on
     assert not result.fits
     assert result.recipe.adapter.name == "none"
     assert len(asked) == result.counts.estimated == 1
+
+
+def test_nothing_is_logged_of_settings_that_are_only_looked_at(make_recipe, at_once, caplog):
+    log = logging.getLogger("lowmem_ft.techniques")
+
+    def warns(recipe) -> float:
+        log.warning("this is slow")
+        return 1.0
+
+    at_once(warns)
+    plan(make_recipe(KEEP), budget(8), "l4")
+    assert not caplog.records
+    warns(None)
+    assert [record.getMessage() for record in caplog.records] == ["this is slow"]
 
 
 def test_the_same_plan_twice(make_recipe, at_once):
