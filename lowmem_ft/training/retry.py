@@ -36,6 +36,7 @@ from lowmem_ft.techniques.float32_accumulation import Float32Accumulation, enabl
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
+from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
 from lowmem_ft.techniques.vertical_accumulation import (
     VerticalAccumulation,
     check_vertical_accumulation,
@@ -244,12 +245,19 @@ class Retries:
             )
 
     def _float32_sum_bytes(self) -> int:
-        """Of all 16-bit weights that are trained; where they are used as backward finishes them, of a layer's."""
-        session = self.session
-        if session.techniques.find(InBackward) is None:
-            return _bytes_in_float32(session.trainable_parameters())
-        layers = decoder_layers(session.unwrapped_model)
-        return max(_bytes_in_float32(layer.parameters()) for layer in layers)
+        """Of all 16-bit weights that are trained; where they are used as backward finishes them, of the largest part.
+
+        Which is a layer, or a weight beside the layers; if that is streamed its gradient comes in pieces.
+        """
+        trained, techniques = self.session.trainable_parameters(), self.session.techniques
+        if techniques.find(InBackward) is None:
+            return _bytes_in_float32(trained)
+        streaming = techniques.find(ParameterStreaming)
+        layers = [list(layer.parameters()) for layer in decoder_layers(self.session.unwrapped_model)]
+        elsewhere = {parameter for layer in layers for parameter in layer}
+        elsewhere |= set() if streaming is None else streaming.waiting
+        beside = [[parameter] for parameter in trained if parameter not in elsewhere]
+        return max(map(_bytes_in_float32, [*layers, *beside]))
 
 
 class _EngineQueue:

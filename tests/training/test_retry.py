@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from pathlib import Path
@@ -385,6 +386,29 @@ def test_one_micro_batch_is_not_made_two_where_their_float32_sums_do_not_fit(ret
         with pytest.raises(NotRetried, match=r"summed in float32.*1000 B are free"):
             retries.train_step(window)
     assert all(parameter.grad_dtype != torch.float32 for parameter in retries.session.trainable_parameters())
+
+
+@pytest.mark.parametrize("rung,num_retries", [("in backward", 0), ("streamed, dropout, one micro-batch", 1)])
+def test_sums_of_what_backward_spends_at_once_are_of_its_largest_part(
+    rung, num_retries, retries_of, monkeypatch
+):
+    """The embedding, unless it is streamed and its gradient comes in pieces: then a layer."""
+    settings = RUNGS[rung]
+    retries, data = retries_of(*settings), windows(settings)
+    model = retries.session.unwrapped_model.model
+    layer_bytes, embedding_bytes = (
+        sum(4 * parameter.numel() for parameter in part.parameters())
+        for part in (model.layers[0], model.embed_tokens)
+    )
+    assert layer_bytes < embedding_bytes
+    monkeypatch.setattr(retry, "free_device_bytes", lambda device: embedding_bytes - 1)
+    with OutOfMemoryAt() as tracker:
+        tracker.refuse(100)
+        with (
+            contextlib.nullcontext() if num_retries else pytest.raises(NotRetried, match=r"summed in float32")
+        ):
+            retries.train_step(next(data))
+    assert (retries.cut != Cut()) == bool(num_retries)
 
 
 @pytest.mark.parametrize("lengths,order", [((24,), "horizontal"), ((24, 9), "vertical")])
