@@ -44,6 +44,7 @@ from lowmem_ft.techniques.vertical_accumulation import (
 )
 from lowmem_ft.training.before_window import BeforeWindow
 from lowmem_ft.training.cut import Cut
+from lowmem_ft.training.engine_queue import EngineQueue
 from lowmem_ft.training.out_of_memory import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult, WindowGradients, WindowPass, apply_gradients
@@ -71,7 +72,7 @@ class Retries:
         self.num_retries = 0
         self.session = session
         self._recipe = recipe
-        self._engine_queue = _EngineQueue(session.runtime.device)
+        self._engine_queue = EngineQueue(session.runtime.device)
 
     def train_step(self, window: Sequence[Batch]) -> StepResult:
         """:func:`lowmem_ft.training.step.train_step`, started over in smaller pieces for as long as memory runs out.
@@ -258,29 +259,6 @@ class Retries:
         elsewhere |= set() if streaming is None else streaming.waiting
         beside = [[parameter] for parameter in trained if parameter not in elsewhere]
         return max(map(_bytes_in_float32, [*layers, *beside]))
-
-
-class _EngineQueue:
-    """What an error in backward leaves in the queue of autograd's engine: nodes that were ready, graphs behind them.
-
-    The engine takes the node that was made last first, and passes over those of a backward that is over. On a CPU it
-    stops once its own backward is done, so that older ones are never reached; those of a device have a thread that goes
-    through them, at some time, maybe after the error has come to the thread that called backward. A backward of a node
-    that is older than all of theirs comes after them.
-
-    Args:
-        device: whose queue; make it before anything else is computed there.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._gradient = torch.ones((), device=device)
-        with torch.enable_grad():
-            self._leaf = torch.zeros((), device=device, requires_grad=True)
-            self._oldest = self._leaf.view(())  # whose backward allocates nothing
-
-    def empty(self) -> None:
-        """Return once nothing of an earlier backward is in it, nor being computed."""
-        torch.autograd.grad(self._oldest, self._leaf, self._gradient, retain_graph=True)
 
 
 def why_rows_couple(model: nn.Module) -> str | None:
