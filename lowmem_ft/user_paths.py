@@ -17,9 +17,10 @@ def neighbours(missing: Path) -> str:
     """A suffix for the error about a path that names no file: what is there instead, or beside it, spelt alike."""
     if missing.is_symlink():
         return f" It is a link to {os.readlink(missing)}, and no file is there."
-    if missing.exists() and not missing.is_dir():
-        return " It is no regular file but a pipe or a device."
     folder = missing.parent
+    if missing.exists():
+        is_special = not (missing.is_dir() or missing.is_file())
+        return " It is no regular file but a pipe or a device." if is_special else ""
     if not folder.is_dir():
         return ""
     return did_you_mean(missing.name, (entry.name for entry in folder.iterdir()))

@@ -23,6 +23,7 @@ IN_BACKWARD = ["optimizer.in_backward=true", "accumulation.order=vertical"]
 # For each rule: settings of `tiny` that break it, and the same with the way out taken.
 BROKEN_AND_MENDED = {
     "model_is_named": (["model=null"], ["model=x"]),
+    "name_is_that_of_a_folder": (["name=.."], ["name=..", "training.output_dir=x"]),
     "budget_is_readable": (["budget.host=12 parsecs"], ["budget.host=12GB"]),
     "kept_keys_exist": (["plan.keep=[optimizer.stat]"], ["plan.keep=[optimizer.state, loss]"]),
     "fp16_needs_float32_weights": (
