@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.errors import DoesNotFitError, Interrupted
 from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import evaluation, loop, out_of_memory_report, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoint_folders import read_progress
@@ -26,8 +27,8 @@ CUDA = torch.device("cuda:0")
 SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null", "data.eval_size=null")
 
 
-def run_out_at(monkeypatch, step):
-    """Let the backward of one step's second micro-batch find no memory."""
+def run_out_at(monkeypatch, step, meanwhile=lambda: None):
+    """Let the backward of one step's second micro-batch find no memory, and something happen just then."""
     gradients, count = WindowPass.gradients, 0
 
     def failing(self):
@@ -41,6 +42,7 @@ def run_out_at(monkeypatch, step):
             nonlocal calls
             calls += 1
             if calls == 2:
+                meanwhile()
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.\nmore")
 
         with self.session.unwrapped_model.model.norm.weight.register_hook(refuse):
@@ -74,6 +76,24 @@ def test_a_run_whose_memory_ran_out_is_one_that_was_resumed_with_that_cut(
     assert_same_model(run, resumed)
 
 
+@pytest.fixture(scope="module")
+def cut_run(tmp_path_factory):
+    """A run whose memory ran out in its fifth step."""
+    folder = tmp_path_factory.mktemp("cut") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        run_out_at(patch, 5)
+        train(load_recipe("tiny", [*SHORT, "training.use_cpu=true", f"training.output_dir={folder}"]))
+    return folder
+
+
+def assert_goes_on_as(whole, folder, tiny, metrics):
+    train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=folder))
+    for key in ("loss", "grad_norm"):
+        assert metrics(folder, key) == metrics(whole, key)
+    assert read_progress(folder / "checkpoint-6").cut == read_progress(whole / "checkpoint-6").cut != Cut()
+    assert_same_model(whole, folder)
+
+
 KILLED_IN_THE_SECOND_ATTEMPT = """
 import os, signal, sys, torch
 from lowmem_ft.recipe import load_recipe
@@ -101,26 +121,27 @@ train(load_recipe("tiny", sys.argv[1:]))
 
 
 def test_a_run_killed_while_a_step_starts_over_goes_on_bit_for_bit(
-    tiny, metrics, forks, tmp_path, monkeypatch
+    tiny, metrics, forks, cut_run, tmp_path, monkeypatch
 ):
     """The cut is not in the checkpoint yet: memory runs out once more, and the step starts over once more."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = forks.run(
-        KILLED_IN_THE_SECOND_ATTEMPT, *SHORT, "training.use_cpu=true", f"training.output_dir={killed}"
-    )
+    killed = tmp_path / "killed"
+    settings = (*SHORT, "training.use_cpu=true", f"training.output_dir={killed}")
+    done = forks.run(KILLED_IN_THE_SECOND_ATTEMPT, *settings)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(metrics(killed)) == 4
     assert read_progress(killed / "checkpoint-4").cut == Cut()
+    run_out_at(monkeypatch, 1)
+    assert_goes_on_as(cut_run, killed, tiny, metrics)
+
+
+def test_ctrl_c_as_a_step_starts_over_saves_it_with_its_cut(tiny, metrics, cut_run, tmp_path, monkeypatch):
+    stopped = tmp_path / "stopped"
     with monkeypatch.context() as patch:
-        run_out_at(patch, 5)
-        train(tiny(*SHORT, output_dir=whole))
-    with monkeypatch.context() as patch:
-        run_out_at(patch, 1)
-        train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=killed))
-    for key in ("loss", "grad_norm"):
-        assert metrics(killed, key) == metrics(whole, key)
-    assert read_progress(killed / "checkpoint-6").cut == read_progress(whole / "checkpoint-6").cut != Cut()
-    assert_same_model(whole, killed)
+        run_out_at(patch, 5, meanwhile=lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(Interrupted) as stop:
+            train(tiny(*SHORT, output_dir=stopped))
+    assert stop.value.checkpoint == stopped / "checkpoint-5"
+    assert_goes_on_as(cut_run, stopped, tiny, metrics)
 
 
 def test_pieces_are_summed_in_float32_before_processes_share_gradients(tiny, tmp_path, monkeypatch):
