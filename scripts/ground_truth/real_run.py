@@ -141,12 +141,13 @@ class MeasuredRuntime(AccelerateRuntime):
         self._meter.begin("optimizer_step")
 
 
-def run_for_real(recipe: Recipe, *, num_steps: int = 2) -> RealPeaks:
+def run_for_real(recipe: Recipe, *, num_steps: int = 2, tracker: StorageTracker | None = None) -> RealPeaks:
     """Load, optimizer steps and, if the recipe has held-out data, an evaluation.
 
     Args:
         recipe: what to run; its data is not read.
         num_steps: optimizer steps; from the second on all optimizer state is there.
+        tracker: counts the tensors of a CPU; None: one that only counts.
 
     Returns:
         The peaks of each phase over all steps.
@@ -161,7 +162,7 @@ def run_for_real(recipe: Recipe, *, num_steps: int = 2) -> RealPeaks:
         if device.type == "cuda":
             meter: PhaseMeter = CudaMeter(device)
         else:
-            meter = CpuMeter(stack.enter_context(StorageTracker()))
+            meter = CpuMeter(stack.enter_context(tracker or StorageTracker()))
         _run(recipe, MeasuredRuntime(accelerator, recipe.training.mixed_precision, meter), meter, num_steps)
         return meter.peaks
 
