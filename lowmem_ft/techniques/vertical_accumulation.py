@@ -6,6 +6,7 @@ Axes: B rows of all micro-batches, M rows of one, T tokens of a row, H hidden si
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +75,8 @@ def enable_vertical_accumulation(
         A handle whose ``remove()`` brings back each layer's own forward.
 
     Raises:
-        ModelError: if the model has no single stack of decoder layers, or adds a loss of its routers.
+        ModelError: if the model has no single stack of decoder layers, tells them positions by a bias of each head, or
+            adds a loss of its routers.
         UserError: if its attention kernel gets a mask that cannot be cut.
     """
     check_vertical_accumulation(model)
@@ -105,10 +107,16 @@ def check_vertical_accumulation(model: Any) -> None:
     """Refuse a model whose layers cannot take its rows a few at a time.
 
     Raises:
-        ModelError: if it has no single stack of decoder layers, or adds a loss of its routers.
+        ModelError: if it has no single stack of decoder layers, tells them positions by a bias of each head, or adds a
+            loss of its routers.
         UserError: if its attention kernel gets a mask that cannot be cut.
     """
-    decoder_layers(model)
+    taken = inspect.signature(decoder_layers(model)[0].forward).parameters
+    biases = [name for name in _POSITION_BIASES if name in taken]
+    if biases and getattr(
+        model.config, "alibi", True
+    ):  # Falcon's layers take it, and get it where its config says so
+        raise _cannot_be_cut(f"the argument {biases[0]}")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ModelError(
             "accumulation.order=vertical cannot compute the routers' load-balancing loss micro-batch by micro-batch, "
@@ -159,7 +167,8 @@ def _by_rows(
         num_rows, at_once = len(hidden_BTH), accumulation.rows_at_once(hidden_BTH.shape[1])
         if not torch.is_grad_enabled() or num_rows <= at_once:
             return forward(*args, **kwargs)
-        _check_arguments(hidden_BTH, kwargs)
+        if hidden_BTH.ndim != 3:
+            raise _cannot_be_cut(f"hidden states of {hidden_BTH.ndim} axes")
         starts = range(0, num_rows, at_once)
         micro_batches = [slice(start, min(start + at_once, num_rows)) for start in starts]
         gradients: dict[int, _GradientOfAllRows] = {}
@@ -173,14 +182,11 @@ def _by_rows(
     return by_rows
 
 
-def _check_arguments(hidden_BTH: Tensor, kwargs: dict[str, Any]) -> None:
-    biases = [name for name in _POSITION_BIASES if kwargs.get(name) is not None]
-    if hidden_BTH.ndim != 3 or biases:
-        what = f"the argument {biases[0]}" if biases else f"hidden states of {hidden_BTH.ndim} axes"
-        raise ModelError(
-            "accumulation.order=vertical needs decoder layers whose arguments can be cut by rows, but these take "
-            f"{what}. Set accumulation.order=horizontal."
-        )
+def _cannot_be_cut(what: str) -> ModelError:
+    return ModelError(
+        "accumulation.order=vertical needs decoder layers whose arguments can be cut by rows, but these take "
+        f"{what}. Set accumulation.order=horizontal."
+    )
 
 
 def _cut(value: Any, rows: slice, of: int, gradients: dict[int, _GradientOfAllRows]) -> Any:

@@ -12,7 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
-from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
+from lowmem_ft.techniques.vertical_accumulation import (
+    check_vertical_accumulation,
+    enable_vertical_accumulation,
+)
 
 MICRO_BATCHES, ROWS, TOKENS = 3, 2, 16
 TOLERANCE = 1e-6  # of the largest gradient: fp32 sums in another order
@@ -189,12 +192,17 @@ def test_flex_attention_is_refused():
         enable_vertical_accumulation(model_of("llama", "flex_attention"), ROWS)
 
 
-def test_position_biases_by_head_are_refused():
-    torch.manual_seed(0)
-    model = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)).train()
-    enable_vertical_accumulation(model, ROWS)
-    with pytest.raises(ModelError, match=r"alibi.*Set accumulation.order=horizontal"):
-        model(input_ids=torch.ones(4, 8, dtype=torch.long), use_cache=False)
+def test_position_biases_by_head_are_refused_before_a_step():
+    """Also where a step that ran out of memory would go over to this order: it is told that it cannot."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    for model in (
+        hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)),
+        hf.MptForCausalLM(hf.MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2)),
+        hf.FalconForCausalLM(hf.FalconConfig(**sizes, alibi=True)),
+    ):
+        with pytest.raises(ModelError, match=r"(alibi|position_bias).*Set accumulation.order=horizontal"):
+            check_vertical_accumulation(model)
+    check_vertical_accumulation(hf.FalconForCausalLM(hf.FalconConfig(**sizes, alibi=False)))
 
 
 def test_a_model_without_layers_explains_itself():
