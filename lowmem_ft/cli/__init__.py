@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import lowmem_ft
+from lowmem_ft.cli.exit_codes import EXIT_INTERRUPTED
 from lowmem_ft.cli.help_formatter import HelpFormatter
 
 COMMANDS = {
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: those of this process.
 
     Returns:
-        The exit code: 0 done, 2 the user's input is at fault, 3 it does not fit the budget.
+        The exit code: 0 done, 2 the user's input is at fault, 3 it does not fit the budget, 130 ended by Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
@@ -37,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     command = parser.parse_args(arguments[:1]).command
-    return importlib.import_module(f"lowmem_ft.cli.{command}").main(arguments[1:])
+    try:
+        return importlib.import_module(f"lowmem_ft.cli.{command}").main(arguments[1:])
+    except KeyboardInterrupt:  # while the command itself was imported; it answers to any later one
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

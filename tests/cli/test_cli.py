@@ -139,6 +139,14 @@ def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
         train_command.main(["recipe=tiny"])
 
 
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch):
+    def pressed(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", pressed)
+    assert main(["recipes"]) == 130
+
+
 def test_a_reader_that_has_seen_enough_ends_the_command_in_silence(monkeypatch, capfd):
     """As in ``lowmem-ft recipes | head -1``."""
     reader, writer = os.pipe()
