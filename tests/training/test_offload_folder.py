@@ -14,6 +14,7 @@ from lowmem_ft.errors import RecipeError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import is_in_file
+from lowmem_ft.memory.uncertainty import HEAP_SHARE
 from lowmem_ft.training import build, train
 
 HOST_STATE = ("offload.optimizer=host",)
@@ -108,6 +109,7 @@ def test_all_that_waits_for_a_visit_is_in_files(tiny, sessions, disk_folder, mon
 
 KILL_ITSELF = """
 import os, signal, sys
+from lowmem_ft.memory.uncertainty import HEAP_SHARE
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
 from lowmem_ft.training.run_folder import RunFolder
@@ -160,7 +162,10 @@ def test_on_a_cpu_too_files_are_not_resident_memory(tiny):
     in_ram = estimate_memory(tiny(*STREAMED), gpu="cpu")
     in_files = estimate_memory(tiny(*STREAMED, "offload.folder=/not/on/this/machine"), gpu="cpu")
     assert in_files.disk_peak_bytes > 0
-    assert in_files.process_peak_bytes == in_ram.process_peak_bytes - in_files.disk_peak_bytes
+    less = in_ram.process_peak_bytes - in_files.process_peak_bytes
+    assert less == pytest.approx(
+        (1 + HEAP_SHARE) * in_files.disk_peak_bytes, abs=1
+    )  # nor does the heap keep of them
 
 
 def test_a_folder_needs_something_to_wait_in_it(tiny):
