@@ -53,6 +53,8 @@ class Effect:
 
 NO_EFFECT = Effect()
 
+CountedLayers = Literal["", "period", "last"]
+
 Effects = Mapping[Any, Effect] | Effect
 """The effect of each value that has one, or one for every value but that which switches the knob off."""
 
@@ -65,7 +67,7 @@ def knob(
     costs: str | None = None,
     effects: Effects | None = None,
     off: Any = None,
-    counts_layers: bool = False,
+    counts_layers: CountedLayers = "",
     tries: Sequence[Any] = (),
 ) -> Any:
     """A dataclass field with its documentation.
@@ -77,8 +79,9 @@ def knob(
         costs: for a memory knob, what it takes in time or fidelity.
         effects: for a memory knob, what comes with its values.
         off: where one effect stands for all values: the value without it.
-        counts_layers: whether its value is a number of decoder layers. An estimate traces a model with fewer of them,
-            and has to know how far into the stack a recipe reaches.
+        counts_layers: where its value is a number of decoder layers, how an estimate, which traces a model with fewer
+            of them, has to reckon with it: as a ``period`` after which they repeat, and a margin at the end; or as the
+            ``last`` layers, which repeat by themselves.
         tries: the values that a planner may choose from, beside the recipe's own, from what needs most memory to what
             is meant to need least; empty: it leaves the key alone.
 

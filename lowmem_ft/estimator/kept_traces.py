@@ -1,9 +1,9 @@
 """Short traces that are kept, in memory and on disk: a repeated estimate traces nothing, a varied one half as much.
 
-What a trace depends on is its key, see ``trace_key.py``. A recipe of another batch shape, or on another GPU, runs the
-same program on other shapes: what two traces have shown of one (how its layers repeat) is taken for the other where its
-own short trace has the same structure, operator for operator and free for free, and what grows with the number of
-layers has the same size.
+What a trace depends on is its key, see ``trace_key.py``. A recipe of another batch shape, with other chunks or on
+another GPU runs the same program on other shapes: what two traces have shown of one (how its layers repeat) is taken
+for another recipe of the same model where its own short trace has the same structure, operator for operator and free
+for free, and what grows with the number of layers has the same size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import tempfile
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import numpy as np
 
 from lowmem_ft.estimator.trace_key import TraceKey
 from lowmem_ft.estimator.traced_recipe import ShortTrace, TracedRecipe
+from lowmem_ft.virtual_gpu.replay.layer_extrapolation import Repetition
+from lowmem_ft.virtual_gpu.replay.sweeps import Layers
 from lowmem_ft.virtual_gpu.replay.trace_files import arrays_of, trace_of
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,9 @@ class KeptTraces:
         self._folder = folder
         self._max_folder_bytes = max_folder_bytes
         self._in_memory: OrderedDict[TraceKey, ShortTrace] = OrderedDict()
+        self._proofs: dict[str, dict[str, Repetition]] = {}
+        self._layers: dict[str, Layers | None] = {}
+        """Of each family that was traced or looked for on disk, how the layers of the latest repeat."""
 
     @classmethod
     def of_user(cls) -> KeptTraces:
@@ -69,17 +74,19 @@ class KeptTraces:
                 self._remember(key, found)
         return self._in_memory.get(key)
 
-    def alike(self, key: TraceKey) -> Iterator[ShortTrace]:
-        """What was traced of recipes that differ in batch shape or machine alone, the latest first."""
-        own = [other for other in reversed(self._in_memory) if other.family == key.family]
-        yield from (self._in_memory[other] for other in own)
-        if not own and self._folder is not None:
+    def proofs(self, key: TraceKey) -> Mapping[str, Repetition]:
+        """How layers repeat in recipes of the same model that were traced, by the structure of their short traces."""
+        if key.family not in self._layers and self._folder is not None:
+            self._layers[key.family] = None
             files = sorted(self._folder.glob(f"{key.family}-*{_SUFFIX}"), key=_last_used, reverse=True)
             for file in files[:1]:
                 shape = file.name.removeprefix(f"{key.family}-").removesuffix(_SUFFIX)
-                found = _read(file, TraceKey(key.family, shape))
-                if found is not None:
-                    yield found
+                self._learn(key, _read(file, key._replace(shape=shape)))
+        return self._proofs.get(key.architecture, {})
+
+    def layers(self, key: TraceKey) -> Layers | None:
+        """How the layers repeat in what was traced of the same program; None if nothing was, or they do not."""
+        return self._layers.get(key.family)
 
     def keep(self, key: TraceKey, short: ShortTrace) -> None:
         """Keep what was traced; where the folder cannot be written, in memory alone."""
@@ -94,7 +101,13 @@ class KeptTraces:
         except OSError as error:
             logger.info("The trace is not kept in %s: %s.", file.parent, error)
 
+    def _learn(self, key: TraceKey, short: ShortTrace | None) -> None:
+        if short is not None and short.repetition is not None:
+            self._proofs.setdefault(key.architecture, {})[short.repetition.structure] = short.repetition
+            self._layers[key.family] = short.repetition.layers
+
     def _remember(self, key: TraceKey, short: ShortTrace) -> None:
+        self._learn(key, short)
         self._in_memory[key] = short
         self._in_memory.move_to_end(key)
         if len(self._in_memory) > MAX_IN_MEMORY:
@@ -143,8 +156,8 @@ def _read(file: Path, key: TraceKey) -> ShortTrace | None:
             trace, repetition, notes = trace_of(arrays)
         if notes.pop("key") != [key.family, key.shape]:
             raise ValueError("it is the trace of something else")
-        num_layers = {name: notes.pop(name) for name in ("num_layers", "full_num_layers")}
-        found = ShortTrace(traced=TracedRecipe(trace=trace, **notes), repetition=repetition, **num_layers)
+        more = tuple(notes.pop("more"))
+        found = ShortTrace(traced=TracedRecipe(trace=trace, **notes), repetition=repetition, more=more)
         os.utime(file)
     except _UNREADABLE as error:
         logger.info("The kept trace %s cannot be used, and is made anew: %s.", file, error)
@@ -156,8 +169,7 @@ def _write(file: Path, key: TraceKey, short: ShortTrace) -> None:
     traced = short.traced
     notes: dict[str, Any] = {
         "key": [key.family, key.shape],
-        "num_layers": short.num_layers,
-        "full_num_layers": short.full_num_layers,
+        "more": short.more,
         "tokens_per_micro_batch": traced.tokens_per_micro_batch,
         "batch": traced.batch,
         "copied_weight_bytes": traced.copied_weight_bytes,

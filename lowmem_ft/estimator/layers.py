@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from lowmem_ft.errors import ModelError
+from lowmem_ft.knob import CountedLayers
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
@@ -30,30 +31,61 @@ class ShallowModel:
 
     Args:
         layers: how the layers repeat.
-        num_layers: of the stand-in; one period more makes the proof.
-        full_num_layers: of the model itself.
+        num_layers: of the stand-in.
+        more: periods that each stretch of the model has beyond the stand-in.
+        counts_last: the key by which the recipe treats the last layers otherwise; empty: there is none, or they are so
+            few that all of them stand in the stand-in.
+        num_last: layers of the stand-in that are treated so.
     """
 
     layers: Layers
     num_layers: int
-    full_num_layers: int
+    more: tuple[int, ...]
+    counts_last: str = ""
+    num_last: int = 0
 
     def deeper(self) -> ShallowModel:
-        """With a period more before the one that is repeated: the stand-in that makes the proof of this one.
+        """With a period more before the one that is repeated: another stand-in, where this one is none.
 
         Where attention and MLP work side by side (Phi, Falcon), a gradient is handed down past the next layer, so that
         the first two layers are unlike the rest.
         """
-        period = self.layers.period
-        layers = dataclasses.replace(self.layers, lead=self.layers.lead + period)
-        return dataclasses.replace(self, layers=layers, num_layers=self.num_layers + period)
+        period, (first, *others) = self.layers.period, self.more
+        are_last = bool(self.counts_last) and not others
+        tail = None if self.layers.tail is None else self.layers.tail + period
+        return dataclasses.replace(
+            self,
+            layers=dataclasses.replace(self.layers, lead=self.layers.lead + period, tail=tail),
+            num_layers=self.num_layers + period,
+            num_last=self.num_last + are_last * period,
+            more=(first - 1, *others),
+        )
+
+    def longer(self) -> ShallowModel:
+        """With a period more in each stretch: what makes the proof."""
+        stretches = len(self.more)
+        return dataclasses.replace(
+            self,
+            num_layers=self.num_layers + stretches * self.layers.period,
+            num_last=self.num_last + bool(self.counts_last) * self.layers.period,
+            more=tuple(extra - 1 for extra in self.more),
+        )
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe for the stand-in."""
+        if not self.counts_last:
+            return recipe
+        group, _, name = self.counts_last.rpartition(".")
+        part = dataclasses.replace(getattr(recipe, group), **{name: self.num_last})
+        return dataclasses.replace(recipe, **{group: part})
 
 
 def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     """The smallest stand-in whose trace can be extended to the model's; None if that would not be less work.
 
-    What a recipe says in numbers of layers (knobs with ``counts_layers``, such as
-    ``checkpointing.skip_last_layers``) must not reach beyond the stand-in: it counts as a margin and as a period.
+    What a recipe says in numbers of layers must not reach beyond the stand-in. ``checkpointing.skip_last_layers``
+    counts as a margin and as a period, since what these layers keep lives on in the turns of others.
+    ``offload.resident_layers`` are layers of another kind, which repeat by themselves.
 
     Args:
         recipe: for what it says about layers.
@@ -67,17 +99,35 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     except ModelError:
         return None
     name = next(name for name, module in model.named_modules() if module is stack)
-    counts = _layer_counts(recipe)
     lead, period = _repetition([_signature(layer) for layer in stack])
+    counts = [value for _, value in _layer_counts(recipe, "period")]
     period = math.lcm(period, *counts)
-    shallow = lead + 2 * period + max(period, LAST_LAYERS) + sum(counts)
-    shallow += (len(stack) - shallow) % period
-    if 2 * shallow + period >= len(stack):
+    if _sends_for_the_next_layer(recipe):
+        lead += period
+    repeated, edge = 2 * period, max(period, LAST_LAYERS) + sum(counts)
+    counts_last, num_last = max(_layer_counts(recipe, "last"), key=lambda count: count[1], default=("", 0))
+    first_of_last = len(stack) - num_last
+    short = _shortened(first_of_last, lead + repeated + edge, period)
+    short_last = _shortened(num_last, repeated + edge, period)
+    has_two_stretches = short_last < num_last
+    if short == first_of_last and has_two_stretches:  # the last layers alone are enough to be repeated
+        lead, has_two_stretches = short, False
+    more = [(first_of_last - short) // period] if short < first_of_last else []
+    more += [(num_last - short_last) // period] if short_last < num_last else []
+    if not more or 2 * (short + short_last) + len(more) * period >= len(stack):
         return None
-    model_of_few = ShallowModel(
-        layers=Layers(stack=name, lead=lead, period=period), num_layers=shallow, full_num_layers=len(stack)
+    return ShallowModel(
+        layers=Layers(stack=name, lead=lead, period=period, tail=short if has_two_stretches else None),
+        num_layers=short + short_last,
+        more=tuple(more),
+        counts_last=counts_last if short_last < num_last else "",
+        num_last=short_last,
     )
-    return model_of_few.deeper() if _sends_for_the_next_layer(recipe) else model_of_few
+
+
+def _shortened(num_layers: int, enough: int, period: int) -> int:
+    """The fewest layers, of which all have ``enough`` and some periods more; all of them, if that is all there is."""
+    return num_layers if num_layers <= enough else enough + (num_layers - enough) % period
 
 
 def with_num_layers(hf_config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
@@ -133,7 +183,10 @@ def _sends_for_the_next_layer(recipe: Recipe) -> bool:
     return recipe.offload.activations != "none" or recipe.offload.parameters == "stream"
 
 
-def _layer_counts(recipe: Recipe) -> list[int]:
-    """What the recipe says in numbers of layers, where that is not what every recipe says."""
-    counts = [(key.value_in(recipe), key.default) for key in recipe_keys().values() if key.counts_layers]
-    return [count for count, default in counts if count > 0 and count != default]
+def _layer_counts(recipe: Recipe, which: CountedLayers) -> list[tuple[str, int]]:
+    """What the recipe says in numbers of layers, by key, where that is not what every recipe says."""
+    return [
+        (path, key.value_in(recipe))
+        for path, key in recipe_keys().items()
+        if key.counts_layers == which and key.value_in(recipe) not in (0, key.default)
+    ]

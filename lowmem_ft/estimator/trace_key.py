@@ -56,10 +56,11 @@ _VARIABLES = ("CUBLAS", "CUDNN", "PYTORCH_", "TORCH_", "NVIDIA_", "TRANSFORMERS_
 
 
 class TraceKey(NamedTuple):
-    """Digests: of what program it is, and of the shape of its batches and the machine that runs it."""
+    """Digests: of what program it is, of its batches' shape and the machine that runs it, and of its model alone."""
 
     family: str
     shape: str
+    architecture: str = ""
 
 
 def trace_key(recipe: Recipe, hf_config: PretrainedConfig, machine: object) -> TraceKey | None:
@@ -77,10 +78,8 @@ def trace_key(recipe: Recipe, hf_config: PretrainedConfig, machine: object) -> T
         return None
     values = {path: key.value_in(recipe) for path, key in recipe_keys().items() if path not in NOT_TRACED}
     shape = {path: values.pop(path) for path in BATCH_SHAPE}
-    return TraceKey(
-        _digest(values, type(hf_config).__qualname__, hf_config.to_dict(), _surroundings()),
-        _digest(shape, machine),
-    )
+    architecture = (type(hf_config).__qualname__, hf_config.to_dict(), _surroundings())
+    return TraceKey(_digest(values, *architecture), _digest(shape, machine), _digest(*architecture))
 
 
 def _digest(*values: Any) -> str:

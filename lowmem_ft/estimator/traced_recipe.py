@@ -32,19 +32,17 @@ class ShortTrace:
 
     Args:
         traced: with a few layers, or with all.
-        num_layers: that were traced.
-        full_num_layers: of the model.
         repetition: how deeper models follow; None: all layers were traced.
+        more: periods that each stretch of the model has beyond what was traced.
     """
 
     traced: TracedRecipe
-    num_layers: int
-    full_num_layers: int
     repetition: Repetition | None = None
+    more: tuple[int, ...] = ()
 
     def whole(self) -> TracedRecipe:
         """The trace of all layers."""
         if self.repetition is None:
             return self.traced
-        trace = self.repetition.extend(self.traced.trace, self.full_num_layers)
+        trace = self.repetition.extend(self.traced.trace, self.more)
         return dataclasses.replace(self.traced, trace=trace)

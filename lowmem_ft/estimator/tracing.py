@@ -6,9 +6,8 @@ Nothing here knows a technique. What ``training/build.py`` builds is what is tra
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,7 +21,7 @@ from lowmem_ft.errors import ModelError
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.layers import ShallowModel, shallow_model, with_num_layers
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
-from lowmem_ft.estimator.trace_key import trace_key
+from lowmem_ft.estimator.trace_key import TraceKey, trace_key
 from lowmem_ft.estimator.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
 from lowmem_ft.models import load_model_config
@@ -34,8 +33,9 @@ from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
 from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.replay.layer_extrapolation import prove
-from lowmem_ft.virtual_gpu.replay.sweeps import NotRegularError
+from lowmem_ft.virtual_gpu.replay.layer_extrapolation import Repetition
+from lowmem_ft.virtual_gpu.replay.repetition_proof import prove
+from lowmem_ft.virtual_gpu.replay.sweeps import NotRegularError, structure_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,79 +80,100 @@ def trace_recipe(
     """
     hf_config = load_model_config(recipe.model, architecture_only=True)
     with deterministic_kernels(recipe.training.full_determinism):
-        key = trace_key(recipe, hf_config, machine) if kept is not None and extend else None
-        if kept is None or key is None:
-            return _trace(recipe, hf_config, new_machine, extend=extend).whole()
-        short = kept.find(key)
-        if short is None:
-            short = _trace(recipe, hf_config, new_machine, alike=kept.alike(key))
-            kept.keep(key, short)
-        return short.whole()
+        refuse_too_many_tokens(recipe, hf_config)
+        if not extend:
+            return trace_layers(recipe, hf_config, new_machine())
+        return _ShortTracing(recipe, hf_config, new_machine, kept or KeptTraces(), machine).find().whole()
 
 
-def _trace(
-    recipe: Recipe,
-    hf_config: PretrainedConfig,
-    new_machine: Callable[[], VirtualMachine],
-    *,
-    extend: bool = True,
-    alike: Iterable[ShortTrace] = (),
-) -> ShortTrace:
-    """The trace of a few layers, and how that of all follows; that of all if the layers do not repeat.
+class _ShortTracing:
+    """Finds or makes the trace of a few layers, and how that of all follows; that of all if the layers do not repeat.
 
     Args:
         recipe: what would be trained.
         hf_config: its architecture.
         new_machine: makes a machine.
-        extend: whether a trace may be extended.
-        alike: of recipes that differ in batch shape or machine alone.
+        kept: what has been traced before.
+        machine: see :func:`trace_recipe`.
     """
-    shallow = shallow_model(recipe, model_on_meta(recipe.model, hf_config)) if extend else None
-    refuse_too_many_tokens(recipe, hf_config)
 
-    @functools.cache
-    def trace(num_layers: int) -> TracedRecipe:
-        return trace_layers(recipe, with_num_layers(hf_config, num_layers), new_machine())
+    def __init__(
+        self,
+        recipe: Recipe,
+        hf_config: PretrainedConfig,
+        new_machine: Callable[[], VirtualMachine],
+        kept: KeptTraces,
+        machine: object,
+    ) -> None:
+        self._recipe = recipe
+        self._hf_config = hf_config
+        self._new_machine = new_machine
+        self._kept = kept
+        self._machine = machine
+        self._traced: dict[tuple[int, int], TracedRecipe] = {}
 
-    if shallow is not None:
-        short = _proven(alike, trace) or _prove(shallow, trace)
-        if short is not None:
-            return short
-    num_layers = int(hf_config.get_text_config().num_hidden_layers)
-    traced = trace_layers(recipe, hf_config, new_machine())
-    return ShortTrace(traced=traced, num_layers=num_layers, full_num_layers=num_layers)
+    def find(self) -> ShortTrace:
+        """The trace: kept, or made anew and kept."""
+        key = trace_key(self._recipe, self._hf_config, self._machine)
+        found = None if key is None else self._kept.find(key)
+        if found is not None:
+            return found
+        shallow = shallow_model(self._recipe, model_on_meta(self._recipe.model, self._hf_config))
+        short = None if shallow is None else self._of_stand_in(shallow)
+        if short is None:
+            short = ShortTrace(traced=trace_layers(self._recipe, self._hf_config, self._new_machine()))
+            if key is not None:
+                self._kept.keep(key, short)
+        return short
 
+    def _of_stand_in(self, shallow: ShallowModel) -> ShortTrace | None:
+        """The trace of a few layers, if it shows how all of them follow, or if another one has shown it."""
+        stand_ins = [shallow, shallow.deeper()] if shallow.more[0] > 1 else [shallow]
+        keys = {stand_in: self._key_of(stand_in) for stand_in in stand_ins}
+        own = keys[shallow]
+        proofs = {} if own is None else self._kept.proofs(own)
+        known = None if own is None else self._kept.layers(own)
+        stand_ins.sort(key=lambda stand_in: stand_in.layers != known)
+        for stand_in in stand_ins:
+            key = keys[stand_in]
+            found = None if key is None else self._kept.find(key)
+            try:
+                short = found or self._shown(stand_in, proofs)
+                assert short.repetition is not None, "what does not repeat is kept as what it is"
+                short.repetition.refuse_depth(short.traced.trace, stand_in.more)
+            except NotRegularError as error:
+                logger.info("%d layers do not stand for all: %s.", stand_in.num_layers, error)
+                continue
+            if key is not None and found is None:
+                self._kept.keep(key, short)
+            return dataclasses.replace(short, more=stand_in.more)
+        return None
 
-def _proven(alike: Iterable[ShortTrace], trace: Callable[[int], TracedRecipe]) -> ShortTrace | None:
-    """The trace of a few layers, if what was shown of another recipe holds for it."""
-    for other in alike:
-        if other.repetition is not None:
-            traced = trace(other.num_layers)
-            if other.repetition.holds_for(traced.trace):
-                return dataclasses.replace(other, traced=traced)
-    return None
+    def _shown(self, stand_in: ShallowModel, proofs: Mapping[str, Repetition]) -> ShortTrace:
+        """The stand-in's trace, and how it repeats.
 
+        Raises:
+            NotRegularError: if it does not.
+        """
+        traced = self._trace(stand_in)
+        shown = proofs.get(structure_of(traced.trace)) if proofs else None
+        if shown is None or shown.layers != stand_in.layers or not shown.holds_for(traced.trace):
+            shown = prove(traced.trace, self._trace(stand_in.longer()).trace, stand_in.layers)
+        return ShortTrace(traced=traced, repetition=shown, more=stand_in.more)
 
-def _prove(shallow: ShallowModel, trace: Callable[[int], TracedRecipe]) -> ShortTrace | None:
-    """The trace of a few layers, if that of a period more shows how all of them follow."""
-    for stand_in in (shallow, shallow.deeper()):
-        short = trace(stand_in.num_layers)
-        longer = trace(stand_in.num_layers + stand_in.layers.period)
-        try:
-            repetition = prove(short.trace, longer.trace, stand_in.layers)
-            repetition.refuse_depth(short.trace, stand_in.full_num_layers)
-        except NotRegularError as error:
-            logger.info(
-                "%d layers do not stand for all %d: %s.", stand_in.num_layers, stand_in.full_num_layers, error
-            )
-            continue
-        return ShortTrace(
-            traced=short,
-            num_layers=stand_in.num_layers,
-            full_num_layers=stand_in.full_num_layers,
-            repetition=repetition,
-        )
-    return None
+    def _key_of(self, stand_in: ShallowModel) -> TraceKey | None:
+        """Its own where the recipe counts its last layers: what is traced is the same for any number of them."""
+        if not stand_in.counts_last:
+            return trace_key(self._recipe, self._hf_config, self._machine)
+        shallow_config = with_num_layers(self._hf_config, stand_in.num_layers)
+        return trace_key(stand_in.recipe(self._recipe), shallow_config, ("stand-in", self._machine))
+
+    def _trace(self, stand_in: ShallowModel) -> TracedRecipe:
+        which = stand_in.num_layers, stand_in.num_last
+        if which not in self._traced:
+            config = with_num_layers(self._hf_config, stand_in.num_layers)
+            self._traced[which] = trace_layers(stand_in.recipe(self._recipe), config, self._new_machine())
+        return self._traced[which]
 
 
 def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine) -> TracedRecipe:

@@ -20,6 +20,7 @@ class Allocation:
         module: qualified name of the module it was made in or for, such as ``model.layers.3.mlp``; empty outside any.
         stream: the stream whose pool it comes from; 0 is the default stream.
         place: device or host.
+        asked_bytes: of pinned memory that comes in whole pages, what was asked for; 0: ``size_bytes``.
     """
 
     size_bytes: int
@@ -28,6 +29,7 @@ class Allocation:
     module: str = ""
     stream: int = 0
     place: Place = "device"
+    asked_bytes: int = 0
 
 
 class Event(NamedTuple):

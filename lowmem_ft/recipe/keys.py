@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lowmem_ft.knob import FIDELITIES, NO_EFFECT, Effect, Effects
+from lowmem_ft.knob import FIDELITIES, NO_EFFECT, CountedLayers, Effect, Effects
 from lowmem_ft.recipe.tree import Recipe
 
 SHORT_FORMS = {
@@ -58,7 +58,7 @@ class RecipeKey:
     costs: str | None
     effects: Effects | None = field(hash=False)
     off: Any
-    counts_layers: bool
+    counts_layers: CountedLayers
     tries: tuple[Any, ...]
 
     @property

@@ -28,7 +28,7 @@ class CheckpointingConfig:
         "Checkpoint layers 0, n, 2n, ...; 1 checkpoints every layer.",
         costs="memory: the layers in between keep their activations",
         effects={1: Effect(cost="time")},
-        counts_layers=True,
+        counts_layers="period",
         tries=(1, 2),
     )
     skip_last_layers: int = knob(
@@ -36,7 +36,7 @@ class CheckpointingConfig:
         "Leave the last n layers alone: backward reaches them first, so their activations live shortest.",
         costs="memory: the activations of n layers",
         effects={0: Effect(cost="time")},
-        counts_layers=True,
+        counts_layers="period",
     )
 
     @property
@@ -136,7 +136,7 @@ class OffloadConfig:
         "With parameters=stream, so many of the last decoder layers stay on the device.",
         costs="memory: the weights of n layers",
         effects={0: Effect(cost="host link")},
-        counts_layers=True,
+        counts_layers="last",
         tries=(0, 4, 8, 16, 32),
     )
     folder: str | None = knob(

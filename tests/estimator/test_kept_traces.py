@@ -144,6 +144,38 @@ def test_a_varied_batch_is_estimated_as_if_it_were_alone(
         assert len(depths) == 1
 
 
+def test_other_chunks_of_the_loss_share_what_was_shown(model: Path, depths: list[int]) -> None:
+    kept = KeptTraces()
+    common = ("data.max_length=64", "training.gradient_accumulation_steps=6", "accumulation.order=vertical")
+    estimated(recipe_of(model, *common, "loss.chunk_tokens=8"), kept)
+    recipe = recipe_of(model, *common, "loss.chunk_tokens=16")
+    fresh = estimated(recipe)
+    del depths[:]
+    assert_same(estimated(recipe, kept), fresh)
+    assert len(depths) == 1
+
+
+def test_other_numbers_of_resident_layers_share_the_trace(model: Path, depths: list[int]) -> None:
+    settings = (
+        "adapter.name=lora",
+        "model.dtype=bfloat16",
+        "offload.parameters=stream",
+        "checkpointing.mode=full",
+    )
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.num_hidden_layers = 26
+    config.save_pretrained(model / "deep")
+    few, many = (
+        recipe_of(model / "deep", *settings, f"offload.resident_layers={number}") for number in (8, 15)
+    )
+    kept = KeptTraces()
+    estimated(few, kept)
+    fresh = estimated(many)
+    del depths[:]
+    assert_same(estimated(many, kept), fresh)
+    assert depths == []
+
+
 def test_gpus_that_run_the_same_program_share_what_was_shown(model: Path, depths: list[int]) -> None:
     kept = KeptTraces()
     recipe = recipe_of(model, "model.dtype=bfloat16")
@@ -308,7 +340,7 @@ def test_what_cannot_be_read_is_made_anew(
     with caplog.at_level(logging.INFO, kept_traces.__name__):
         kept = KeptTraces(tmp_path)
         assert kept.find(KEY) is None
-        assert list(kept.alike(KEY)) == []
+        assert kept.proofs(KEY) == {}
     assert "made anew" in caplog.text
     kept.keep(KEY, short)
     assert KeptTraces(tmp_path).find(KEY) is not None

@@ -32,7 +32,7 @@ def test_a_model_of_equal_layers_repeats_from_the_first_with_period_one():
     found = shallow(llama(32))
     assert found is not None
     assert (found.layers.stack, found.layers.lead, found.layers.period) == ("model.layers", 0, 1)
-    assert found.full_num_layers == 32
+    assert found.more == (32 - found.num_layers,)
     assert found.num_layers < 16
 
 
@@ -40,7 +40,7 @@ def test_alternating_layers_repeat_with_the_period_of_the_pattern():
     found = shallow(gemma(60))
     assert found is not None
     assert found.layers.period == 6
-    assert (found.full_num_layers - found.num_layers) % 6 == 0
+    assert found.num_layers + 6 * sum(found.more) == 60
 
 
 def test_a_shallow_model_is_traced_whole():
@@ -56,6 +56,33 @@ def test_what_the_recipe_says_in_layers_is_a_period_and_a_margin(key):
     assert found is not None
     assert found.layers.period % 4 == 0
     assert found.num_layers >= plain.num_layers + 4
+
+
+STREAMED = ("adapter.name=lora", "checkpointing.mode=full", "offload.parameters=stream")
+
+
+def test_layers_that_stay_on_the_device_repeat_by_themselves_and_any_number_has_the_same_stand_in():
+    found, other = (shallow(llama(48), *STREAMED, f"offload.resident_layers={n}") for n in (20, 30))
+    assert found is not None
+    assert other is not None
+    assert (found.layers, found.num_layers, found.num_last) == (
+        other.layers,
+        other.num_layers,
+        other.num_last,
+    )
+    assert found.more == (28 - found.layers.tail, 20 - found.num_last)
+    assert other.more == (18 - other.layers.tail, 30 - other.num_last)
+    recipe = found.recipe(load_recipe(None, ["model=any", *STREAMED, "offload.resident_layers=20"]))
+    assert recipe.offload.resident_layers == found.num_last < 20
+
+
+def test_few_that_stay_and_few_that_are_streamed_stand_in_the_stand_in():
+    few_stay, few_streamed = (shallow(llama(48), *STREAMED, f"offload.resident_layers={n}") for n in (2, 46))
+    assert few_stay is not None
+    assert few_streamed is not None
+    assert (few_stay.layers.tail, few_stay.counts_last, len(few_stay.more)) == (None, "", 1)
+    assert (few_streamed.layers.lead, few_streamed.layers.tail, len(few_streamed.more)) == (2, None, 1)
+    assert few_streamed.counts_last == "offload.resident_layers"
 
 
 def test_an_odd_layer_in_front_is_the_lead():

@@ -62,7 +62,7 @@ def test_a_knob_that_is_named_after_layers_says_whether_it_counts_them():
 
 def test_a_field_carries_what_its_knob_was_given():
     effects = {"b": Effect(cost="time")}
-    field = knob("a", "What it does.", frees="bytes", effects=effects, counts_layers=True)
+    field = knob("a", "What it does.", frees="bytes", effects=effects, counts_layers="last")
     assert isinstance(field, dataclasses.Field)
     assert (field.default, field.metadata["frees"], field.metadata["effects"]) == ("a", "bytes", effects)
     assert knob([1], "A list.").default_factory() == [1]

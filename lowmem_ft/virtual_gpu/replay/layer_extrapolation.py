@@ -4,15 +4,13 @@ Decoder layers repeat, and so does what they allocate. A trace is cut into *swee
 layer is copied for the layers that are missing. What an allocation lives until is kept relative: an activation that
 dies in the backward part of its own layer does so in every copy.
 
-Whether the program really is that regular is not taken on trust: :func:`prove` gets two short traces, and the shorter
-one, extended, must be the longer one, event for event. What lies outside all layers and grows with their number (a
-stack of all gradients' norms) grows linearly.
+Whether the program really is that regular is not taken on trust, see ``repetition_proof.py``. What lies outside all
+layers and grows with their number (a stack of all gradients' norms) grows linearly.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lowmem_ft.memory.host_memory import PAGE_BYTES
 from lowmem_ft.memory.timeline import Allocation, Event, Timeline
 from lowmem_ft.virtual_gpu.replay.sweeps import (
     ALIVE,
@@ -31,17 +30,31 @@ from lowmem_ft.virtual_gpu.replay.sweeps import (
     Part,
     Segment,
     Sweeps,
-    structure_of,
 )
 from lowmem_ft.virtual_gpu.trace import Trace
 from lowmem_ft.virtual_gpu.work import Work
 
 
 class GrowingSize(NamedTuple):
-    """An allocation's bytes in the short trace, and those that each further period adds."""
+    """An allocation's bytes in the short trace, and those that each further period adds.
+
+    Args:
+        size_bytes: in the short trace.
+        more_bytes: that a period adds, to what was asked for where that is told.
+        asked_bytes: what was asked for of memory in whole pages; 0: of another kind.
+    """
 
     size_bytes: int
     more_bytes: int
+    asked_bytes: int = 0
+
+    def grown(self, allocation: Allocation, extra: int) -> Allocation:
+        """The allocation in a model with so many further periods."""
+        if not self.asked_bytes:
+            return dataclasses.replace(allocation, size_bytes=self.size_bytes + extra * self.more_bytes)
+        asked_bytes = self.asked_bytes + extra * self.more_bytes
+        size_bytes = -(-asked_bytes // PAGE_BYTES) * PAGE_BYTES
+        return dataclasses.replace(allocation, size_bytes=size_bytes, asked_bytes=asked_bytes)
 
 
 class GrowingWork(NamedTuple):
@@ -77,13 +90,14 @@ class GrowingWork(NamedTuple):
 class Repetition:
     """What two traces have shown of a program: how any number of layers follows from the shorter one.
 
-    It holds for other traces of the same structure too, where nothing that grows is of another size.
+    It holds for other traces of the same structure too, where nothing that grows is of another size. Where layers
+    repeat in two stretches, ``more`` is how many periods each of them has beyond the short trace.
 
     Args:
         layers: how they repeat.
         structure: of the short trace, see :func:`~lowmem_ft.virtual_gpu.replay.sweeps.structure_of`.
         is_relative: for each birth, whether the layer in whose turn it dies is as far from its own in every copy.
-        is_from_end: whether that layer is as far from the last one.
+        goes_with: for each birth and each stretch, whether that layer moves on as the stretch gets longer.
         sizes: of births that are larger in deeper models.
         work: behind births where there is more of it in deeper models.
         parameters: that a period has, and those of them that are trained.
@@ -92,27 +106,29 @@ class Repetition:
     layers: Layers
     structure: str
     is_relative: NDArray[np.bool_]
-    is_from_end: NDArray[np.bool_]
+    goes_with: NDArray[np.bool_]
     sizes: Mapping[int, GrowingSize]
     work: Mapping[int, GrowingWork]
     parameters: tuple[int, int]
 
     def holds_for(self, short: Trace) -> bool:
-        """Whether another short trace differs from the one that this was shown with only where it may."""
-        if structure_of(short) != self.structure:
-            return False
+        """Whether another short trace of the same structure differs from that this was shown with only where it may."""
         allocations = short.timeline.allocations
-        if any(allocations[birth].size_bytes != size.size_bytes for birth, size in self.sizes.items()):
+        if any(
+            (allocations[birth].size_bytes, allocations[birth].asked_bytes)
+            != (size.size_bytes, size.asked_bytes)
+            for birth, size in self.sizes.items()
+        ):
             return False
         sweeps = Sweeps.of(short, self.layers)
-        return all(_costs(_work_behind(sweeps, birth)) == work.costs for birth, work in self.work.items())
+        return all(costs_of(work_behind(sweeps, birth)) == work.costs for birth, work in self.work.items())
 
-    def extend(self, short: Trace, num_layers: int) -> Trace:
-        """The trace of a model of ``num_layers`` layers.
+    def extend(self, short: Trace, more: Sequence[int]) -> Trace:
+        """The trace of a deeper model.
 
         Args:
             short: one that this holds for.
-            num_layers: its own plus a multiple of the period.
+            more: periods, of each stretch.
 
         Returns:
             The trace. Frees between two allocations are in the order of birth.
@@ -121,32 +137,30 @@ class Repetition:
             NotRegularError: if an allocation would die where there is nothing.
         """
         sweeps = Sweeps.of(short, self.layers)
-        return self._extended(sweeps, self._extra(sweeps, num_layers)).trace(sweeps, self)
+        return self.extended(sweeps, more).trace(sweeps, self)
 
-    def refuse_depth(self, short: Trace, num_layers: int) -> None:
+    def refuse_depth(self, short: Trace, more: Sequence[int]) -> None:
         """Raise what :meth:`extend` would raise, without the trace.
 
         Raises:
             NotRegularError: as there.
         """
-        sweeps = Sweeps.of(short, self.layers)
-        self._extended(sweeps, self._extra(sweeps, num_layers))
+        self.extended(Sweeps.of(short, self.layers), more)
 
-    def _extra(self, sweeps: Sweeps, num_layers: int) -> int:
-        extra, rest = divmod(num_layers - sweeps.num_layers, self.layers.period)
-        if rest:
-            raise NotRegularError("the traces are not some periods apart")
-        return extra
+    def extended(self, sweeps: Sweeps, more: Sequence[int]) -> Extended:
+        """What :meth:`extend` does, up to the trace itself.
 
-    def _extended(self, sweeps: Sweeps, extra: int) -> _Extended:
-        turns = list(_turns(sweeps, self.layers, extra))
+        Raises:
+            NotRegularError: as there.
+        """
+        turns = list(_turns(sweeps, self.layers, more))
         lengths = [len(turn.part) for turn in turns]
         source = np.concatenate([np.arange(turn.part.start, turn.part.stop) for turn in turns])
         shift = np.repeat([turn.layer - turn.source for turn in turns], lengths)
-        return _Extended(extra, turns, source, shift, self._deaths(sweeps, extra, turns, source, shift))
+        return Extended(sum(more), turns, source, shift, self._deaths(sweeps, more, turns, source, shift))
 
     def _deaths(
-        self, sweeps: Sweeps, extra: int, turns: list[_Turn], source: Integers, shift: Integers
+        self, sweeps: Sweeps, more: Sequence[int], turns: list[_Turn], source: Integers, shift: Integers
     ) -> Integers:
         """For each birth of the extended model, the one before which it dies."""
         dies_before = sweeps.dies_before[source]
@@ -156,10 +170,10 @@ class Repetition:
         places = sweeps.places
         layer = (
             places.layer[at]
-            + self.is_from_end[source][dies_at_birth] * extra * self.layers.period
+            + self.goes_with[source][dies_at_birth] @ np.array(more) * self.layers.period
             + self.is_relative[source][dies_at_birth] * shift[dies_at_birth]
         )
-        starts = np.full((len(sweeps.segments), sweeps.num_layers + extra * self.layers.period + 1), -1)
+        starts = np.full((len(sweeps.segments), sweeps.num_layers + sum(more) * self.layers.period + 1), -1)
         lengths = np.zeros_like(starts)
         num_births = 0
         for turn in turns:
@@ -178,59 +192,6 @@ class Repetition:
         return result
 
 
-def extend(short: Trace, longer: Trace, layers: Layers, num_layers: int) -> Trace:
-    """The trace of a model of ``num_layers`` layers.
-
-    Args:
-        short: of the model with ``n`` layers: the lead and at least three periods.
-        longer: of the model with one period more.
-        layers: how the layers repeat.
-        num_layers: ``n`` plus a multiple of the period.
-
-    Returns:
-        The trace. Frees between two allocations are in the order of birth.
-
-    Raises:
-        NotRegularError: if the longer trace is not the extended shorter one.
-    """
-    return prove(short, longer, layers).extend(short, num_layers)
-
-
-def prove(short: Trace, longer: Trace, layers: Layers) -> Repetition:
-    """Show that the layers of a program repeat.
-
-    Args:
-        short: of the model with ``n`` layers: the lead and at least three periods.
-        longer: of the model with one period more.
-        layers: how the layers repeat.
-
-    Returns:
-        How deeper models follow.
-
-    Raises:
-        NotRegularError: if the longer trace is not the extended shorter one.
-    """
-    base, proof = Sweeps.of(short, layers), Sweeps.of(longer, layers)
-    if proof.num_layers != base.num_layers + layers.period:
-        raise NotRegularError("the two traces are not one period apart")
-    if len(proof.segments) != len(base.segments):
-        raise NotRegularError("the traces pass through the layers differently often")
-    partners = _partners(base, proof, layers)
-    shown = Repetition(
-        layers=layers,
-        structure=structure_of(short),
-        **_ends_of_lives(base, proof, partners, layers),
-        sizes=dict(_growing_sizes(base, proof, partners, layers)),
-        work=dict(_growing_work(base, proof, partners, layers)),
-        parameters=(
-            longer.model.parameters - short.model.parameters,
-            longer.model.trainable_parameters - short.model.trainable_parameters,
-        ),
-    )
-    shown._extended(base, 1).refuse_difference(base, proof, shown)
-    return shown
-
-
 class _Turn(NamedTuple):
     """A layer of the extended model (or ``OUTSIDE``), the layer here that it is like, and that one's births."""
 
@@ -240,36 +201,45 @@ class _Turn(NamedTuple):
     part: Part
 
 
-def _turns(sweeps: Sweeps, layers: Layers, extra: int) -> Iterator[_Turn]:
-    """The turns of a model in which the repeated period stands ``extra`` times more, in order."""
-    shift = extra * layers.period
+def _turns(sweeps: Sweeps, layers: Layers, more: Sequence[int]) -> Iterator[_Turn]:
+    """The turns of a model in which the repeated periods stand so many times more, in order."""
     for number, segment in enumerate(sweeps.segments):
         if not segment.is_sweep:
             yield _Turn(number, OUTSIDE, OUTSIDE, segment.parts[OUTSIDE])
             continue
-        for layer in _visited(segment, layers, shift):
-            source = layer
-            if max(segment.parts) >= layers.after and layer >= layers.after:
-                in_copies = layer < layers.after + shift
-                source = layers.pivot + (layer - layers.pivot) % layers.period if in_copies else layer - shift
+        for layer, source in _visited(segment, layers, more):
             if source not in segment.parts:
                 raise NotRegularError(f"layer {layer} has nothing to be copied from")
             yield _Turn(number, source, layer, segment.parts[source])
 
 
-def _visited(segment: Segment, layers: Layers, shift: int) -> Sequence[int]:
+def _visited(segment: Segment, layers: Layers, more: Sequence[int]) -> list[tuple[int, int]]:
+    """The layers that a sweep passes through in the deeper model, and those here that they are like."""
     first, last = min(segment.parts), max(segment.parts)
-    if layers.pivot < first < layers.after <= last:
-        raise NotRegularError("a pass through the layers begins in the middle")
-    visited = range(first, last + 1)
-    if last >= layers.after:
-        visited = range(first if first < layers.after else first + shift, last + shift + 1)
+    visited: list[tuple[int, int]] = []
+    for source in range(first, last + 1):
+        visited.append((layers.moved(source, more), source))
+        for pivot, after, extra in zip(layers.pivots, layers.afters, more, strict=True):
+            if source == after - 1 and last >= after:
+                if first > pivot:
+                    raise NotRegularError("a pass through the layers begins in the middle")
+                copied = range(pivot, after)
+                start = layers.moved(after, more) - extra * layers.period
+                visited += zip(itertools.count(start), [*copied] * extra, strict=False)
     return visited if segment.goes_up else visited[::-1]
 
 
 @dataclass(frozen=True)
-class _Extended:
-    """A deeper model: for each birth the one here that it is like, how many layers on it is, and where it dies."""
+class Extended:
+    """A deeper model: for each birth the one here that it is like, how many layers on it is, and where it dies.
+
+    Args:
+        extra: periods more than here, of all stretches together.
+        turns: in order.
+        source: for each birth, the one here that it is like.
+        shift: layers between the two.
+        dies_before: for each birth, the one before which it dies.
+    """
 
     extra: int
     turns: list[_Turn]
@@ -282,9 +252,7 @@ class _Extended:
         prefix = f"{shown.layers.stack}."
         here = list(sweeps.trace.timeline.allocations)
         for birth, size in shown.sizes.items():
-            here[birth] = dataclasses.replace(
-                here[birth], size_bytes=size.size_bytes + self.extra * size.more_bytes
-            )
+            here[birth] = size.grown(here[birth], self.extra)
         result: list[Allocation] = []
         for turn in self.turns:
             part = here[turn.part.start : turn.part.stop]
@@ -319,7 +287,7 @@ class _Extended:
             rest = real.trace.work[real.work_starts[0] :]
             is_same = (
                 self.allocations(sweeps, shown) == real.trace.timeline.allocations
-                and list(map(_cost, work)) == list(map(_cost, rest))
+                and list(map(cost_of, work)) == list(map(cost_of, rest))
                 and all(
                     len(behind[birth]) == stop - start
                     for birth, start, stop in zip(
@@ -372,130 +340,20 @@ def _renumbered(allocation: Allocation, old: str, new: str) -> Allocation:
         module=new + module[len(old) :],
         stream=allocation.stream,
         place=allocation.place,
+        asked_bytes=allocation.asked_bytes,
     )
 
 
-# --- what two traces show ---------------------------------------------------------------------------------------------
-
-
-def _partners(base: Sweeps, proof: Sweeps, layers: Layers) -> Integers:
-    """For each birth, the one of the longer trace that it is like; -1 if that trace has no such turn."""
-    partners = np.full(len(base.dies_before), -1)
-    for segment, other in zip(base.segments, proof.segments, strict=True):
-        for layer, part in segment.parts.items():
-            twin = other.parts.get(layer if layer < layers.after else layer + layers.period)
-            if twin is None:
-                continue
-            if len(twin) != len(part):
-                raise NotRegularError(f"layer {layer} does something else in a deeper model")
-            partners[part.start : part.stop] = np.arange(twin.start, twin.stop)
-    return partners
-
-
-def _ends_of_lives(
-    base: Sweeps, proof: Sweeps, partners: Integers, layers: Layers
-) -> dict[str, NDArray[np.bool_]]:
-    """By what the layer in whose turn a birth dies goes, where there are more layers."""
-    num_births = len(base.dies_before)
-    is_relative, is_from_end = np.zeros(num_births, bool), np.zeros(num_births, bool)
-    here, there = base.places, proof.places
-    for birth in np.flatnonzero((base.dies_before != ALIVE) & (base.dies_before < num_births)).tolist():
-        death = base.dies_before[birth]
-        dies_in, source = int(here.layer[death]), int(here.layer[birth])
-        if dies_in == OUTSIDE:
-            continue
-        goes_with_the_end = False
-        partner = partners[birth]
-        if 0 <= source < layers.after and partner >= 0:
-            other = proof.dies_before[partner]
-            goes_with_the_end = other != ALIVE and (
-                (there.segment[other], there.layer[other], there.ordinal[other])
-                == (here.segment[death], dies_in + layers.period, here.ordinal[death])
-            )
-        if goes_with_the_end:
-            is_from_end[birth] = True
-        elif _is_met_first(base, birth, layers):
-            is_from_end[birth] = dies_in >= layers.after or (
-                dies_in >= layers.pivot and not base.segments[here.segment[death]].goes_up
-            )
-        else:
-            is_relative[birth] = True
-    return {"is_relative": is_relative, "is_from_end": is_from_end}
-
-
-def _is_met_first(base: Sweeps, birth: int, layers: Layers) -> bool:
-    """Whether a birth dies where a pass meets a layer, whoever's turn that is.
-
-    What goes at one moment for all layers, as a list of their norms does, goes so in the extended model too.
-    """
-    here, death = base.places, base.dies_before[birth]
-    source, segment = int(here.layer[birth]), base.segments[here.segment[birth]]
-    if source == OUTSIDE:
-        return True
-    from_pass_to_pass = (
-        here.segment[death] != here.segment[birth]
-        and source == segment.last
-        and here.layer[death] == base.segments[here.segment[death]].first
-    )
-    if from_pass_to_pass:
-        return True
-    likes = segment.parts.get(source + layers.period) or segment.parts.get(source - layers.period) or range(0)
-    ordinal = int(here.ordinal[birth])
-    return ordinal < len(likes) and base.dies_before[likes[ordinal]] == death
-
-
-def _growing_births(base: Sweeps, partners: Integers, layers: Layers) -> Iterator[tuple[int, int]]:
-    """Births that are not copied, and those of the longer trace that they are like."""
-    for birth, (layer, partner) in enumerate(
-        zip(base.places.layer.tolist(), partners.tolist(), strict=False)
-    ):
-        if partner >= 0 and not layers.is_repeated(layer):
-            yield birth, partner
-
-
-def _growing_sizes(
-    base: Sweeps, proof: Sweeps, partners: Integers, layers: Layers
-) -> Iterator[tuple[int, GrowingSize]]:
-    here, there = base.trace.timeline.allocations, proof.trace.timeline.allocations
-    for birth, partner in _growing_births(base, partners, layers):
-        size, more = here[birth].size_bytes, there[partner].size_bytes
-        if size != more:
-            yield birth, GrowingSize(size, more - size)
-
-
-def _growing_work(
-    base: Sweeps, proof: Sweeps, partners: Integers, layers: Layers
-) -> Iterator[tuple[int, GrowingWork]]:
-    for birth, partner in _growing_births(base, partners, layers):
-        work, longer = _work_behind(base, birth), _work_behind(proof, partner)
-        if list(map(_cost, work)) == list(map(_cost, longer)):
-            continue
-        if [entry.name for entry in work] == [entry.name for entry in longer]:
-            more = tuple(
-                (by.num_bytes - entry.num_bytes, by.flops - entry.flops)
-                for entry, by in zip(work, longer, strict=True)
-            )
-            yield birth, GrowingWork(_costs(work), more)
-        else:
-            yield birth, GrowingWork(_costs(work), added=tuple(_added_work(work, longer)))
-
-
-def _added_work(work: list[Work], longer: list[Work]) -> Iterator[tuple[int, tuple[Work, ...]]]:
-    matches = difflib.SequenceMatcher(None, [*map(_cost, work)], [*map(_cost, longer)], autojunk=False)
-    for kind, first, _, longer_first, longer_last in matches.get_opcodes():
-        if kind not in ("equal", "insert"):
-            raise NotRegularError("the work outside the layers changes with their number")
-        if kind == "insert":
-            yield first, tuple(longer[longer_first:longer_last])
-
-
-def _work_behind(sweeps: Sweeps, birth: int) -> list[Work]:
+def work_behind(sweeps: Sweeps, birth: int) -> list[Work]:
+    """The work that follows a birth."""
     return sweeps.trace.work[sweeps.work_starts[birth] : sweeps.work_starts[birth + 1]]
 
 
-def _cost(entry: Work) -> tuple[object, ...]:
+def cost_of(entry: Work) -> tuple[object, ...]:
+    """What two entries of work have in common that are the same at another place."""
     return entry.kind, entry.name, entry.flops, entry.num_bytes, entry.stream
 
 
-def _costs(entries: Sequence[Work]) -> tuple[tuple[int, int], ...]:
+def costs_of(entries: Sequence[Work]) -> tuple[tuple[int, int], ...]:
+    """Bytes and operations of each entry."""
     return tuple((entry.num_bytes, entry.flops) for entry in entries)

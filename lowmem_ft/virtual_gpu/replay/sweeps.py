@@ -30,31 +30,41 @@ class NotRegularError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """How a stack of layers repeats.
+    """How a stack of layers repeats: in one stretch, or in two where the last layers are of another kind.
 
     Args:
         stack: qualified name of the list of layers, such as ``model.layers``.
         lead: layers at the beginning that are unlike the rest.
         period: layers after which the rest repeats.
+        tail: the first of the last layers, if these are treated otherwise, as those that stay on the device where the
+            others are streamed; None: there are no such layers.
     """
 
     stack: str
     lead: int
     period: int
+    tail: int | None = None
 
     @property
-    def pivot(self) -> int:
-        """The first layer of the period that is repeated: the second period, as the first one may be at an edge."""
-        return self.lead + self.period
+    def pivots(self) -> tuple[int, ...]:
+        """Of each stretch, the first layer of the period that is repeated: the second, as the first is at an edge."""
+        first = self.lead + self.period
+        return (first,) if self.tail is None else (first, self.tail + self.period)
 
     @property
-    def after(self) -> int:
-        """The first layer behind that period."""
-        return self.pivot + self.period
+    def afters(self) -> tuple[int, ...]:
+        """Of each stretch, the first layer behind that period."""
+        return tuple(pivot + self.period for pivot in self.pivots)
 
     def is_repeated(self, layer: int) -> bool:
         """Whether copies of a layer stand for those that are missing."""
-        return self.pivot <= layer < self.after
+        return any(pivot <= layer < pivot + self.period for pivot in self.pivots)
+
+    def moved(self, layer: int, more: Sequence[int]) -> int:
+        """Where a layer stands in a model of which each stretch has so many periods more; of a repeated one, itself."""
+        return layer + self.period * sum(
+            extra for after, extra in zip(self.afters, more, strict=True) if layer >= after
+        )
 
 
 Part = range
@@ -128,7 +138,7 @@ class Sweeps:
             raise NotRegularError("the cache is emptied on the way")
         allocations = trace.timeline.allocations
         labels = _without_gaps(_labels(allocations, layers.stack), allocations)
-        if max(labels, default=OUTSIDE) < layers.lead + 2 * layers.period:
+        if max(labels, default=OUTSIDE) < layers.afters[-1]:
             raise NotRegularError("too few layers")
         num_born = [0, *accumulate(kind == "malloc" for kind, _ in events)]
         dies_before = np.full(len(allocations), ALIVE, np.int64)

@@ -22,7 +22,7 @@ Arrays = Mapping[str, NDArray[Any]]
 _EVENT_KINDS = ("malloc", "free", "empty_cache")
 _HEADER = "header"
 
-_ALLOCATION_WORDS = ("category", "phase", "module", "stream", "place")
+_ALLOCATION_WORDS = ("category", "phase", "module", "stream", "place", "asked_bytes")
 _WORK_WORDS = ("kind", "stream", "name", "dtype", "event", "blocking", "to_host", "times")
 _WORK_NUMBERS = ("position", "flops", "num_bytes")
 
@@ -63,7 +63,7 @@ def arrays_of(trace: Trace, repetition: Repetition | None, **notes: Any) -> dict
         **{name: np.array([getattr(entry, name) for entry in work], np.int64) for name in _WORK_NUMBERS},
     }
     if repetition is not None:
-        arrays |= {"is_relative": repetition.is_relative, "is_from_end": repetition.is_from_end}
+        arrays |= {"is_relative": repetition.is_relative, "goes_with": repetition.goes_with}
     return arrays
 
 
@@ -135,8 +135,8 @@ def _repetition_of(header: Any, arrays: Arrays) -> Repetition | None:
         layers=Layers(**header["layers"]),
         structure=header["structure"],
         is_relative=arrays["is_relative"],
-        is_from_end=arrays["is_from_end"],
-        sizes={birth: GrowingSize(size, more) for birth, size, more in header["sizes"]},
+        goes_with=arrays["goes_with"],
+        sizes={birth: GrowingSize(*size) for birth, *size in header["sizes"]},
         work={
             birth: GrowingWork(
                 costs=_pairs(costs),

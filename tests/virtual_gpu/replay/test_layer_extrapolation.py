@@ -9,7 +9,7 @@ import pytest
 from lowmem_ft.memory.category import Phase
 from lowmem_ft.memory.estimate import ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
-from lowmem_ft.virtual_gpu.replay.layer_extrapolation import extend
+from lowmem_ft.virtual_gpu.replay.repetition_proof import extend
 from lowmem_ft.virtual_gpu.replay.sweeps import Layers, NotRegularError
 from lowmem_ft.virtual_gpu.trace import Trace
 from lowmem_ft.virtual_gpu.work import Work, WorkLog
@@ -76,7 +76,9 @@ class Program:
 def extended(
     make: Callable[[int], Program], num_layers: int, *, short: int = 3, layers: Layers = EVERY_LAYER_ALIKE
 ) -> Trace:
-    return extend(make(short).trace(), make(short + layers.period).trace(), layers, num_layers)
+    more, rest = divmod(num_layers - short, layers.period)
+    assert not rest
+    return extend(make(short).trace(), make(short + layers.period).trace(), layers, [more])
 
 
 def events(trace: Trace) -> list[tuple[str, int, str, str]]:
@@ -200,6 +202,49 @@ def test_layers_that_do_not_repeat_are_refused(activation: Callable[[int], Size]
         extended(lambda num_layers: Program(num_layers, activation(num_layers)), 9)
 
 
+TWO_STRETCHES = Layers(stack="model.layers", lead=0, period=1, tail=4)
+
+
+def with_last(base: type[Program], num_others: int, num_last: int) -> Program:
+    """The last layers keep more than the others."""
+    return base(num_others + num_last, lambda layer: 100 if layer < num_others else 900)
+
+
+@pytest.mark.parametrize("program", [Program, ReadTwiceOver, NormsUntilTheLastLayer])
+@pytest.mark.parametrize("more", [(9, 5), (0, 7), (6, 0)])
+def test_last_layers_of_another_kind_repeat_by_themselves(
+    program: type[Program], more: tuple[int, int]
+) -> None:
+    layers = (
+        Layers(stack="model.layers", lead=1, period=1, tail=5) if program is ReadTwiceOver else TWO_STRETCHES
+    )
+    assert layers.tail is not None
+    short, longer = with_last(program, layers.tail, 4), with_last(program, layers.tail + 1, 5)
+    mine = extend(short.trace(), longer.trace(), layers, more)
+    assert_equal(mine, with_last(program, layers.tail + more[0], 4 + more[1]).trace())
+
+
+def test_growth_that_two_stretches_cannot_share_is_refused() -> None:
+    class Odd(Program):
+        def step(self) -> None:
+            super().step()
+            self.timeline.free(self.take(10 + 3 * self.num_layers // 2))
+
+    with pytest.raises(NotRegularError, match="differently"):
+        extend(with_last(Odd, 4, 4).trace(), with_last(Odd, 5, 5).trace(), TWO_STRETCHES, (1, 1))
+
+
+def test_memory_in_whole_pages_grows_by_what_was_asked_for() -> None:
+    class InPages(Program):
+        def step(self) -> None:
+            super().step()
+            asked = 1000 * self.num_layers
+            index = self.take(-(-asked // 4096) * 4096)
+            self.timeline.allocations[index].asked_bytes = asked
+
+    assert events(extended(InPages, 12)) == events(InPages(12).trace())
+
+
 class OutsideGrowsBySquares(Program):
     """Memory outside the layers that does not grow with their number, but faster."""
 
@@ -238,7 +283,7 @@ def test_another_order_of_layers_is_refused() -> None:
 
 def test_traces_that_are_not_a_period_apart_are_refused() -> None:
     with pytest.raises(NotRegularError, match="one period apart"):
-        extend(Program(3).trace(), Program(5).trace(), EVERY_LAYER_ALIKE, 9)
+        extend(Program(3).trace(), Program(5).trace(), EVERY_LAYER_ALIKE, [6])
 
 
 def test_too_few_layers_are_refused() -> None:
