@@ -34,7 +34,7 @@ from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hub_names import hub_id_of, nearest_names, out_of_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
-from lowmem_ft.models.model_files import refuse_quantized
+from lowmem_ft.models.model_files import limit_of_positions, refuse_quantized
 from lowmem_ft.models.quantization import (
     keep_one_layout,
     log_quantization,
@@ -195,11 +195,8 @@ def weights_dtype(config: ModelConfig, hf_config: PretrainedConfig) -> torch.dty
 
 def max_positions(hf_config: PretrainedConfig) -> int | None:
     """The longest sequence the architecture was made for, in tokens; None where the config names no limit."""
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-        limit = getattr(hf_config.get_text_config(), name, None)
-        if isinstance(limit, int) and limit > 0:  # XLNet says -1
-            return limit
-    return None
+    text_config = hf_config.get_text_config()
+    return limit_of_positions(lambda name: getattr(text_config, name, None))
 
 
 def vocab_size(hf_config: PretrainedConfig) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def architecture_fields(config: ModelConfig) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}  # transformers says what is wrong with it
     return fields if isinstance(fields, dict) else {}
+
+
+def limit_of_positions(value_of: Callable[[str], Any]) -> int | None:
+    """The longest sequence that an architecture was made for, in tokens; None where its config names no limit.
+
+    Args:
+        value_of: a field of the config of its text model by name, None where it has none.
+    """
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        limit = value_of(name)
+        if isinstance(limit, int) and limit > 0:  # XLNet says -1
+            return limit
+    return None
 
 
 def refuse_unfit(config: ModelConfig) -> None:

@@ -1,0 +1,34 @@
+"""What a plan assumes of a model without a recipe."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lowmem_ft.recipe.defaults import with_defaults_of_plan
+
+ROWS = "training.gradient_accumulation_steps=16"
+
+
+@pytest.mark.parametrize(
+    "fields, length",
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 131072}, 2048),
+        ({"text_config": {"max_position_embeddings": 256}}, 256),
+        ({}, 2048),
+    ],
+)
+def test_rows_are_no_longer_than_the_model_takes(tmp_path, fields, length):
+    (tmp_path / "config.json").write_text(json.dumps(fields), "utf-8")
+    for key in ("model", "model.name_or_path"):
+        settings = [f"{key}={tmp_path}"]
+        assert with_defaults_of_plan(settings) == [ROWS, f"data.max_length={length}", *settings]
+
+
+def test_what_is_said_stays_as_it_is():
+    settings = ["model=no/such", "data.max_length=4096", "training.per_device_train_batch_size=2"]
+    assert with_defaults_of_plan(settings) == settings
+    assert with_defaults_of_plan(["model=no/such"])[1] == "data.max_length=2048"
