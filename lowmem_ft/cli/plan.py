@@ -61,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe = load_recipe(recipe_name, [*added, *settings])
         check_model_path(recipe.model)
         import lowmem_ft.planner
+        from lowmem_ft.reports.wording import short_name
 
     take_over_library_logs()
-    doing = f"{recipe.model.name_or_path}: planning"
-    with progress_line(doing) as say:
+    with progress_line(f"{short_name(recipe.model.name_or_path or '')}: planning") as say:
         plan = lowmem_ft.planner.plan(
-            recipe, gpu=options.gpu, on_progress=lambda progress: say(f"{doing}, {_words(progress)}")
+            recipe, gpu=options.gpu, on_progress=lambda progress: say(_words(progress))
         )
     return _report(
         plan, recipe, [*([f"recipe={recipe_name}"] if recipe_name else []), *added, *settings], options
@@ -74,13 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _words(progress: PlanProgress) -> str:
+    """How far a search is, in less than 80 columns: what comes last is how to end it."""
     best = progress.best
     found = "nothing fits yet" if best is None else "one fits"
     if best is not None and best.step is not None:
         found = f"{best.step.seconds:.3g} s a step so far"
-    return (
-        f"{progress.estimated} of {progress.combinations:,} combinations estimated, {found}; Ctrl-C ends it"
-    )
+    return f"planning: {progress.estimated} of {progress.combinations:,} tried, {found}; Ctrl-C ends it"
 
 
 def _report(plan: MemoryPlan, recipe: Recipe, command: Sequence[str], options: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 
@@ -7,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from lowmem_ft.cli import main
+from lowmem_ft.cli import plan as cli_plan
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.planner import target
 from lowmem_ft.recipe import load_recipe
@@ -147,3 +149,13 @@ def test_ctrl_c_shows_the_best_so_far(folder, capsys, monkeypatch):
     monkeypatch.setattr(target, "estimate_memory", until_ctrl_c)
     assert main(["plan", f"model={folder}", "model.weights=random", KEEP, "budget=9GiB", "--gpu", "l4"]) == 0
     assert "You ended the search." in " ".join(capsys.readouterr().out.split())
+
+
+def test_on_80_columns_the_progress_says_how_to_end_it(folder, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(cli_plan, "progress_line", lambda doing: contextlib.nullcontext(said.append))
+    assert main(["plan", f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]) == 0
+    assert said
+    for line in said:
+        assert line.endswith("; Ctrl-C ends it")
+        assert len(line) <= 70  # beside a spinner, and dots, and with larger numbers
