@@ -128,7 +128,11 @@ class _ShortTracing:
 
     def _of_stand_in(self, shallow: ShallowModel) -> ShortTrace | None:
         """The trace of a few layers, if it shows how all of them follow, or if another one has shown it."""
-        stand_ins = [shallow, shallow.deeper()] if shallow.more[0] > 1 else [shallow]
+        stand_ins = [shallow]
+        if (
+            shallow.more[0] > 1 and shallow.layers.tail is None
+        ):  # two stretches are so deep that all layers cost less
+            stand_ins.append(shallow.deeper())
         keys = {stand_in: self._key_of(stand_in) for stand_in in stand_ins}
         own = keys[shallow]
         proofs = {} if own is None else self._kept.proofs(own)

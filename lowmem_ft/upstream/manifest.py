@@ -174,12 +174,6 @@ TORCH = (
         "class", "torch._C", "_DisableTorchDispatch _PreserveDispatchKeyGuard", "a kernel without any mode"
     ),
     *_each("class", _DISPATCH, "TorchDispatchMode", "sees every operator"),
-    _replaced(
-        f"{_DISPATCH}.TorchDispatchMode",
-        "_should_skip_dynamo",
-        "",
-        "nothing compiles a trace: saves it a wrapper",
-    ),
     *_each("called", _DISPATCH, "_disable_current_modes", "steps outside of all modes"),
     _called("torch._C", "_get_dispatch_mode", None, "whether a thread is the one that is traced"),
     *_each("class", "torch._C", "_TorchDispatchModeKey", "the key to ask for"),

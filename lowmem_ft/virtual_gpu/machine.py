@@ -160,7 +160,6 @@ class VirtualMachine:
     def take_host_memory(self, tensor: Tensor, category: Category) -> None:
         """Say what a new tensor on the host is for, in memory that comes as it is asked for and stays."""
         self.mark(tensor, category)
-        self.recorder.comes_in_pages(tensor)
         self.recorder.stays(tensor)
 
     def mark_state(self, optimizer: Optimizer) -> None:

@@ -119,11 +119,6 @@ class Recorder(TorchDispatchMode):
         self._tenants: dict[int, str] = {}
         """The modules whose weights lie in shared memory at the moment."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: nothing compiles a trace, and to tell the compiler so takes longer than a question for a device."""
-        return False
-
     # --- what others tell the recorder -------------------------------------------------------------------------------
 
     def mark(self, tensor: Tensor, category: Category, module: str | None = None) -> None:
@@ -167,19 +162,19 @@ class Recorder(TorchDispatchMode):
         if self.timeline.allocations[index].place == "device":
             self.live_bytes -= self.timeline.allocations[index].size_bytes
 
-    def comes_in_pages(self, tensor: Tensor) -> None:
-        """Note how many bytes a tensor asked for, if its memory is pinned and fills whole pages."""
-        index = self._index_of.get(tensor.untyped_storage()._cdata)
-        if index is not None and self.timeline.allocations[index].place == "pinned":
-            self.timeline.allocations[index].asked_bytes = tensor.nbytes
-
     def stays(self, tensor: Tensor) -> None:
-        """Count a new tensor's memory once for each round that the present one stands for, as long as it lives."""
+        """Count a new tensor's memory once for each round that the present one stands for, as long as it lives.
+
+        Pinned memory fills whole pages; what the tensor asked for is noted.
+        """
         storage, times = tensor.untyped_storage(), self.alike.times
         index = self._index_of.get(storage._cdata)
-        if index is None or times == 1:
+        if index is None:
             return
         one = self.timeline.allocations[index]
+        one.asked_bytes = tensor.nbytes if one.place == "pinned" else 0
+        if times == 1:
+            return
         others = dataclasses.replace(one, size_bytes=one.size_bytes * (times - 1), asked_bytes=0)
         key = -1 - index  # no storage's address
         self._index_of[key] = self.timeline.malloc(others)
