@@ -16,7 +16,7 @@ from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES, host_out
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.comparison import estimated_peaks
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, RESERVED_SHARE
+from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, HEAP_SHARE, RESERVED_SHARE
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.units import MIB
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -162,9 +162,19 @@ def test_on_a_cpu_the_heap_keeps_something_once_a_step_has_freed_it(make_recipe)
     estimate = estimate_memory(make_recipe("data.eval_size=8"), "cpu")
     peaks, parts = estimated_peaks(estimate), estimate.host_by_part_at_peak
     assert parts["heap"] == estimate.reserved_peak_bytes - estimate.allocated_peak_bytes > 0
+    small = [tensor for tensor in estimate.timeline.allocations if tensor.size_bytes < 32 * MIB]
+    assert len(small) == len(estimate.timeline.allocations)
+    assert parts["heap"] == round(HEAP_SHARE * estimate.allocated_peak_bytes)
     for phase, beside in {"load": 0, "evaluation": parts["heap"]}.items():
         assert peaks.by_phase[phase] == estimate.by_phase[phase] + parts["process"] + beside
     assert peaks.peak_bytes == max(peaks.by_phase.values())
+
+
+def test_what_the_system_takes_back_at_once_the_heap_does_not_keep(make_recipe):
+    wide = make_recipe("training.per_device_train_batch_size=2048")
+    estimate = estimate_memory(wide, "cpu")
+    kept = estimate.host_by_part_at_peak["heap"]
+    assert 0 < kept < HEAP_SHARE * estimate.allocated_peak_bytes / 2
 
 
 STREAMED = (

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ProcessRange, StepTime
-from lowmem_ft.memory.uncertainty import HEAP_SHARE, Uncertainty, uncertainty_on_cpu, uncertainty_on_gpu
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.memory.uncertainty import (
+    HEAP_SHARE,
+    LARGEST_IN_HEAP_BYTES,
+    Uncertainty,
+    uncertainty_on_cpu,
+    uncertainty_on_gpu,
+)
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.replays import Replays, TensorPeaks
@@ -187,9 +194,9 @@ def estimate_on_cpu(
     tensors = TensorPeaks.of(trace.timeline, allocated, sizes, peak_at)
     peak = tensors.allocated_bytes
     base = surroundings.host.process_bytes
-    heap = round(HEAP_SHARE * peak)
+    heap = _kept_by_heap(trace.timeline, peak_at)
     process, uncertainty = peak + heap + base, uncertainty_on_cpu()
-    margin = uncertainty.bytes_of(peak, base)
+    margin = uncertainty.bytes_of(heap, base)
     limits = [limit for limit in (budget.device_bytes, budget.host_bytes) if limit is not None]
     process_range = ProcessRange(
         low_bytes=process - margin, high_bytes=process + margin, uncertainty=uncertainty
@@ -208,6 +215,14 @@ def estimate_on_cpu(
         not_modelled=("time on a CPU", "workspaces inside the CPU's kernels", *surroundings.not_modelled),
         trace_seconds=trace_seconds,
     )
+
+
+def _kept_by_heap(timeline: Timeline, position: int | None) -> int:
+    """Bytes that a process without a GPU holds beside its tensors at their peak: gaps between those in the heap."""
+    alive = [] if position is None else timeline.alive_at(position)
+    tensors = (timeline.allocations[index] for index in alive)
+    sizes = (tensor.size_bytes for tensor in tensors if tensor.place == "device")
+    return round(HEAP_SHARE * sum(size for size in sizes if size < LARGEST_IN_HEAP_BYTES))
 
 
 def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTime | None:
