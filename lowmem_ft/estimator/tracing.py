@@ -80,8 +80,8 @@ def trace_recipe(
     """
     hf_config = load_model_config(recipe.model, architecture_only=True)
     with deterministic_kernels(recipe.training.full_determinism):
-        refuse_too_many_tokens(recipe, hf_config)
         if not extend:
+            refuse_too_many_tokens(recipe, hf_config)
             return trace_layers(recipe, hf_config, new_machine())
         return _ShortTracing(recipe, hf_config, new_machine, kept or KeptTraces(), machine).find().whole()
 
@@ -119,6 +119,7 @@ class _ShortTracing:
         if found is not None:
             return found
         shallow = shallow_model(self._recipe, model_on_meta(self._recipe.model, self._hf_config))
+        refuse_too_many_tokens(self._recipe, self._hf_config)  # what is wrong with the model is told first
         short = None if shallow is None else self._of_stand_in(shallow)
         if short is None:
             short = ShortTrace(traced=trace_layers(self._recipe, self._hf_config, self._new_machine()))
