@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,12 @@ def totals(trace: Trace) -> dict[str, int]:
         "flops": sum(entry.flops for entry in trace.work),
         "bytes": sum(entry.num_bytes for entry in trace.work),
     }
+
+
+@pytest.fixture(autouse=True)
+def _reasons(caplog: pytest.LogCaptureFixture) -> None:
+    """Why few layers do not stand for all stands beside a failure."""
+    caplog.set_level(logging.INFO, tracing.__name__)
 
 
 @pytest.fixture
