@@ -56,7 +56,7 @@ def estimated_peaks(estimate: MemoryEstimate) -> Peaks:
     is_on_cpu = estimate.is_of_cpu
     process, heap = (estimate.host_by_part_at_peak.get(part, 0) * is_on_cpu for part in ("process", "heap"))
     phases = {
-        name: size + process + (0 if name == "load" else heap)  # nothing has been freed by then
+        name: size + process + (heap if name in STEP_PHASES else 0)  # the others begin with the heap trimmed
         for name, size in estimate.by_phase.items()
         if size
     }
