@@ -14,12 +14,10 @@ from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.errors import DataError
 from lowmem_ft.models import max_positions
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.run_rules import oversized_steps
 
 DOCUMENTS_PER_PACKED_ROW = 4
 """How many documents share a packed row does not change its memory, as long as there are several."""
-
-MOST_TOKENS, MOST_MICRO_BATCHES = 2**21, 2**12
-"""Of a micro-batch, and of a step: batches are really made, and chunks of the loss counted one by one."""
 
 
 def worst_batch(
@@ -54,18 +52,8 @@ def refuse_too_many_tokens(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     Raises:
         DataError: if a micro-batch or a step is too large, or rows have no length.
     """
-    training, length = recipe.training, row_length(recipe, hf_config)
-    most_rows = max(1, MOST_TOKENS // length)
-    for key, value, most in (
-        ("per_device_train_batch_size", training.per_device_train_batch_size, most_rows),
-        ("per_device_eval_batch_size", training.per_device_eval_batch_size, most_rows),
-        ("gradient_accumulation_steps", training.gradient_accumulation_steps, MOST_MICRO_BATCHES),
-    ):
-        if value is not None and value > most:
-            raise DataError(
-                f"An estimate takes steps of up to {MOST_MICRO_BATCHES:,} micro-batches of {MOST_TOKENS:,} tokens, got "
-                f"training.{key}={value} with rows of {length} tokens. Set training.{key}={most} or less."
-            )
+    if problems := oversized_steps(recipe, row_length(recipe, hf_config)):
+        raise DataError(*problems)
 
 
 def row_length(recipe: Recipe, hf_config: PretrainedConfig) -> int:

@@ -10,7 +10,10 @@ from lowmem_ft.errors import UserError, did_you_mean
 from lowmem_ft.recipe.keys import recipe_groups, recipe_keys, unknown_key
 from lowmem_ft.recipe.rule import reads
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.units import parse_bytes
+from lowmem_ft.units import counted, parse_bytes
+
+MOST_TOKENS, MOST_MICRO_BATCHES = 2**21, 2**12
+"""Of a micro-batch, and of a step: more is a slip of the keyboard, and an estimate really makes the batches."""
 
 SCHEDULES_THAT_NEED_ARGUMENTS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 
@@ -89,6 +92,37 @@ def hub_settings_need_push(recipe: Recipe) -> str | None:
         f"training.{key}={getattr(training, key)} needs training.push_to_hub=true, got false. "
         f"Set training.push_to_hub=true or training.{key}=null."
     )
+
+
+@reads(
+    "training.per_device_train_batch_size",
+    "training.per_device_eval_batch_size",
+    "training.gradient_accumulation_steps",
+    "data.max_length",
+)
+def steps_have_a_size(recipe: Recipe) -> list[str]:
+    """Where rows are as long as the model allows, an estimate asks again once it knows the model."""
+    return oversized_steps(recipe, recipe.data.max_length or 1)
+
+
+def oversized_steps(recipe: Recipe, row_tokens: int) -> list[str]:
+    """What makes a micro-batch or a step too large, by the longest row; empty if nothing does."""
+    training, most_rows = recipe.training, max(1, MOST_TOKENS // row_tokens)
+    tokens = f"rows of {counted(row_tokens, 'token')} make micro-batches of more than {MOST_TOKENS:,} tokens"
+    return [
+        f"training.{key} must be at most {most}, got {value}: {why}. Set training.{key}={most} or less."
+        for key, value, most, why in (
+            ("per_device_train_batch_size", training.per_device_train_batch_size, most_rows, tokens),
+            ("per_device_eval_batch_size", training.per_device_eval_batch_size, most_rows, tokens),
+            (
+                "gradient_accumulation_steps",
+                training.gradient_accumulation_steps,
+                MOST_MICRO_BATCHES,
+                "micro-batches of a step, each with a pass of its own",
+            ),
+        )
+        if value is not None and value > most
+    ]
 
 
 @reads("training.resume_from_checkpoint", "training.overwrite_output_dir")

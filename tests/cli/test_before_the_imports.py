@@ -28,6 +28,8 @@ COMMANDS = [
     ["train", "recipe=tiny", "data=org/dataset"],
     ["train", "recipe=tiny", "data.eval_size=null", "data.eval_path=org/dataset"],
     ["train", "recipe=tiny", "tiling.head=100000"],
+    ["train", "recipe=tiny", "training.per_device_train_batch_size=99999999"],
+    ["estimate", "recipe=tiny", "training.gradient_accumulation_steps=99999999", "--gpu", "l4"],
     ["train", "recipe=tiny", "model.weights=pretrained"],
     ["train", "recipe=tiny", "model=cut", "model.weights=pretrained"],
     ["train", "recipe=tiny", "model=bert"],
