@@ -53,10 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.paths import check_paths_of_run
+    from lowmem_ft.training.distributed_rules import launched_processes, problems_with_processes
     from lowmem_ft.training.run_folder import RunFolder
 
     set_up_logging()
     recipe = load_recipe(recipe_name, settings)
+    if problems := problems_with_processes(recipe, launched_processes()):
+        raise RecipeError(*problems)
     check_paths_of_run(recipe)
     # Before the import below, which takes seconds; what is still to be planned, a run does not go on with.
     is_planned = recipe.plan.mode == "none"

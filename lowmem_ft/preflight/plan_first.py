@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
 from lowmem_ft.planner.space import planned_keys, with_settings
 from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.training.distributed_rules import launched_processes
 from lowmem_ft.training.replaced_run import RECIPE_FILE
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.units import format_bytes
@@ -41,7 +41,7 @@ def with_plan(recipe: Recipe) -> Recipe:
         UserError: if there are several processes, the run's folder is in the way, or it cannot be planned.
         DoesNotFitError: if nothing fits; it says what the nearest lacks.
     """
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by launchers
+    num_processes = launched_processes()
     if num_processes > 1:
         raise UserError(
             f"plan.mode=auto plans for one process, got {num_processes}. Plan first, with `lowmem-ft plan ... --write "

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import memory_knobs
+
+
+def launched_processes() -> int:
+    """How many processes the launcher started, as it tells each of them; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.atomic_io import write_whole_file
+from lowmem_ft.training.distributed_rules import launched_processes
 from lowmem_ft.training.out_of_memory import INSIDE_AN_UPDATE, NotRetried, does_not_fit
 from lowmem_ft.training.replaced_run import ALLOCATOR_FILE
 from lowmem_ft.training.runtime import RunRuntime
@@ -68,7 +68,7 @@ def does_not_fit_here(
     else:
         is_on_cuda = torch.cuda.is_available() and not recipe.training.use_cpu
         device = torch.device("cuda" if is_on_cuda else "cpu")
-        num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by the launcher
+        num_processes = launched_processes()
     others = this_machines_gpu(device).held_by_others_bytes if device.type == "cuda" else None
     return does_not_fit(
         recipe,

@@ -10,6 +10,8 @@ import sys
 import pyarrow
 import pyarrow.parquet
 
+from lowmem_ft.cli import main
+
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "pyarrow", "pandas"}
 
 COMMANDS = [
@@ -79,6 +81,20 @@ for command in {COMMANDS!r}:
     )
     assert done.stdout.splitlines() == ["|".join(["2", *command]) for command in COMMANDS], done.stderr
     assert done.stderr.count("error: ") == len(COMMANDS)
+
+
+def test_what_works_in_one_process_is_told_without_them(tmp_path, monkeypatch, capfd):
+    """Each process is told by its launcher how many they are."""
+    monkeypatch.setitem(sys.modules, "lowmem_ft.preflight", None)  # what imports them
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    settings = [
+        "optimizer.in_backward=true",
+        "accumulation.order=vertical",
+        f"training.output_dir={tmp_path / 'run'}",
+    ]
+    assert main(["train", "recipe=tiny", *settings]) == 2
+    assert "optimizer.in_backward=true works in one process, got 2" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_columns_of_parquet_are_told_before_all_but_its_reader(tmp_path):
