@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.errors import ModelError
 from lowmem_ft.repetition import rounds
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
@@ -103,30 +103,43 @@ def enable_vertical_accumulation(
     return accumulation
 
 
+class RowsCannotBeCutError(ModelError):
+    """A model's layers cannot be computed a few rows at a time.
+
+    Args:
+        why: a clause.
+        way_out: a sentence, for a recipe that asks for this order.
+    """
+
+    def __init__(self, why: str, way_out: str = "Set accumulation.order=horizontal.") -> None:
+        super().__init__(
+            f"accumulation.order=vertical computes the layers a few rows at a time, but {why}. {way_out}"
+        )
+        self.why = why
+
+
 def check_vertical_accumulation(model: Any) -> None:
     """Refuse a model whose layers cannot take its rows a few at a time.
 
     Raises:
-        ModelError: if it has no single stack of decoder layers, tells them positions by a bias of each head, or adds a
-            loss of its routers.
-        UserError: if its attention kernel gets a mask that cannot be cut.
+        ModelError: if it has no single stack of decoder layers.
+        RowsCannotBeCutError: if it tells them positions by a bias of each head, adds a loss of its routers, or has an
+            attention kernel whose mask cannot be cut.
     """
     taken = inspect.signature(decoder_layers(model)[0].forward).parameters
     biases = [name for name in _POSITION_BIASES if name in taken]
-    if biases and getattr(
-        model.config, "alibi", True
-    ):  # Falcon's layers take it, and get it where its config says so
+    # Falcon's layers take it, and get it where its config says so.
+    if biases and getattr(model.config, "alibi", True):
         raise _cannot_be_cut(f"the argument {biases[0]}")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise ModelError(
-            "accumulation.order=vertical cannot compute the routers' load-balancing loss micro-batch by micro-batch, "
-            "and output_router_logits is true in this model's config. Set accumulation.order=horizontal, or "
-            "output_router_logits to false in its config.json."
+        raise RowsCannotBeCutError(
+            "the routers' load-balancing loss goes over all its rows (output_router_logits is true in its config)",
+            "Set accumulation.order=horizontal, or output_router_logits to false in its config.json.",
         )
     if model.config._attn_implementation == "flex_attention":
-        raise UserError(
-            "accumulation.order=vertical cannot cut the block mask of flex attention by rows, got "
-            "model.attn_implementation=flex_attention. Set model.attn_implementation=sdpa."
+        raise RowsCannotBeCutError(
+            "the block mask of model.attn_implementation=flex_attention cannot be cut by rows",
+            "Set model.attn_implementation=sdpa.",
         )
 
 
@@ -182,11 +195,8 @@ def _by_rows(
     return by_rows
 
 
-def _cannot_be_cut(what: str) -> ModelError:
-    return ModelError(
-        "accumulation.order=vertical needs decoder layers whose arguments can be cut by rows, but these take "
-        f"{what}. Set accumulation.order=horizontal."
-    )
+def _cannot_be_cut(what: str) -> RowsCannotBeCutError:
+    return RowsCannotBeCutError(f"those of this model take {what}, which cannot be cut by rows")
 
 
 def _cut(value: Any, rows: slice, of: int, gradients: dict[int, _GradientOfAllRows]) -> Any:
@@ -220,10 +230,7 @@ def _with_rows_written(output: Any, part: Any, rows: slice, num_rows: int) -> An
         return tuple(
             _with_rows_written(whole, item, rows, num_rows) for whole, item in zip(outputs, part, strict=True)
         )
-    raise ModelError(
-        "accumulation.order=vertical needs decoder layers that return tensors, but these return "
-        f"{type(part).__name__}. Set accumulation.order=horizontal."
-    )
+    raise RowsCannotBeCutError(f"those of this model return no tensors but {type(part).__name__}")
 
 
 class _GradientOfAllRows:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from lowmem_ft.data import Batch, LabelledRows, half_of, half_of_rows
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.meter import free_device_bytes
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
@@ -38,6 +38,7 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
 from lowmem_ft.techniques.vertical_accumulation import (
+    RowsCannotBeCutError,
     VerticalAccumulation,
     check_vertical_accumulation,
     enable_vertical_accumulation,
@@ -110,6 +111,8 @@ class Retries:
             before = BeforeWindow.of(self.session.unwrapped_model, self.session.runtime.device)
             return attempt.gradients()
         except Exception as error:
+            if isinstance(error, RowsCannotBeCutError) and self._recipe.accumulation.order == "horizontal":
+                raise self._not_inside_the_layers(error.why) from error
             if not is_out_of_memory(error):
                 raise
             try:
@@ -151,6 +154,8 @@ class Retries:
             ways.reverse()
         smaller = next((cut for way in ways if (cut := way(attempt)) is not None), None)
         if smaller is None:
+            if (why := self._why_not_inside_the_layers()) and len(_running(attempt)[0].input_ids_BT) > 1:
+                raise self._not_inside_the_layers(why)
             raise NotRetried(
                 "It could not start over in smaller pieces: what was running is a single row or document, or nothing "
                 "that goes by the rows."
@@ -175,8 +180,9 @@ class Retries:
         """Half of what was running; of the largest, if memory ran out beside the model."""
         techniques = self.session.techniques
         in_layers = techniques.takes_whole_window or techniques.find(InBackward) is not None
-        running = attempt.micro_batches() if attempt.working_on is None else [attempt.working_on]
-        halves = [self._half_of_layers_rows(rows) if in_layers else half_of(rows) for rows in running]
+        halves = [
+            self._half_of_layers_rows(rows) if in_layers else half_of(rows) for rows in _running(attempt)
+        ]
         half = max((half for half in halves if half is not None), default=None)
         if half is None:
             return None
@@ -187,7 +193,7 @@ class Retries:
     def _half_of_layers_rows(self, rows: LabelledRows) -> int | None:
         num_rows, length = rows.input_ids_BT.shape
         vertical = self.session.techniques.find(VerticalAccumulation)
-        if vertical is None and not self._may_go_over_to_vertical_order():
+        if self._why_not_inside_the_layers() is not None:
             return None
         at_once = num_rows if vertical is None else min(num_rows, vertical.rows_at_once(length))
         return half_of_rows(at_once, length)
@@ -201,14 +207,26 @@ class Retries:
 
     # --- what a cut needs ---------------------------------------------------------------------------------------------
 
-    def _may_go_over_to_vertical_order(self) -> bool:
-        """Without checkpoints it would free next to nothing: a layer keeps what it needs of all rows."""
-        model = self.session.unwrapped_model
+    def _why_not_inside_the_layers(self) -> str | None:
+        """Where gradients are used as backward finishes them, micro-batches are cut in vertical order or not at all."""
+        techniques, model = self.session.techniques, self.session.unwrapped_model
+        if techniques.find(InBackward) is None or techniques.find(VerticalAccumulation) is not None:
+            return None
         try:
             check_vertical_accumulation(model)
-        except UserError:
-            return False
-        return all(layer.gradient_checkpointing for layer in decoder_layers(model))
+        except RowsCannotBeCutError as error:
+            return error.why
+        except ModelError:
+            return "this model has no single stack of them"
+        # A layer without a checkpoint keeps what it needs of all rows: a cut would free next to nothing.
+        is_cuttable = all(layer.gradient_checkpointing for layer in decoder_layers(model))
+        return None if is_cuttable else "not all of them are checkpointed (checkpointing.mode=full)"
+
+    def _not_inside_the_layers(self, why: str) -> NotRetried:
+        return NotRetried(
+            "It could not start over in smaller pieces: with optimizer.in_backward=true these are made inside the "
+            f"layers, but {why}. Set training.per_device_train_batch_size lower."
+        )
 
     def _go_over_to_vertical_order(self) -> None:
         """Where each gradient is to come once a step, a micro-batch is cut in the layers."""
@@ -259,6 +277,11 @@ class Retries:
         elsewhere |= set() if streaming is None else streaming.waiting
         beside = [[parameter] for parameter in trained if parameter not in elsewhere]
         return max(map(_bytes_in_float32, [*layers, *beside]))
+
+
+def _running(attempt: WindowPass) -> list[LabelledRows]:
+    """What memory ran out for: the micro-batch that was running, or else any of them."""
+    return attempt.micro_batches() if attempt.working_on is None else [attempt.working_on]
 
 
 def why_rows_couple(model: nn.Module) -> str | None:

@@ -361,7 +361,13 @@ def with_two_processes(retries):
         ((), None, (24,), "a single row or document"),
         (("budget.retry=false",), None, (24, 9), "budget.retry=false"),
         ((*IN_BACKWARD, *ONE_MICRO_BATCH, "training.max_grad_norm=null"), None, (24, 9), "without clipping"),
-        ((*IN_BACKWARD, *ONE_MICRO_BATCH, "checkpointing.mode=none"), None, (24, 9), "single row"),
+        (
+            (*IN_BACKWARD, *ONE_MICRO_BATCH, "checkpointing.mode=none"),
+            None,
+            (24, 9),
+            "inside the layers, but not all of them are checkpointed",
+        ),
+        ((*IN_BACKWARD, *ONE_MICRO_BATCH, "checkpointing.mode=none"), None, (24,), "a single row"),
     ],
 )
 def test_what_cannot_start_over_says_why(settings, change, lengths, reason, retries_of):
@@ -374,6 +380,29 @@ def test_what_cannot_start_over_says_why(settings, change, lengths, reason, retr
         with pytest.raises(NotRetried, match=reason):
             retries.train_step(window)
     assert retries.cut == Cut()
+
+
+def test_layers_that_take_no_part_of_the_rows_are_named_and_not_the_order_that_nobody_asked_for(retries_of):
+    retries = retries_of(*IN_BACKWARD, *ONE_MICRO_BATCH, model_type="bloom")
+    with OutOfMemoryAt() as tracker:
+        tracker.refuse(40)
+        with pytest.raises(NotRetried) as refused:
+            retries.train_step([batch_of((24, 9), torch.Generator().manual_seed(0))])
+    assert "take the argument alibi" in refused.value.reason
+    assert "Set training.per_device_train_batch_size lower" in refused.value.reason
+    assert "vertical" not in refused.value.reason
+
+
+def test_layers_that_turn_out_to_return_something_else_are_told_likewise(retries_of):
+    """Their signature shows nothing of it: the step that starts over meets it."""
+    retries = retries_of(*IN_BACKWARD, *ONE_MICRO_BATCH)
+    layer = retries.session.unwrapped_model.model.layers[0]
+    forward = layer.forward
+    layer.forward = lambda h, **kwargs: {"h": forward(h, **kwargs)} if len(h) == 1 else forward(h, **kwargs)
+    with OutOfMemoryAt() as tracker:
+        tracker.refuse(40)
+        with pytest.raises(NotRetried, match="return no tensors but dict"):
+            retries.train_step([batch_of((24, 9), torch.Generator().manual_seed(0))])
 
 
 def test_one_micro_batch_is_not_made_two_where_their_float32_sums_do_not_fit(retries_of, monkeypatch):
