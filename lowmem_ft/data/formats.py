@@ -344,6 +344,10 @@ _ROLES = {
 }
 
 
+_SAYING = ("content", "value", "tool_calls")
+"""Where a message has what it says; Arrow gives it every key that another message of the data has."""
+
+
 def _messages(value: Any, column: str) -> list[Message] | None:
     """The turns in a column; None if there are none, or one of them says nothing."""
     if value is None:
@@ -367,15 +371,24 @@ def _message(raw: Row, column: str) -> Message:
             f"{column}: the role of a message is one of {', '.join(_ROLES)}, got {_seen(named)}"
             f"{'' if named is not None else f' in {_seen(raw)}'}. Rename it."
         )
+    if raw.keys().isdisjoint(_SAYING):
+        raise DataError(
+            f"{column}: a message says something under {', '.join(_SAYING[:-1])} or {_SAYING[-1]}, got one with the "
+            f"keys {', '.join(map(str, raw))}.{_misspelt(raw)} Rename the key that holds the text."
+        )
     content = message.pop("content", None)
     content = message.pop("value", None) if content is None else content
     return {"role": _ROLES[role], "content": _content(content, column), **message}
 
 
+def _misspelt(raw: Row) -> str:
+    return next((hint for key in raw if (hint := did_you_mean(str(key), _SAYING))), "")
+
+
 def _content(content: Any, column: str) -> str:
     """What a message says; the multi-part form is taken where all parts are text."""
     if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
+        isinstance(part, dict) and part.get("type") == "text" and "text" in part for part in content
     ):
         return "".join(_text(part.get("text"), column) for part in cast(list[Row], content))
     return _text(content, f"The content of a message in {column}")

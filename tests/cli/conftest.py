@@ -45,6 +45,7 @@ def _write_rows(folder: Path) -> None:
         "other_columns": [{"foo": "a", "bar": "b"}],
         "preferences": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
         "unknown_role": [{"messages": [{"role": "alien", "content": "Hi"}]}],
+        "misspelt_value": [{"conversations": [{"from": "human", "vlaue": "Hi"}, {"from": "gpt", "vlaue": "Hello"}]}],
         "no_role": [{"messages": [{"content": "Hi"}]}],
         "messages_are_text": [{"messages": "Hi"}],
         "messages_of_text": [{"messages": ["Hi", "Hello"]}],

@@ -152,6 +152,12 @@ def test_an_example_with_an_empty_field_is_none(row):
         ),
         ({"messages": [{"content": "Hi"}]}, "the role of a message is one of"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is text, got list"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "Hi"}]}]}, "is text, got list"),
+        (
+            {"conversations": [{"from": "human", "vlaue": "Hi"}]},
+            "under content, value or tool_calls, got one with the keys from, vlaue. Did you mean `value`",
+        ),
+        ({"messages": [{"role": "user", "says": "Hi"}]}, "got one with the keys role, says. Rename"),
         ({"prompt": 1.5, "completion": "a"}, "prompt is text, got float: 1.5"),
         ({"text": 7}, "text is text, got int: 7"),
     ],
