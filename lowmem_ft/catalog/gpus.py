@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from importlib import resources
 from types import MappingProxyType
@@ -36,11 +37,22 @@ def find_gpu(name: str) -> Gpu:
     key = _plain(name)
     found = gpus.get(key) or next((gpu for gpu in gpus.values() if _plain(gpu.full_name) == key), None)
     if found is None:
-        near = did_you_mean(key, [known for known in gpus if key in known] or gpus)
+        one = _without_number(key)
+        if one in gpus:
+            raise UserError(
+                f"A plan or an estimate is for one GPU, got {name}. Each of several processes holds the whole model, "
+                f"and needs what one by itself does. Ask for {one}."
+            )
+        near = did_you_mean(one, [known for known in gpus if one in known] or gpus)
         raise UserError(
             f"There is no GPU {name!r} in the catalogue.{near} `lowmem-ft gpus` lists all {len(gpus)}."
         )
     return found
+
+
+def _without_number(key: str) -> str:
+    """``4xh100-80gb`` and ``h100-80gbx4`` as ``h100-80gb``."""
+    return re.sub(r"^\d{1,2}-?[x*]-?|-?[x*]-?\d{1,2}$", "", key)
 
 
 def _plain(name: str) -> str:

@@ -26,7 +26,10 @@ BROKEN_AND_MENDED = {
     "name_is_that_of_a_folder": (["name=.."], ["name=..", "training.output_dir=x"]),
     "budget_is_readable": (["budget.host=12 parsecs"], ["budget.host=12GB"]),
     "kept_keys_exist": (["plan.keep=[optimizer.stat]"], ["plan.keep=[optimizer.state, loss]"]),
-    "steps_have_a_size": (["training.per_device_eval_batch_size=16385"], ["training.per_device_eval_batch_size=16384"]),
+    "steps_have_a_size": (
+        ["training.per_device_eval_batch_size=16385"],
+        ["training.per_device_eval_batch_size=16384"],
+    ),
     "fp16_needs_float32_weights": (
         ["training.mixed_precision=fp16", "model.dtype=float16"],
         ["training.mixed_precision=fp16", "model.dtype=float32"],
