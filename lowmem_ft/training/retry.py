@@ -279,7 +279,7 @@ class Retries:
         return max(map(_bytes_in_float32, [*layers, *beside]))
 
 
-def _running(attempt: WindowPass) -> list[LabelledRows]:
+def _running(attempt: WindowPass) -> Sequence[LabelledRows]:
     """What memory ran out for: the micro-batch that was running, or else any of them."""
     return attempt.micro_batches() if attempt.working_on is None else [attempt.working_on]
 
