@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import modeling_flash_attention_utils as flash_attention
 
+from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import loop, train
@@ -45,6 +46,23 @@ def test_a_run_is_told_and_the_process_after_it_is_not(tiny, monkeypatch):
         with pytest.raises(Exception, match="memory ran out"):
             train(tiny(*overrides, "training.overwrite_output_dir=true"))
     assert seen == [(True, ":4096:8", True), (False, None, False)]
+    assert settings() == (False, None, False)
+
+
+def test_cublas_that_was_told_otherwise_in_this_process_is_explained(monkeypatch):
+    """torch keeps what it has read at the first product; this is its own error, of ATen's Context.cpp."""
+    refusal = (
+        "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+        "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses "
+        "CuBLAS and you have CUDA >= 10.2. To enable deterministic behavior in this case, you must set an environment "
+        "variable before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or "
+        "CUBLAS_WORKSPACE_CONFIG=:16:8."
+    )
+    explained = r"made with CUBLAS_WORKSPACE_CONFIG=unset\. Train in a process of its own"
+    with pytest.raises(UserError, match=explained), deterministic_kernels():
+        raise RuntimeError(refusal)
+    with pytest.raises(RuntimeError, match="another"), deterministic_kernels():
+        raise RuntimeError("another")
     assert settings() == (False, None, False)
 
 

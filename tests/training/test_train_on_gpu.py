@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
 
 import pytest
 import torch
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.memory.host_copies import CopyEngine
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
+from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+MILLISECONDS = 4_000_000
+"""Some two, in the GPU's cycles."""
+
 SHORT = ("training.max_steps=6", "training.save_steps=3", "training.eval_steps=null")
 
 
@@ -61,11 +68,14 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, metrics, overrides):
 
 @pytest.fixture
 def seven_layers(tmp_path, recipes_folder):
-    """The tiny model with layers enough for each slot to be used again: two would each keep one to themselves."""
+    """The tiny model with layers enough for each slot to be used again: two would each keep one to themselves.
+
+    With weights in a file, as random ones are made where the weights will be: a GPU draws other numbers than a CPU.
+    """
     folder = shutil.copytree(recipes_folder / "tiny", tmp_path / "seven_layers")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
-    return folder
+    config = AutoConfig.from_pretrained(folder, num_hidden_layers=7)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return ("training.full_determinism=true", f"model={folder}", "model.weights=pretrained")
 
 
 @pytest.mark.parametrize("max_grad_norm", ["null", "1.0"])
@@ -77,10 +87,8 @@ def test_each_rung_of_the_ladder_trains_as_the_one_below(max_grad_norm, seven_la
         train(
             recipe(
                 folder,
-                f"model={seven_layers}",
-                "model.weights=random",
+                *seven_layers,
                 *settings_of(rung),
-                "training.full_determinism=true",
                 f"training.max_grad_norm={max_grad_norm}",
             )
         )
@@ -92,10 +100,38 @@ def test_each_rung_of_the_ladder_trains_as_the_one_below(max_grad_norm, seven_la
     assert tiled == pytest.approx(resident, rel=5e-3)
 
 
+@pytest.mark.parametrize("late", ["copies", "computing"])
+def test_streamed_weights_wait_for_whoever_is_late(late, seven_layers, tmp_path, metrics, monkeypatch):
+    """A copy of so small a layer takes microseconds: nobody would meet it on its way without being held up."""
+    (streamed,) = (rung for rung in RUNGS if rung.name == "+ weights streamed")
+    settings = (*seven_layers, *settings_of(streamed), "training.max_steps=3")
+    train(recipe(tmp_path / "in_time", *settings))
+    begin = CopyEngine._on
+
+    @contextlib.contextmanager
+    def begin_late(engine, stream, after):
+        if late == "computing":
+            torch.cuda._sleep(MILLISECONDS)
+        with begin(engine, stream, after):
+            if late == "copies":
+                torch.cuda._sleep(MILLISECONDS)
+            yield
+
+    monkeypatch.setattr(CopyEngine, "_on", begin_late)
+    train(recipe(tmp_path / "late", *settings))
+    assert metrics(tmp_path / "late") == metrics(tmp_path / "in_time")
+
+
 def test_a_budget_caps_the_allocator_for_the_run_alone(tmp_path):
-    with pytest.raises(DoesNotFitError, match=r"ran out while the model was loaded \(budget\.device=1MiB\)"):
-        train(recipe(tmp_path / "run", "budget=1MiB"))
+    overhead = process_overhead_bytes(this_machines_gpu(), uses_bitsandbytes=False, num_processes=1)
+    one_mib = f"{sum(overhead.values()) // 2**10 + 2**10}KiB"  # of tensors; torch gets memory by twos
+    with pytest.raises(
+        DoesNotFitError, match=rf"ran out while the model was loaded \(budget\.device={one_mib}\)"
+    ):
+        train(recipe(tmp_path / "run", f"budget={one_mib}"))
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    with pytest.raises(DoesNotFitError, match=r"budget\.device=1MiB leaves nothing for tensors"):
+        train(recipe(tmp_path / "run", "budget=1MiB"))
 
 
 def _remove(folder):
