@@ -43,6 +43,7 @@ format: setup ## Format, and fix what the linter can fix
 	$(BIN)/ruff check --fix .
 
 gpu-check: setup ## Tests that need a CUDA device, then the benchmarks and the memory of real runs on it
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu-check needs a CUDA device, and torch %s sees none on this machine" % torch.__version__)'
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python scripts/bench_step.py --device cuda
 	$(BIN)/python scripts/bench_ladder.py --device cuda --model llama-3.2-1b --budgets 24GiB 8GiB 4GiB --steps 6

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from ladder_rungs import RUNGS, Rung, settings_of
-from measured_on import measured_on
+from measured_on import measured_on, require_device
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.meter import read_device_memory
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a row (CUDA)")
     parser.add_argument("--one", nargs=2, metavar=("RUNG", "BUDGET"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    require_device(arguments.device)
     if arguments.one:
         print(json.dumps(_one_on_cuda(arguments, RUNGS[int(arguments.one[0])], arguments.one[1])))
         return

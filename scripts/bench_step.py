@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
-from measured_on import measured_on
+from measured_on import measured_on, require_device
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from lowmem_ft.data import Batch
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
+    require_device(arguments.device)
     model_dir = arguments.model or get_demo_model(default_cache_dir())
     with tempfile.TemporaryDirectory() as scratch:
         recipe = _recipe(model_dir, Path(scratch), arguments)

@@ -28,7 +28,7 @@ from ground_truth.cpu_matrix import name_of, overrides_of, sample
 from ground_truth.cuda_matrix import cuda_rows
 from ground_truth.families import FAMILIES, write_families
 from ground_truth.real_run import RealPeaks, run_for_real
-from measured_on import measured_on
+from measured_on import measured_on, require_device
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory
@@ -54,6 +54,8 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="run nothing, print the file's errors")
     parser.add_argument("--in-this-process", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if not arguments.table:
+        require_device(arguments.device)
     if arguments.in_this_process:
         measure_here(arguments.device, arguments.in_this_process)
         return 0

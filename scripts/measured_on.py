@@ -22,6 +22,18 @@ def measured_on(device: torch.device) -> dict[str, Any]:
     }
 
 
+def require_device(device: str) -> None:
+    """End a script that is to measure on a device that torch does not see: it would go on with the processor.
+
+    Raises:
+        SystemExit: with what is missing.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit(
+            f"--device cuda needs a CUDA device, and torch {torch.__version__} sees none on this machine."
+        )
+
+
 def _processor() -> str:
     """The processor's name and the threads that torch uses; the bare architecture where the system keeps no name."""
     info = Path("/proc/cpuinfo")

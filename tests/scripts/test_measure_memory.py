@@ -7,6 +7,7 @@ import torch
 from ground_truth import real_run
 from ground_truth.comparison import compare, summarize
 from ground_truth.cuda_matrix import cuda_rows
+from measured_on import require_device
 
 from lowmem_ft.catalog import find_architecture
 from lowmem_ft.recipe import load_recipe
@@ -74,3 +75,10 @@ def test_every_cuda_row_is_a_recipe_of_a_model_that_needs_no_network():
     assert len(rows) >= 30
     for overrides in rows.values():
         assert find_architecture(load_recipe(None, overrides).model.name_or_path)
+
+
+def test_a_measurement_for_a_gpu_does_not_go_on_with_the_processor(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    require_device("cpu")
+    with pytest.raises(SystemExit, match="--device cuda needs a CUDA device"):
+        require_device("cuda")
