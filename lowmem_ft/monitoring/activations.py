@@ -70,7 +70,7 @@ class ActivationReport:
         """
         rows = [
             (
-                row.name or "(the model)",
+                f"{row.name or '(the model)'} {row.class_name}".rstrip(),
                 f"x{row.count}",
                 size(row.kept_bytes // row.count),
                 size(row.kept_bytes),

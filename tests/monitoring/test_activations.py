@@ -51,6 +51,7 @@ def test_each_module_keeps_what_its_backward_needs():
         "layers.*.0": (3, 3 * 8 * 16 * 4),
         "norm": (1, 8 * 16 * 4 + 2 * 8 * 4),  # its input, means and deviations
     }
+    assert "layers.*.1 GELU " in report.table()
     assert report.modules[-1].tensors == {"[8, 16] float32": 1, "[8, 1] float32": 2}
     assert report.elsewhere_bytes == 8 * 16 * 4  # the output
     assert report.kept_bytes == sum(row.kept_bytes for row in report.modules)
