@@ -112,7 +112,8 @@ def _train(
             raise
         if run is None:
             raise does_not_fit_here(recipe, "while the model was loaded", runtime) from error
-        report = report_of(error, run.session, run.folder.path, run.checkpoint)
+        process_index = run.runtime.process_index
+        report = report_of(error, run.session, run.folder.path, run.checkpoint, process_index=process_index)
         when = f"after {run.progress.step} steps"
         raise does_not_fit_here(recipe, when, run.runtime, report) from error
     finally:

@@ -18,7 +18,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.atomic_io import write_whole_file
 from lowmem_ft.training.distributed_rules import launched_processes
 from lowmem_ft.training.out_of_memory import INSIDE_AN_UPDATE, NotRetried, does_not_fit
-from lowmem_ft.training.replaced_run import ALLOCATOR_FILE
+from lowmem_ft.training.replaced_run import allocator_file
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.units import format_bytes
@@ -26,7 +26,9 @@ from lowmem_ft.units import format_bytes
 _NUM_TENSORS = 4
 
 
-def report_of(error: BaseException, session: Session, folder: Path, checkpoint: Path | None) -> list[str]:
+def report_of(
+    error: BaseException, session: Session, folder: Path, checkpoint: Path | None, *, process_index: int
+) -> list[str]:
     """Sentences to add to the error of a run; call it while the error still holds what was computed.
 
     Args:
@@ -34,6 +36,7 @@ def report_of(error: BaseException, session: Session, folder: Path, checkpoint: 
         session: of the run.
         folder: of the run; on CUDA, the allocator's state is written there.
         checkpoint: the last; None: there is none.
+        process_index: which of the run's processes this is; each has memory of its own.
     """
     sentences = []
     if session.techniques.is_updating:
@@ -44,7 +47,7 @@ def report_of(error: BaseException, session: Session, folder: Path, checkpoint: 
     largest = "; ".join(map(_described, _largest_tensors(session)))
     sentences.append(f"Largest tensors: {largest}.")
     if device.type == "cuda":
-        sentences.append(_with_allocator_state(folder / ALLOCATOR_FILE, device))
+        sentences.append(_with_allocator_state(folder / allocator_file(process_index), device))
     if checkpoint is not None:
         sentences.append(
             f"The run goes on from {checkpoint} with training.resume_from_checkpoint=auto and settings that need less."
@@ -127,7 +130,7 @@ def _with_allocator_state(file: Path, device: torch.device) -> str:
     """Write down what was held where, with the stack of each block if somebody has switched their recording on."""
     state = {"stats": torch.cuda.memory_stats(device), "segments": torch.cuda.memory_snapshot()}
     try:
-        write_whole_file(file, json.dumps(state))  # whole, of whichever process is the last to write it
+        write_whole_file(file, json.dumps(state))
     except OSError as error:
         return f"What the allocator held could not be written to {file}: {error}."
     return f"All that the allocator held is in {file}."

@@ -23,11 +23,14 @@ from lowmem_ft.user_paths import expand_user
 logger = logging.getLogger(__name__)
 
 RECIPE_FILE, METRICS_FILE, LOGS_FOLDER = "recipe.yaml", "metrics.jsonl", "logs"
-ALLOCATOR_FILE = "out-of-memory.json"
-"""What CUDA's allocator held when a run's memory ran out, in segments and blocks."""
-
 _CHECKPOINT = re.compile(rf"checkpoint-\d+(\.incomplete|{re.escape(SUSPECT)})?")
+_ALLOCATOR = re.compile(r"out-of-memory(-\d+)?\.json(\.incomplete)?")
 _REPLACED = re.compile(r"replaced-(\d+)")
+
+
+def allocator_file(process_index: int) -> str:
+    """What CUDA's allocator held when a run's memory ran out, in segments and blocks: each process has a file."""
+    return f"out-of-memory-{process_index}.json" if process_index else "out-of-memory.json"
 
 
 def run_files(path: Path) -> list[Path]:
@@ -37,12 +40,12 @@ def run_files(path: Path) -> list[Path]:
         names = (
             RECIPE_FILE,
             METRICS_FILE,
-            ALLOCATOR_FILE,
             MODEL_FOLDER,
             f"{LOGS_FOLDER}/{_tracker_project(path)}",
         )
         targets = [path / name for name in names]
         files += [file for file in (*targets, *map(incomplete_name, targets)) if file.exists()]
+        files += sorted(file for file in path.iterdir() if _ALLOCATOR.fullmatch(file.name))
     return files
 
 
@@ -122,6 +125,10 @@ def _tracker_project(path: Path) -> str:
 
 
 def _has_nothing_else(folder: Path) -> bool:
-    names = {RECIPE_FILE, METRICS_FILE, ALLOCATOR_FILE, MODEL_FOLDER, LOGS_FOLDER}
+    names = {RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, LOGS_FOLDER}
     names |= {incomplete_name(Path(name)).name for name in names}
-    return all(file.name in names or _CHECKPOINT.fullmatch(file.name) for file in folder.iterdir())
+    patterns = _CHECKPOINT, _ALLOCATOR
+    return all(
+        file.name in names or any(pattern.fullmatch(file.name) for pattern in patterns)
+        for file in folder.iterdir()
+    )

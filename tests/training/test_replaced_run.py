@@ -7,6 +7,7 @@ from filelock import FileLock
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.training import loop, train
+from lowmem_ft.training.replaced_run import allocator_file
 from lowmem_ft.training.run_folder import RunFolder
 
 ONE_STEP = (
@@ -41,8 +42,11 @@ def run(tiny, tmp_path):
 
 
 def test_a_replaced_run_is_gone_once_the_new_one_has_succeeded(tiny, run):
+    for process_index in (0, 1):
+        (run / allocator_file(process_index)).write_text("{}")
     train(tiny(*ONE_STEP, REPLACE, "training.save_total_limit=1", "training.max_steps=2", output_dir=run))
     assert set(FOREIGN) <= names(run)
+    assert not list(run.glob("out-of-memory*"))
     assert not list(run.glob("replaced-1*"))
     assert sorted(folder.name for folder in run.glob("checkpoint-?")) == ["checkpoint-2"]
 

@@ -19,7 +19,7 @@ from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoint_folders import read_progress
 from lowmem_ft.training.cut import Cut
 from lowmem_ft.training.gradient_averaging import ddp_takes
-from lowmem_ft.training.replaced_run import ALLOCATOR_FILE
+from lowmem_ft.training.replaced_run import allocator_file
 from lowmem_ft.training.step import WindowPass
 from lowmem_ft.units import GIB
 
@@ -271,7 +271,7 @@ def test_an_error_while_saving_is_told_apart(tiny, tmp_path, monkeypatch):
 
 
 def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, cuda_driver):
-    driver, file = cuda_driver(), tmp_path / ALLOCATOR_FILE
+    driver, file = cuda_driver(), tmp_path / allocator_file(0)
     driver.hold(allocated=7, reserved=9)
     driver.segments = [{"address": 1, "blocks": []}]
     said = out_of_memory_report._with_allocator_state(file, CUDA)
@@ -283,7 +283,7 @@ def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, cuda_driv
 
 def test_a_full_disk_does_not_hide_that_memory_ran_out(tmp_path, cuda_driver):
     cuda_driver()
-    said = out_of_memory_report._with_allocator_state(tmp_path / "no folder" / ALLOCATOR_FILE, CUDA)
+    said = out_of_memory_report._with_allocator_state(tmp_path / "no folder" / allocator_file(0), CUDA)
     assert said.startswith("What the allocator held could not be written to")
 
 
