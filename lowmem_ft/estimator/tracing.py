@@ -5,9 +5,12 @@ Nothing here knows a technique. What ``training/build.py`` builds is what is tra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -41,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 _NO_NUMPY = ".numpy() is not supported for tensor subclasses"
 """How torch refuses to make an array of a fake tensor: a plain RuntimeError."""
+
+LONG_SECONDS = 30.0
+"""Of one trace: several times what the largest shipped recipe takes."""
 
 NUM_STEPS = 2
 """State is made in the first step, so the second is the first to hold all of it."""
@@ -197,7 +203,7 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
         ModelError: as above.
     """
     runtime = VirtualRuntime(machine, recipe.training)
-    with machine:
+    with _said_if_long(recipe, hf_config), machine:
         plan = plan_session(recipe, runtime, hf_config)
         rows, length = recipe.training.per_device_train_batch_size, row_length(recipe, plan.hf_config)
         machine.say(f"attention: {plan.attention.implementation} ({plan.attention.reason})")
@@ -223,6 +229,31 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
         tokens_per_micro_batch=rows * length,
         batch=f"{rows} x {length} tokens",
         copied_weight_bytes=_copied_weight_bytes(session.techniques),
+    )
+
+
+@contextlib.contextmanager
+def _said_if_long(recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[None]:
+    said = (recipe.model.name_or_path, hf_config.model_type, row_length(recipe, hf_config))
+    timer = threading.Timer(LONG_SECONDS, _say_that_it_takes_long, said)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@functools.cache  # once, of all traces of a model
+def _say_that_it_takes_long(model: str | None, model_type: str, length: int) -> None:
+    logger.warning(
+        "%s (%s) takes long to trace. Every operator of a step is: a forward that goes through its %d positions one by "
+        "one, as recurrent models do without a kernel of their own, takes many minutes. Ctrl-C ends it; rows of a "
+        "tenth, data.max_length=%d, take a tenth of the time, and their activations a tenth of the memory.",
+        model,
+        model_type,
+        length,
+        max(1, length // 10),
     )
 
 

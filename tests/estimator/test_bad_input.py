@@ -160,3 +160,16 @@ def test_a_config_that_makes_no_model_is_refused(tmp_path, field, value, said):
     path.write_text(json.dumps(written), encoding="utf-8")
     with pytest.raises(ModelError, match=said):
         estimate_memory(load_recipe(None, [f"model={tmp_path}"]), "l4")
+
+
+def test_a_trace_that_takes_long_says_so_once(monkeypatch, tmp_path, caplog):
+    """As of RWKV, whose layers go through the positions in a Python loop."""
+    monkeypatch.setattr("lowmem_ft.estimator.tracing.LONG_SECONDS", 0.0)
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    recipe = load_recipe("tiny", [f"model={tmp_path}", "data.max_length=60"])
+    for _ in range(2):
+        estimate_memory(recipe, "l4")
+    said = [record.getMessage() for record in caplog.records if "takes long to trace" in record.getMessage()]
+    assert len(said) == 1
+    assert f"{tmp_path} (llama)" in said[0]
+    assert "data.max_length=6," in said[0]
