@@ -8,7 +8,7 @@ sequence number they were born with.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from lowmem_ft.memory.category import Category, Phase
 
@@ -62,8 +63,9 @@ class Attribution:
         self._module_by_sequence: dict[int, str] = {}
         self._last_sequence = 0
         self._roots: list[nn.Module] = []
-        self._names: dict[int, str] = {}
-        self._owners: dict[int, str] = {}
+        # Not by id: a parameter that loading has replaced leaves its id to the next one.
+        self._names: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()
+        self._owners: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._heads: set[str] = {""}
         self._hooks = contextlib.ExitStack()
 
@@ -95,15 +97,15 @@ class Attribution:
     def name_modules(self, root: nn.Module) -> None:
         """Learn the qualified names of a model's modules, and whose each parameter is."""
         if not any(known is root for known in self._roots):
-            self._roots.append(root)  # kept alive: the names go by id
+            self._roots.append(root)
         for name, module in root.named_modules():
-            self._names[id(module)] = name
+            self._names[module] = name
             for parameter in module.parameters(recurse=False):
-                self._owners[id(parameter)] = name
+                self._owners[parameter] = name
         get_head: Any = getattr(root, "get_output_embeddings", lambda: None)
         head = get_head()
         if head is not None:
-            self._heads.add(self._names[id(head)])
+            self._heads.add(self._names[head])
         self._on_model(root)
 
     @property
@@ -163,10 +165,10 @@ class Attribution:
 
     def owner_of(self, parameter: Tensor) -> str:
         """Name of the module that holds a parameter; empty if no module does."""
-        if id(parameter) not in self._owners:
+        if parameter not in self._owners:
             for root in self._roots:
                 self.name_modules(root)
-        return self._owners.setdefault(id(parameter), "")
+        return self._owners.setdefault(parameter, "")
 
     def _learn_sequence(self) -> None:
         """The autograd nodes made since the last operator are of the module that is running."""
@@ -187,12 +189,12 @@ class Attribution:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not self._stack and torch._C._current_graph_task_id() == -1:
-            if id(module) not in self._names:
+            if module not in self._names:
                 self.name_modules(module)
             if self._fixed is None:
                 evaluates = not module.training and not torch.is_grad_enabled()
                 self._outside_backward = "evaluation" if evaluates else "forward"
-        self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
+        self._stack.append(self._names.get(module, self._stack[-1] if self._stack else ""))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._learn_sequence()
@@ -200,7 +202,7 @@ class Attribution:
 
     def _after_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         """Adapters, for instance, join a model part by part."""
-        parent_name = self._names.get(id(parent))
+        parent_name = self._names.get(parent)
         if parent_name is not None and child is not None:
             self._on_part(child, f"{parent_name}.{name}" if parent_name else name)
 
