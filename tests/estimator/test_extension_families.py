@@ -100,15 +100,23 @@ TECHNIQUES: dict[str, list[str]] = {
     "streamed-not-clipped": [*ON_HOST, "offload.parameters=stream", "training.max_grad_norm=null"],
     "lora-streamed": [*LORA, *VERTICAL, "offload.activations=inputs", "offload.parameters=stream"],
     "some-resident": [*ON_HOST, "offload.parameters=stream", "offload.resident_layers=9"],
+    "some-resident-tiles": [
+        *ON_HOST,
+        "offload.parameters=stream",
+        "offload.resident_layers=9",
+        "tiling.mlp=2",
+        "tiling.head=3",
+    ],
     "lora-some-resident": [*LORA, "offload.parameters=stream", "offload.resident_layers=9"],
 }
-COUNTED_BY_LAYERS = ["every-2-layers", "adamw-8-bit", "streamed", "lora-some-resident"]
+COUNTED_BY_LAYERS = ["every-2-layers", "adamw-8-bit", "streamed", "some-resident-tiles", "lora-some-resident"]
 """Those that `make test` tries; the slow test tries every family with every technique."""
 
 DEEPER_TECHNIQUES = {
     "every-2-layers": 20,
     "all-but-2-layers": 20,
     "some-resident": 22,
+    "some-resident-tiles": 22,
     "lora-some-resident": 22,
     **dict.fromkeys(("inputs-on-host", "in-backward-on-host", "streamed"), 12),
     **dict.fromkeys(("streamed-not-clipped", "lora-streamed"), 12),

@@ -126,12 +126,14 @@ def _ends_of_lives(
         dies_in, source = int(here.layer[death]), int(here.layer[birth])
         if dies_in == OUTSIDE:
             continue
-        num_passed = 0
-        if 0 <= source < layers.afters[-1] and partners[birth] >= 0:
+        num_passed = None
+        if partners[birth] >= 0:
             num_passed = _stretches_passed(
                 base, proof, int(death), int(proof.dies_before[partners[birth]]), layers
             )
-        if num_passed > sum(source >= after for after in layers.afters):
+        if num_passed is not None and (
+            not layers.is_repeated(source) or num_passed > sum(source >= after for after in layers.afters)
+        ):
             goes_with[birth, :num_passed] = True
         elif _is_met_first(base, birth, layers):
             goes_up = base.segments[here.segment[death]].goes_up
@@ -144,16 +146,16 @@ def _ends_of_lives(
     return {"is_relative": is_relative, "goes_with": goes_with}
 
 
-def _stretches_passed(base: Sweeps, proof: Sweeps, death: int, other: int, layers: Layers) -> int:
-    """How many stretches, each a period longer, lie before the place of a death; 0 if it is another place."""
+def _stretches_passed(base: Sweeps, proof: Sweeps, death: int, other: int, layers: Layers) -> int | None:
+    """How many stretches, each a period longer, lie before the place of a death; None if it is another place."""
     here, there = base.places, proof.places
     if other == ALIVE or (there.segment[other], there.ordinal[other]) != (
         here.segment[death],
         here.ordinal[death],
     ):
-        return 0
+        return None
     passed, rest = divmod(int(there.layer[other] - here.layer[death]), layers.period)
-    return passed if not rest and 0 < passed <= len(layers.pivots) else 0
+    return passed if not rest and 0 <= passed <= len(layers.pivots) else None
 
 
 def _is_met_first(base: Sweeps, birth: int, layers: Layers) -> bool:
@@ -221,16 +223,32 @@ def _added_work(
     work: list[Work], longer: list[Work], layers: Layers
 ) -> Sequence[tuple[int, tuple[Work, ...]]]:
     """What a period adds, and before which entry."""
-    matches = difflib.SequenceMatcher(None, [*map(cost_of, work)], [*map(cost_of, longer)], autojunk=False)
+    stretches = len(layers.pivots)
+    here, there = [*map(cost_of, work)], [*map(cost_of, longer)]
+    num_added, start = len(longer) - len(work), _num_equal(here, there)
+    share = num_added // stretches
+    if (
+        here[start:] == there[start + num_added :]
+        and there[start:][:num_added] == there[start:][:share] * stretches
+    ):
+        return [(start, tuple(longer[start : start + share]))]  # in one place, for each stretch the same
+    matches = difflib.SequenceMatcher(None, here, there, autojunk=False)
     inserted: list[tuple[int, tuple[Work, ...]]] = []
     for kind, first, _, longer_first, longer_last in matches.get_opcodes():
         if kind not in ("equal", "insert"):
             raise NotRegularError("the work outside the layers changes with their number")
         if kind == "insert":
             inserted.append((first, tuple(longer[longer_first:longer_last])))
-    stretches = len(layers.pivots)
     if any(
         len(entries) % stretches for _, entries in inserted
     ):  # those of one stretch, then those of the other
         return inserted[: _each(len(inserted), layers)]
     return [(first, entries[: len(entries) // stretches]) for first, entries in inserted]
+
+
+def _num_equal(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many entries at the beginning are the same."""
+    return next(
+        (index for index, (here, there) in enumerate(zip(one, other, strict=False)) if here != there),
+        min(len(one), len(other)),
+    )
