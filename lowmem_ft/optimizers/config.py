@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowmem_ft.knob import Effect, knob
+from lowmem_ft.optimizers.prose import defaults_of, freed_state, stateless_at_zero_of
 from lowmem_ft.optimizers.table import (
     DEFAULT_OPTIMIZER,
     OPTIMIZERS,
@@ -46,15 +47,15 @@ class OptimizerConfig:
     name: OptimizerName = knob(
         DEFAULT_OPTIMIZER,
         "Optimizer; 8bit and 32bit ones are bitsandbytes', paged ones spill to host memory (CUDA only).",
-        frees="of AdamW's 8 bytes a parameter: 8bit AdamW 6, lion and sgd 4, lion_8bit 7, adafactor all 8",
-        costs="8bit: state rounded to 256 levels; lion, sgd and adafactor: other mathematics and learning rates",
+        frees=freed_state(),
+        costs="8bit: state rounded to 256 levels; all but AdamW: other mathematics and learning rates",
         effects=_EffectsOfRows(),
     )
-    betas: tuple[float, float] | None = knob(
-        None, "Decay of the running averages; null: 0.9, 0.999 for AdamW and 0.9, 0.99 for Lion."
+    betas: tuple[float, float] | None = knob(None, f"Decay of the running averages; {defaults_of('betas')}.")
+    eps: float | None = knob(None, f"Term against division by zero; {defaults_of('eps')}.")
+    momentum: float | None = knob(
+        None, f"Decay of the momentum; {stateless_at_zero_of('momentum')}; {defaults_of('momentum')}."
     )
-    eps: float | None = knob(None, "AdamW's term against division by zero; null: 1e-8.")
-    momentum: float | None = knob(None, "Momentum of sgd, 0 keeps no state; null: 0.9.")
     state: StateName = knob(
         "fp32",
         f"How {listed(optimizers_that('takes_state_formats'), 'and')} keep their running averages.",
@@ -96,7 +97,13 @@ class OptimizerConfig:
     @property
     def state_bytes(self) -> float:
         """Bytes of running averages for each element of a weight."""
-        return self.row.state_bytes(self.state) if self.momentum != 0 else 0
+        return self.row.state_bytes(self.state) if self.stateless_by is None else 0
+
+    @property
+    def stateless_by(self) -> str | None:
+        """The hyperparameter that leaves the optimizer without running averages by being 0; None: it keeps them."""
+        name = self.row.stateless_at_zero
+        return name if name is not None and self.hyperparameters()[name] == 0 else None
 
     def hyperparameters(self) -> dict[str, Any]:
         """What the optimizer is built with beside rate and decay: the values set here over its own defaults."""
@@ -117,6 +124,9 @@ class OptimizerConfig:
 
 def _unused(config: OptimizerConfig) -> Iterator[str]:
     for name in dict.fromkeys(name for row in OPTIMIZERS.values() for name in row.hyperparameters):
+        assert hasattr(config, name), (
+            f"a row of optimizers/table.py takes {name}: give OptimizerConfig a field for it"
+        )
         value = getattr(config, name)
         if value is not None and name not in config.row.hyperparameters:
             takes_it = next(other for other, row in OPTIMIZERS.items() if name in row.hyperparameters)
@@ -143,10 +153,11 @@ def _beyond_its_capabilities(config: OptimizerConfig) -> Iterator[str]:
 
 
 def _format_of_nothing(config: OptimizerConfig) -> Iterator[str]:
-    if config.state != "fp32" and config.row.takes_state_formats and config.momentum == 0:
+    name = config.stateless_by
+    if config.state != "fp32" and config.row.takes_state_formats and name is not None:
         yield (
-            f"optimizer.state={config.state} is a format of running averages, and optimizer.momentum=0 keeps none. "
-            "Set optimizer.state=fp32 or optimizer.momentum=0.9."
+            f"optimizer.state={config.state} is a format of running averages, and optimizer.{name}=0 keeps none. "
+            f"Set optimizer.state=fp32 or optimizer.{name}={config.row.hyperparameters[name]}."
         )
 
 

@@ -1,7 +1,8 @@
 """The optimizers, one row each: what it is, what it takes, and what it goes together with.
 
 Recipes are checked by these rows before torch is imported, so a row names its update and does not hold it. A new
-optimizer adds its name to :data:`OptimizerName` and a row to :data:`OPTIMIZERS`; nothing else lists optimizers.
+optimizer adds its name to :data:`OptimizerName` and a row to :data:`OPTIMIZERS`; nothing else lists optimizers:
+``prose.py`` makes what people read from the rows.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class OptimizerRow:
         summary: one line for people.
         hyperparameters: what it takes beside learning rate and weight decay, and its defaults.
         num_averages: how many running averages it keeps of each element.
+        stateless_at_zero: the hyperparameter with which, at 0, it keeps none; most keep them whatever theirs are.
         effect: what it costs, and whether it is AdamW's mathematics.
         rule: where its update is, as ``module:name``: a class of one of the protocols in ``update_rule.py``, made
             without arguments.
@@ -83,6 +85,7 @@ class OptimizerRow:
     summary: str
     hyperparameters: Mapping[str, Any]
     num_averages: int
+    stateless_at_zero: str | None = None
     effect: Effect = NO_EFFECT
     rule: str | None = None
     bitsandbytes: Bitsandbytes | None = None
@@ -170,6 +173,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
         summary="momentum alone",
         hyperparameters={"momentum": 0.9},
         num_averages=1,
+        stateless_at_zero="momentum",
         effect=Effect(fidelity="other mathematics"),
     ),
     "adafactor": OptimizerRow(

@@ -181,11 +181,10 @@ def _state_bytes(recipe: Recipe, shape: ModelShape) -> float:
     optimizer = recipe.optimizer
     if recipe.adapter.name != "none":
         return 0.0
-    averages = 0.0 if optimizer.momentum == 0 else optimizer.row.state_bytes(optimizer.state)
     if not optimizer.row.takes_formats:
-        return averages * shape.parameters
+        return optimizer.state_bytes * shape.parameters
     beside = master_format(optimizer.master, shape.dtype_of(recipe)).tensors.values()
-    return (averages + sum(dtype.itemsize for dtype in beside)) * shape.parameters
+    return (optimizer.state_bytes + sum(dtype.itemsize for dtype in beside)) * shape.parameters
 
 
 def _state(recipe: Recipe, shape: ModelShape) -> float:

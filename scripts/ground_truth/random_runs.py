@@ -20,10 +20,13 @@ from ground_truth.ladder_run import Outcome, Rows, outcome_of, tolerance
 from transformers import AutoConfig
 
 from lowmem_ft.errors import UserError
+from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerRow
 from lowmem_ft.recipe import Recipe, load_recipe
 
 _NAMES = {"gpt2": {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}}
 _NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+_ROWS: dict[str, OptimizerRow] = {**OPTIMIZERS}
+_HYPERPARAMETERS = {"betas": ("[0.9,0.999]", "[0.8,0.95]"), "momentum": ("0", "0.9")}
 _HAS_BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",), "falcon": ("bias",)}
 _LOWEST_RUNGS: dict[str, tuple[str, ...]] = {
     "update": ("in_backward",),
@@ -72,7 +75,8 @@ def random_run(seed: int) -> RandomRun:
         seed=seed,
         fields=fields,
         levels=levels,
-        shared=tuple(_shared_settings(levels, generator)),
+        # Hyperparameters have a generator of their own: what one optimizer takes does not change the other draws.
+        shared=(*_shared_settings(levels, generator), *_hyperparameters(levels, random.Random(seed))),
         own=tuple(_own_settings(levels, _num_layers(fields), generator)),
         rows=Rows(seed=seed, vocabulary=vocabulary, any_length=generator.random() < 0.6, labels=labels),
     )
@@ -138,11 +142,16 @@ def _shared_settings(levels: Levels, generator: random.Random) -> Iterator[str]:
     yield f"accumulation.dtype={generator.choice(('float32', 'weights'))}"
     if levels["window"] != "one":
         yield f"training.gradient_accumulation_steps={generator.choice((2, 3))}"
-    if levels["optimizer"] == "adamw":
-        yield f"optimizer.betas={generator.choice(('[0.9,0.999]', '[0.8,0.95]'))}"
-    if levels["optimizer"] == "sgd":
-        momentum = generator.choice((0.0, 0.9))
-        yield f"optimizer.momentum={momentum if levels['state'] == 'fp32' else 0.9}"
+
+
+def _hyperparameters(levels: Levels, generator: random.Random) -> Iterator[str]:
+    """Of those that the run's optimizer has, and not 0 where its state would be a format of nothing."""
+    row = _ROWS[levels["optimizer"]]
+    for name, values in _HYPERPARAMETERS.items():
+        if name in row.hyperparameters:
+            value = generator.choice(values)
+            is_refused = value == "0" and levels["state"] != "fp32" and row.stateless_at_zero == name
+            yield f"optimizer.{name}={row.hyperparameters[name] if is_refused else value}"
 
 
 def _own_settings(levels: Levels, num_layers: int, generator: random.Random) -> Iterator[str]:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from lowmem_ft.errors import RecipeError
 from lowmem_ft.knob import Effect
-from lowmem_ft.optimizers import config, table
+from lowmem_ft.optimizers import ChunkedOptimizer, config, create_optimizer, table
 from lowmem_ft.recipe import check_recipe, keys, load_recipe
 from lowmem_ft.training.remediations import remediations_for
 
@@ -123,6 +123,28 @@ def test_what_it_costs_is_read_from_its_row(add_optimizer, model):
     assert name.effect_of("signed_gradient") == ROW.effect
     exact = recipe_of(model, "optimizer.name=adamw")
     assert name.effect_of_change(exact, "signed_gradient").fidelity == "other mathematics"
+
+
+def test_a_hyperparameter_at_0_leaves_it_the_state_that_its_row_does_not_deny(add_optimizer, model):
+    add_optimizer("signed_gradient", ROW)
+    add_optimizer("denied", dataclasses.replace(ROW, stateless_at_zero="momentum"))
+    at_0 = recipe_of(model, "optimizer.name=signed_gradient", "optimizer.momentum=0", "optimizer.state=8bit")
+    layer = torch.nn.Linear(64, 64, bias=False)
+    optimizer = create_optimizer(layer, at_0.optimizer, learning_rate=1e-3)
+    assert isinstance(optimizer, ChunkedOptimizer)
+    optimizer.allocate_state()
+    state = optimizer.state[layer.weight].values()
+    held = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
+    assert at_0.optimizer.state_bytes == held / layer.weight.numel() == table.AVERAGE_BYTES["8bit"]
+    with pytest.raises(RecipeError, match=r"optimizer\.momentum=0 keeps none.* optimizer\.momentum=0\.9"):
+        recipe_of(model, "optimizer.name=denied", "optimizer.momentum=0", "optimizer.state=8bit")
+    assert recipe_of(model, "optimizer.name=denied", "optimizer.momentum=0").optimizer.state_bytes == 0
+
+
+def test_a_hyperparameter_without_a_field_says_where_one_belongs(add_optimizer, model):
+    add_optimizer("odd", dataclasses.replace(ROW, hyperparameters={"sharpness": 1.0}))
+    with pytest.raises(AssertionError, match=r"takes sharpness: give OptimizerConfig a field"):
+        recipe_of(model, "optimizer.name=adamw")
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,14 @@ def test_of_combinations_at_random(make_recipe, shape):
         assert_bounded(space.recipe_of(combination), shape)
 
 
-def test_a_rung_that_bounds_nothing_is_seen(make_recipe, shape):
+@pytest.mark.parametrize(
+    "optimizer,state_bytes",
+    [(["optimizer.name=adamw"], 8), (["optimizer.name=sgd", "optimizer.momentum=0"], 0)],
+    ids=["adamw", "plain sgd"],
+)
+def test_a_rung_that_bounds_nothing_is_seen(optimizer, state_bytes, make_recipe, shape):
     """The bound of what lies still is most of what a plain run takes: it is no bound of half the model."""
-    recipe = make_recipe("loss.chunk_tokens=256")
+    recipe = make_recipe("loss.chunk_tokens=256", *optimizer)
     device = bounds.device_bytes(recipe, shape, find_gpu(GPU))
     context = find_gpu(GPU).context_bytes
-    assert device - context == shape.parameters * (4 + 8 + 4)
+    assert device - context == shape.parameters * (4 + state_bytes + 4)
