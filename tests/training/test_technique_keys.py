@@ -1,0 +1,103 @@
+"""Something real happens for each value of each key of a technique: a run says it in its log, or has other losses."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+from ground_truth.families import FAMILIES
+from ground_truth.ladder_run import outcome_of
+from transformers import AutoConfig
+
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.techniques import config
+
+KEYS = {path: key for path, key in recipe_keys().items() if key.config_class.__module__ == config.__name__}
+KEYS["optimizer.in_backward"] = recipe_keys()["optimizer.in_backward"]
+
+# Values that a key's type does not tell.
+VALUES = {"offload.folder": ["{folder}"], "adapter.target_modules": ["[q_proj]"]}
+
+FULL = ("checkpointing.mode=full",)
+VERTICAL = (*FULL, "accumulation.order=vertical")
+HOST = ("offload.optimizer=host",)
+STREAMED = (*VERTICAL, *HOST, "optimizer.in_backward=true")
+# What a key needs to be allowed, or to matter.
+BESIDE = {
+    "checkpointing.every_n_layers": FULL,
+    "checkpointing.skip_last_layers": FULL,
+    "offload.activations": FULL,
+    "offload.parameters": STREAMED,
+    "offload.resident_layers": (*STREAMED, "offload.parameters=stream"),
+    "offload.folder": HOST,
+    "accumulation.order": FULL,
+    "accumulation.dtype": ("model.dtype=bfloat16",),
+    "optimizer.in_backward": VERTICAL,
+    **{
+        path: ("adapter.name=lora",)
+        for path in KEYS
+        if path.startswith("adapter.") and path != "adapter.name"
+    },
+}
+
+
+def other_values(path):
+    key = KEYS[path]
+    if path in VALUES:
+        return VALUES[path]
+    if key.choices:
+        return [choice for choice in key.choices if choice != key.default]
+    if isinstance(key.default, bool):
+        return [str(not key.default).lower()]
+    assert isinstance(key.default, int | float), f"{path} needs its values in VALUES"
+    return [key.default + (1 if isinstance(key.default, int) else 0.1)]
+
+
+@pytest.fixture(scope="module")
+def seen_of(tmp_path_factory):
+    """What is seen of a run, as its settings have it."""
+    folder = tmp_path_factory.mktemp("run")
+    AutoConfig.for_model(model_type="llama", **FAMILIES["llama"]).save_pretrained(folder)
+    always = [
+        f"model={folder}",
+        "model.weights=random",
+        "data=any",
+        "data.max_length=32",
+        "training.use_cpu=true",
+        "training.per_device_train_batch_size=1",
+        "training.gradient_accumulation_steps=3",
+        "training.learning_rate=1e-2",
+    ]
+    told: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("lowmem_ft")
+
+    @functools.cache
+    def seen(*settings):
+        recipe = load_recipe(None, [*always, *(setting.format(folder=folder) for setting in settings)])
+        told.clear()
+        losses = outcome_of(recipe, folder).losses
+        return losses, tuple(told)
+
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield seen
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize("path,value", [(path, value) for path in KEYS for value in other_values(path)])
+def test_a_value_that_is_set_is_seen(path, value, seen_of):
+    beside = BESIDE.get(path, ())
+    assert seen_of(*beside, f"{path}={value}") != seen_of(*beside), (
+        f"{path}={value} changes neither a loss nor a line of the log: does training/build.py switch it on, and does "
+        "its technique log a line with what it does? A key that only works beside others has these in BESIDE."
+    )
+
+
+def test_alike_runs_look_alike(seen_of):
+    assert seen_of.__wrapped__(*STREAMED) == seen_of.__wrapped__(*STREAMED)
