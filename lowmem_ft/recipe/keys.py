@@ -161,8 +161,13 @@ def unknown_key(path: str) -> str:
 
 def not_a_group(group: str, value: Any) -> str:
     """The sentence about a plain value where a group of settings belongs."""
-    way_out = SHORT_FORMS.get(group, f"{group}.KEY")
-    return f"{group} is a group of settings, got {value!r}. Write {way_out}={value}."
+    short = SHORT_FORMS.get(group)
+    if short is not None:
+        return f"{group} is a group of settings, got {value!r}. Write {short}={value}."
+    names = ", ".join(
+        path.removeprefix(f"{group}.") for path in recipe_keys() if path.startswith(f"{group}.")
+    )
+    return f"{group} is a group of settings, got {value!r}. Write {group}.KEY={value} with one of its keys: {names}."
 
 
 def keys_meant_by(path: str) -> list[str]:

@@ -26,10 +26,10 @@ TABLE = sorted((Path(__file__).parent / "bad_inputs").glob("*.yaml"))
 
 
 def _rows() -> list[Any]:
-    tables = {path.stem: yaml.load(path.read_text(encoding="utf-8"), _Loader) for path in TABLE}
+    tables = {path: yaml.load(path.read_text(encoding="utf-8"), _Loader) for path in TABLE}
     return [
-        pytest.param(command, code, words, id=f"{name}: {command}")
-        for name, table in tables.items()
+        pytest.param(f"bad_inputs/{path.name}", command, code, words, id=f"{path.stem}: {command}")
+        for path, table in tables.items()
         for command, (code, *words) in table.items()
     ]
 
@@ -55,8 +55,10 @@ def in_folder(bad_files, monkeypatch):
 
 
 @pytest.mark.usefixtures("in_folder")
-@pytest.mark.parametrize("command,code,words", ROWS)
-def test_a_bad_input_is_told_with_its_exit_code_and_without_a_traceback(command, code, words, capfd, caplog):
+@pytest.mark.parametrize("source,command,code,words", ROWS)
+def test_a_bad_input_is_told_with_its_exit_code_and_without_a_traceback(
+    source, command, code, words, capfd, caplog
+):
     try:
         ended = main(shlex.split(command))
     except SystemExit as exit:  # argparse leaves by itself
@@ -64,11 +66,12 @@ def test_a_bad_input_is_told_with_its_exit_code_and_without_a_traceback(command,
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     seen = capfd.readouterr().err
     told = "\n".join([seen, *warnings])
-    assert ended == code, told
-    assert [word for word in words if word not in told] == [], told
-    assert "Traceback" not in told
+    row = f"{source} has for `{command}`: {[code, *words]}; told, with exit code {ended}:\n{told}"
+    assert ended == code, row
+    assert [word for word in words if word not in told] == [], row
+    assert "Traceback" not in told, row
     if code == 2:
-        assert "error:" in seen
+        assert "error:" in seen, row
 
 
 @pytest.mark.usefixtures("in_folder")
@@ -120,5 +123,5 @@ def test_what_may_not_be_read_is_told_with_its_path(what, capsys, monkeypatch):
 
 def test_the_table_covers_every_command():
     assert len(ROWS) >= 200
-    commands = {row.values[0].split()[0] for row in ROWS if row.values[0]}
+    commands = {row.values[1].split()[0] for row in ROWS if row.values[1]}
     assert commands >= {"train", "estimate", "recipes", "merge", "gpus", "models"}
