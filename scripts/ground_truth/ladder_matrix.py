@@ -15,18 +15,16 @@ from typing import get_args
 from ground_truth.cpu_matrix import Choice, Levels
 
 from lowmem_ft.knob import Checkpointed, Effect
-from lowmem_ft.optimizers.table import OPTIMIZERS, Capability, optimizers_that
+from lowmem_ft.optimizers.table import Capability, optimizers_that
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.recipe.overrides import parse_overrides
 from lowmem_ft.techniques.config import CheckpointingConfig
 
-_AVERAGES: dict[str, int] = {name: row.num_averages for name, row in OPTIMIZERS.items()}
-# Most state first: in this order the seeds of random runs make the runs that once found something.
-_OURS = sorted(optimizers_that("takes_formats"), key=lambda name: -_AVERAGES[name])
-
 FACTORS: dict[str, dict[str, Choice]] = {
     "family": {name: (f"model={name}",) for name in ("llama", "qwen2", "gemma2", "gpt2", "qwen3_moe")},
-    "optimizer": {name: (f"optimizer.name={name}",) for name in (*_OURS, "adamw_bnb_8bit")},
+    "optimizer": {
+        name: (f"optimizer.name={name}",) for name in (*optimizers_that("takes_formats"), "adamw_bnb_8bit")
+    },
     "weights": {
         "fp32": (),
         "fp32-autocast": ("training.mixed_precision=bf16",),
