@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowmem_ft.knob import Effect, knob
-from lowmem_ft.optimizers.prose import defaults_of, freed_state, stateless_at_zero_of
+from lowmem_ft.optimizers.prose import freed_state, values_of
 from lowmem_ft.optimizers.table import (
     DEFAULT_OPTIMIZER,
     OPTIMIZERS,
@@ -51,11 +51,9 @@ class OptimizerConfig:
         costs="8bit: state rounded to 256 levels; all but AdamW: other mathematics and learning rates",
         effects=_EffectsOfRows(),
     )
-    betas: tuple[float, float] | None = knob(None, f"Decay of the running averages; {defaults_of('betas')}.")
-    eps: float | None = knob(None, f"Term against division by zero; {defaults_of('eps')}.")
-    momentum: float | None = knob(
-        None, f"Decay of the momentum; {stateless_at_zero_of('momentum')}; {defaults_of('momentum')}."
-    )
+    betas: tuple[float, float] | None = knob(None, f"Decay of the running averages; {values_of('betas')}.")
+    eps: float | None = knob(None, f"Term against division by zero; {values_of('eps')}.")
+    momentum: float | None = knob(None, f"Decay of the momentum; {values_of('momentum')}.")
     state: StateName = knob(
         "fp32",
         f"How {listed(optimizers_that('takes_state_formats'), 'and')} keep their running averages.",

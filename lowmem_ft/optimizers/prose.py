@@ -18,18 +18,15 @@ def freed_state() -> str:
     return f"of {DEFAULT_OPTIMIZER}'s {most:g} bytes of state a parameter: {of_each}"
 
 
-def defaults_of(hyperparameter: str) -> str:
-    """What null stands for; bitsandbytes' optimizers have the defaults of ours."""
-    defaults = {name: row.hyperparameters[hyperparameter] for name, row in _takers(hyperparameter).items()}
-    of_each = (f"{_typed(default)} for {names}" for default, names in _by_value(defaults).items())
-    return f"null: {'; '.join(of_each)}"
-
-
-def stateless_at_zero_of(hyperparameter: str) -> str:
-    """Which optimizers keep no state where it is 0."""
-    takers = _takers(hyperparameter).items()
-    names = tuple(name for name, row in takers if row.stateless_at_zero == hyperparameter)
-    return f"at 0 {listed(names, 'and')} {'keep' if len(names) > 1 else 'keeps'} no state"
+def values_of(hyperparameter: str) -> str:
+    """What null stands for, and 0 where that leaves no state; bitsandbytes' optimizers are as ours in both."""
+    takers = _takers(hyperparameter)
+    defaults = _by_value({name: row.hyperparameters[hyperparameter] for name, row in takers.items()})
+    clauses = [f"null: {'; '.join(f'{_typed(default)} for {names}' for default, names in defaults.items())}"]
+    stateless = tuple(name for name, row in takers.items() if row.stateless_at_zero == hyperparameter)
+    if stateless:
+        clauses.append(f"0: no state with {listed(stateless, 'and')}")
+    return "; ".join(clauses)
 
 
 def _takers(hyperparameter: str) -> dict[str, OptimizerRow]:
