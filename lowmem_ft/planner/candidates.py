@@ -25,6 +25,9 @@ Ints = NDArray[np.int64]
 _LESS_A_STEP = 0.3
 """What the next value of a knob is expected to take off the logarithm of what moves, before anything is known."""
 
+_POWER_OF_ROWS = 0.5
+"""Of the rows of a micro-batch, with which what moves is expected to grow: not all of it does."""
+
 _SECONDS_A_CHANGE = 0.05
 """And what a value with a cost is expected to add to that of the seconds."""
 
@@ -72,7 +75,7 @@ def prior_of(space: Space) -> Prior:
         is_rows = dimension.keys == ROWS
         less.append(
             tuple(
-                float(np.log(choice[ROWS[0]])) if is_rows else -_LESS_A_STEP * index
+                _POWER_OF_ROWS * float(np.log(choice[ROWS[0]])) if is_rows else -_LESS_A_STEP * index
                 for index, choice in enumerate(dimension.choices)
             )
         )

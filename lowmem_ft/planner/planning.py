@@ -24,8 +24,14 @@ from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
 
-MAX_ESTIMATES = 28
-"""Of a search: each takes a second or more. What is left by then is counted, and said."""
+MAX_EFFORT = 24
+"""Of a search, in estimates of common length, of some seconds each. What is left by then is counted, and said."""
+
+COMMON_EVENTS = 120_000
+"""Of a trace, as an 8B has them; an estimate with more of them counts as several."""
+
+LEAST_PROMISE = 0.005
+"""Of the seconds of a step: a search ends where less is to be hoped for of any other combination."""
 
 NEIGHBOUR_ESTIMATES = 12
 """For the neighbours of the best, which is what the explanation speaks of."""
@@ -204,11 +210,18 @@ def _searched(space: Space, target: Target, on_progress: OnProgress, ctrl_c: Ctr
             )
         )
         try:
-            return _need(target.estimate(space.recipe_of(space.combinations[place])))
+            return _need(*target.estimate(space.recipe_of(space.combinations[place])))
         except UserError as error:
             return " ".join(error.problems)
 
-    search = Search(candidates, target.limits, need_of, prior_of(space), max_estimates=MAX_ESTIMATES)
+    search = Search(
+        candidates,
+        target.limits,
+        need_of,
+        prior_of(space),
+        max_effort=MAX_EFFORT,
+        least_promise=LEAST_PROMISE,
+    )
     neighbours = Neighbours(space, search)
     found = search.run(neighbours.place_of(space.own))
     if not found.interrupted:
@@ -222,13 +235,14 @@ def _searched(space: Space, target: Target, on_progress: OnProgress, ctrl_c: Ctr
     return _explained(findings, neighbours)
 
 
-def _need(estimate: MemoryEstimate) -> Need:
+def _need(estimate: MemoryEstimate, num_events: int) -> Need:
     peak = with_headroom(estimate.process_peak_bytes)
     return Need(
         seconds=0.0 if estimate.step is None else estimate.step.seconds,
         device_bytes=max(peak, estimate.process_high_bytes),
         host_bytes=with_headroom(estimate.host_peak_bytes),
         fits=estimate.fits and not estimate.tight,
+        effort=max(1.0, num_events / COMMON_EVENTS),
         estimate=estimate,
     )
 
@@ -324,7 +338,7 @@ def _smallest_gpu(result: MemoryPlan, target: Target) -> str | None:
     ]
     for gpu in cards[:CARDS_TRIED]:
         with contextlib.suppress(UserError):
-            estimate = target.estimate(result.recipe, gpu)
+            estimate, _ = target.estimate(result.recipe, gpu)
             if estimate.fits and not estimate.tight:
                 return gpu.name
     return None

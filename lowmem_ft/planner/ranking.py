@@ -1,13 +1,15 @@
 """What a search expects of combinations it has not estimated: a line through those it has, which only orders them.
 
 The logarithm of what a need exceeds its bound by is taken for a sum over the choices, each with a normal prior; the
-posterior is that of Bayesian linear regression. What is promised is the expected improvement times the chance to fit.
+posterior is that of Bayesian linear regression. What is promised is the expected improvement times the chance to fit;
+what is asked next is what promises most for the effort.
 
 Axes: N combinations, D dimensions, F features (one for each choice of each dimension, and one for all), M estimates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,15 +19,22 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-Quantity = Literal["seconds", "device_bytes", "host_bytes"]
+Quantity = Literal["seconds", "device_bytes", "host_bytes", "effort"]
 
-_SPREAD: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.7, "host_bytes": 0.3}
+_OF_NEED: tuple[Quantity, ...] = ("seconds", "device_bytes", "host_bytes")
+
+_SPREAD: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.7, "host_bytes": 0.3, "effort": 0.7}
 """How far a choice is thought to move the logarithm, as a standard deviation."""
 
-_NOISE = 0.1
-"""What the sum over choices leaves out."""
+_NOISE: dict[Quantity, float] = {"seconds": 0.02, "device_bytes": 0.1, "host_bytes": 0.02, "effort": 0.2}
+"""What the sum over choices leaves out, likewise: seconds add up nearly, a peak lies now here, now there."""
 
-_LEAST: dict[Quantity, float] = {"seconds": 1e-4, "device_bytes": 2.0**20, "host_bytes": 2.0**20}
+_LEAST: dict[Quantity, float] = {
+    "seconds": 1e-4,
+    "device_bytes": 2.0**20,
+    "host_bytes": 2.0**20,
+    "effort": 1.0,
+}
 """Below this, what a bound is exceeded by counts as nothing."""
 
 
@@ -57,21 +66,16 @@ class Beliefs:
         offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) if sizes else np.zeros(0, int)
         self._places_ND = choices_ND + offsets
         self._num_features = sum(sizes) + 1
-        self._mean_F = {
-            quantity: np.array([*(value for row in getattr(prior, quantity) for value in row), 0.0])
-            for quantity in get_args(Quantity)
-        }
+        self._mean_F: dict[Quantity, Floats] = {"effort": np.zeros(self._num_features)}
+        for quantity in _OF_NEED:
+            of_choices = [value for row in getattr(prior, quantity) for value in row]
+            self._mean_F[quantity] = np.array([*of_choices, 0.0])
         self._seen: list[int] = []
         self._logs: dict[Quantity, list[float]] = {quantity: [] for quantity in get_args(Quantity)}
 
-    def learn(self, place: int, *, seconds: float, device_bytes: float, host_bytes: float) -> None:
-        """Take over one estimate, by what it exceeds its bounds by."""
+    def learn(self, place: int, excess: Mapping[Quantity, float]) -> None:
+        """Take over one estimate, by what it exceeds its bounds by, and its effort."""
         self._seen.append(place)
-        excess: dict[Quantity, float] = {
-            "seconds": seconds,
-            "device_bytes": device_bytes,
-            "host_bytes": host_bytes,
-        }
         for quantity, value in excess.items():
             self._logs[quantity].append(float(np.log(max(value, _LEAST[quantity]))))
 
@@ -111,6 +115,12 @@ class Beliefs:
         spread = np.maximum(1e-3, spread * np.exp(excess) / expected)
         return fits * _expected_improvement((np.log(target) - np.log(expected)), spread)
 
+    def effort(self, places: Ints) -> Floats:
+        """What estimates of some combinations are expected to take, in common ones."""
+        if not self._seen:
+            return np.ones(len(places))
+        return np.exp(self._posterior(self._features(places), "effort")[0])
+
     def _features(self, places: Ints) -> Floats:
         features = np.zeros((len(places), self._num_features))
         features[:, -1] = 1.0
@@ -122,12 +132,13 @@ class Beliefs:
         seen_MF = self._features(np.array(self._seen))
         prior_F, variance_F = self._mean_F[quantity], np.full(self._num_features, _SPREAD[quantity] ** 2)
         variance_F[-1] = 1e3  # nothing is known of the level
-        precision_FF = seen_MF.T @ seen_MF / _NOISE**2 + np.diag(1 / variance_F)
+        noise = _NOISE[quantity]
+        precision_FF = seen_MF.T @ seen_MF / noise**2 + np.diag(1 / variance_F)
         covariance_FF = np.linalg.inv(precision_FF)
         surprise_M = np.array(self._logs[quantity]) - seen_MF @ prior_F
-        weights_F = prior_F + covariance_FF @ (seen_MF.T @ surprise_M) / _NOISE**2
+        weights_F = prior_F + covariance_FF @ (seen_MF.T @ surprise_M) / noise**2
         variance_N = np.einsum("nf,nf->n", features_NF @ covariance_FF, features_NF)
-        return features_NF @ weights_F, np.sqrt(variance_N + _NOISE**2)
+        return features_NF @ weights_F, np.sqrt(variance_N + noise**2)
 
     def _chance(self, features_NF: Floats, quantity: Quantity, spare: Floats) -> Floats:
         """That a need stays within what there is."""

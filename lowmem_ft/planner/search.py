@@ -56,6 +56,7 @@ class Need:
         device_bytes: of the device, with the headroom that is asked for.
         host_bytes: of the host, likewise.
         fits: whether that is there, and nothing else stands in the way.
+        effort: of finding out, in common estimates.
         estimate: where the numbers are from.
     """
 
@@ -63,6 +64,7 @@ class Need:
     device_bytes: float
     host_bytes: float
     fits: bool
+    effort: float = 1.0
     estimate: Any = None
 
 
@@ -116,7 +118,9 @@ class Search:
         limits: what there is of memory.
         need_of: estimates one by its index; a text says why it cannot be built.
         prior: what to expect before anything is known; it decides the order and nothing else.
-        max_estimates: after which the search ends; None: when nothing is left that could be better.
+        max_effort: in common estimates, after which the search ends; None: when nothing is left that could be better.
+        least_promise: it ends before where the effort is too little for all that is left, and no more is expected of
+            any than to be faster by this share.
     """
 
     def __init__(
@@ -126,19 +130,21 @@ class Search:
         need_of: Callable[[int], Need | str],
         prior: Prior,
         *,
-        max_estimates: int | None = None,
+        max_effort: float | None = None,
+        least_promise: float = 0.0,
     ) -> None:
         self._candidates = candidates
         self._limits = limits
         self._need_of = need_of
         self._beliefs = Beliefs(candidates.choices_ND, prior)
-        self._max_estimates = max_estimates
+        self._max_effort = max_effort
+        self._least_promise = least_promise
         self._open_N = np.ones(len(candidates), dtype=bool)
         self.found = Searched()
         self._exclude_by_bytes()
 
     def run(self, first: int | None = None) -> Searched:
-        """Search until nothing is left that could be better, or the estimates are used up.
+        """Search until nothing is left that could be better, or the effort is used up.
 
         Args:
             first: what to estimate first, if its bounds let it fit.
@@ -147,9 +153,9 @@ class Search:
             What was found; Ctrl-C ends the search early.
         """
         try:
-            if first is not None and self._open_N[first] and self._has_estimates_left():
+            if first is not None and self._open_N[first] and self._effort_left > 0:
                 self.estimate(first)
-            while self._has_estimates_left() and (place := self._next()) is not None:
+            while self._effort_left > 0 and (place := self._next()) is not None:
                 self.estimate(place)
         except KeyboardInterrupt:
             self.found.interrupted = True
@@ -171,9 +177,12 @@ class Search:
         candidates = self._candidates
         self._beliefs.learn(
             place,
-            seconds=need.seconds - candidates.seconds_N[place],
-            device_bytes=need.device_bytes - candidates.device_bytes_N[place],
-            host_bytes=need.host_bytes - candidates.host_bytes_N[place],
+            {
+                "seconds": need.seconds - candidates.seconds_N[place],
+                "device_bytes": need.device_bytes - candidates.device_bytes_N[place],
+                "host_bytes": need.host_bytes - candidates.host_bytes_N[place],
+                "effort": need.effort,
+            },
         )
         if need.fits and (found.best is None or self._key(place) < self._key(found.best)):
             found.best = place
@@ -191,9 +200,11 @@ class Search:
         found.left_seconds = float(self._candidates.seconds_N[self._open_N].min()) if found.left else 0.0
         return found
 
-    def _has_estimates_left(self) -> bool:
-        made = len(self.found.needs) + len(self.found.refused)
-        return self._max_estimates is None or made < self._max_estimates
+    @property
+    def _effort_left(self) -> float:
+        found = self.found
+        made = len(found.refused) + sum(need.effort for need in found.needs.values())
+        return float("inf") if self._max_effort is None else self._max_effort - made
 
     def _key(self, place: int) -> tuple[int, float, int]:
         candidates = self._candidates
@@ -224,7 +235,7 @@ class Search:
         self._open_N &= ~worse_N
 
     def _next(self) -> int | None:
-        """The one that promises most: the likelier it fits and the faster it may be; None if nothing is left."""
+        """The one that promises most for its effort, by how likely it fits and how fast it may be, or None."""
         open_ = np.flatnonzero(self._open_N)
         if not len(open_):
             return None
@@ -239,5 +250,20 @@ class Search:
         if best is not None:
             # What gives up less is better however long it takes.
             promise = np.where(candidates.before_N[open_] < candidates.before_N[best], promise + 1, promise)
-        order = np.lexsort((candidates.after_N[open_], candidates.before_N[open_], -promise))
+            if promise.max() < self._least_promise and len(open_) > self._effort_left:
+                return None
+            near = self._near(best, open_, promise)
+            open_, promise = open_[near], promise[near]
+        worth = promise / self._beliefs.effort(open_)
+        order = np.lexsort((candidates.after_N[open_], candidates.before_N[open_], -worth))
         return int(open_[order[0]])
+
+    def _near(self, best: int, places: Ints, promise: Floats) -> Bools:
+        """Those that differ from the best in one choice; if they promise nothing, in two, and so on.
+
+        What changes little is known well from what has been seen, and shows what each choice does.
+        """
+        choices_ND = self._candidates.choices_ND
+        distance = (choices_ND[places] != choices_ND[best]).sum(axis=1)
+        worth_it = promise >= min(self._least_promise, float(promise.max()))
+        return distance <= distance[worth_it].min()

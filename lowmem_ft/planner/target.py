@@ -94,16 +94,19 @@ class Target:
         """Whether the device computes with it."""
         return self.gpu is None or self.gpu.has_bfloat16
 
-    def estimate(self, recipe: Recipe, other: Gpu | None = None) -> MemoryEstimate:
+    def estimate(self, recipe: Recipe, other: Gpu | None = None) -> tuple[MemoryEstimate, int]:
         """Of the recipe in full; without every allocation, of which forty estimates would hold too many.
 
         Args:
             recipe: with the settings to try.
             other: a card to try it on in place of this device, with all of its memory.
+
+        Returns:
+            The estimate, and the events of its trace, which say how long it took whatever else ran.
         """
         budget = self.budget if other is None else dataclasses.replace(self.budget, device=None)
         estimate = estimate_memory(recipe, other or self.gpu or CPU, budget=budget, kept=self.kept)
-        return dataclasses.replace(estimate, timeline=Timeline())
+        return dataclasses.replace(estimate, timeline=Timeline()), len(estimate.timeline.events)
 
 
 def _beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:

@@ -175,7 +175,7 @@ def test_what_was_searched_before_something_was_given_up_counts(make_recipe, at_
     asked = at_once(lora_takes(9.0, 5.0))
     result = plan(make_recipe(keep, "plan.allow=[lora]"), budget(6), "l4")
     assert result.given_up == ("lora",)
-    assert result.counts.estimated == len(asked) > planning.MAX_ESTIMATES
+    assert result.counts.estimated == len(asked) > planning.MAX_EFFORT
     assert result.counts.left > 0
     assert not result.is_proven
     last_tier = space_of(make_recipe(keep, "plan.allow=[lora]"), num_layers=2, has_bfloat16=True)

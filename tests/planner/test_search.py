@@ -51,9 +51,9 @@ class MadeUp:
 
         return need
 
-    def search(self, limits: Limits, max_estimates: int | None = None) -> Search:
+    def search(self, limits: Limits, max_effort: float | None = None) -> Search:
         prior = Prior.flat(self.sizes)
-        return Search(self.candidates, limits, self.need_of(limits), prior, max_estimates=max_estimates)
+        return Search(self.candidates, limits, self.need_of(limits), prior, max_effort=max_effort)
 
     def best(self, limits: Limits) -> int | None:
         """By looking at every one."""
@@ -137,7 +137,7 @@ def test_without_a_clock_the_least_change_that_fits_is_found():
 
 def test_a_search_that_is_ended_early_says_what_it_left():
     made_up = MadeUp(7)
-    found = made_up.search(LIMITS[2], max_estimates=3).run(0)
+    found = made_up.search(LIMITS[2], max_effort=3).run(0)
     assert len(made_up.asked) == 3
     assert not found.is_proven
     open_ = len(made_up.candidates) - 3 - found.beyond_bytes - found.beyond_seconds
@@ -189,7 +189,7 @@ def test_what_it_learns_leads_to_the_best_soon():
             )
 
         limits = Limits(device_bytes=limit)
-        found = Search(candidates, limits, need_of, Prior.flat(sizes), max_estimates=30).run(0)
+        found = Search(candidates, limits, need_of, Prior.flat(sizes), max_effort=30).run(0)
         assert found.best is not None
         shares.append(seconds[found.best] / seconds[device <= limit].min())
     assert np.median(shares) < 1.02  # of 405 combinations 30 were looked at; as many at random come to 1.2

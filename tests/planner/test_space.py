@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from lowmem_ft.knob import Effect
 from lowmem_ft.planner.space import ROWS, consent_keys, recipe_rules, space_of, with_settings
 from lowmem_ft.recipe.conflicts import CONFLICTS, recipe_problems
@@ -15,7 +17,7 @@ def settings_at_random(draw: random.Random) -> dict:
 
 
 def test_combinations_are_exactly_those_that_the_recipe_allows(make_recipe):
-    recipe = make_recipe("plan.keep=[optimizer,tiling,loss]")
+    recipe = make_recipe("plan.keep=[optimizer,tiling,loss,training.mixed_precision]")
     space = space_of(recipe, num_layers=2, has_bfloat16=True)
     valid = {tuple(sorted(space.settings(combination).items())) for combination in space.combinations}
     assert len(valid) == len(space.combinations) > 50
@@ -33,6 +35,15 @@ def test_combinations_are_exactly_those_that_the_recipe_allows(make_recipe):
     for dimension in space.dimensions:
         total *= len(dimension.choices)
     assert len(space.combinations) + sum(space.refused.values()) == total
+
+
+@pytest.mark.parametrize("own", ["no", "bf16"])
+def test_autocast_is_not_tried_where_the_weights_are_what_it_casts_to(make_recipe, own):
+    recipe = make_recipe(f"training.mixed_precision={own}", "plan.keep=[optimizer,tiling,loss,offload]")
+    space = space_of(recipe, num_layers=2, has_bfloat16=True)
+    chosen = [space.settings(combination) for combination in space.combinations]
+    tried = {(each["model.dtype"], each["training.mixed_precision"]) for each in chosen}
+    assert tried == {("float32", "no"), ("float32", "bf16"), ("bfloat16", own)}
 
 
 def test_the_rows_of_a_step_stay(make_recipe):
