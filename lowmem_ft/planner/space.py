@@ -140,7 +140,7 @@ def space_of(recipe: Recipe, *, num_layers: int, has_bfloat16: bool, rules: Sequ
     """
     dimensions = tuple(_dimensions(recipe, num_layers=num_layers, has_bfloat16=has_bfloat16))
     refused: Counter[str] = Counter()
-    own = [_consent_rule(recipe), _autocast_rule(recipe)]
+    own = [_consent_rule(recipe), *_idle_rules(recipe)]
     enumeration = _Enumeration(recipe, dimensions, [*own, *recipe_rules(), *rules], refused)
     return Space(recipe=recipe, dimensions=dimensions, combinations=tuple(enumeration), refused=dict(refused))
 
@@ -245,17 +245,28 @@ def _consent_rule(recipe: Recipe) -> Rule:
     return Rule(keys=consent_keys(), problems=problems)
 
 
-def _autocast_rule(recipe: Recipe) -> Rule:
-    """With weights in bfloat16 autocast to it saves nothing, and to try it would take every estimate twice."""
+def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
+    """Values that change nothing beside certain others: to try them would take every estimate twice."""
 
-    def problems(changed: Recipe) -> Sequence[str]:
+    def autocast(changed: Recipe) -> Sequence[str]:
         own, value = recipe.training.mixed_precision, changed.training.mixed_precision
         is_idle = changed.model.dtype == "bfloat16" and value != own and {value, own} == {"no", "bf16"}
         return (
             ["training.mixed_precision=bf16 changes little where model.dtype is bfloat16."] if is_idle else []
         )
 
-    return Rule(keys=("model.dtype", "training.mixed_precision"), problems=problems)
+    def order(changed: Recipe) -> Sequence[str]:
+        own, value = recipe.accumulation.order, changed.accumulation.order
+        is_idle = changed.training.gradient_accumulation_steps == 1 and (own, value) == (
+            "horizontal",
+            "vertical",
+        )
+        return ["accumulation.order=vertical changes nothing of a single micro-batch."] if is_idle else []
+
+    return (
+        Rule(keys=("model.dtype", "training.mixed_precision"), problems=autocast),
+        Rule(keys=("accumulation.order", ROWS[1]), problems=order),
+    )
 
 
 def asks_consent(key: RecipeKey) -> bool:

@@ -54,13 +54,14 @@ def train_command(plan: MemoryPlan, command: Sequence[str]) -> str:
 
     Args:
         plan: what to train.
-        command: the recipe and settings as they were typed, without those of the plan.
+        command: the recipe and settings as they were typed; what the plan sets otherwise is left out.
 
     Returns:
         The command, to be printed without wrapping.
     """
     lines = ["  lowmem-ft train"]
-    for word in (*command, *plan.settings):
+    kept = [word for word in command if word.partition("=")[0] not in plan.overrides]
+    for word in (*kept, *plan.settings):
         if len(lines[-1]) + len(word) + len("  \\") > COMMAND_WIDTH:
             lines.append("   ")
         lines[-1] += f" {word}"

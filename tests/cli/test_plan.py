@@ -81,7 +81,9 @@ def test_the_command_it_prints_trains_the_plan(folder, capsys):
     written = capsys.readouterr()
     values = json.loads(written.out)
     command = written.err.partition("lowmem-ft train ")[2]
-    recipe = load_recipe(None, shlex.split(command.replace("\\\n", "")))
+    words = shlex.split(command.replace("\\\n", ""))
+    assert len({word.partition("=")[0] for word in words}) == len(words)  # nothing is set twice
+    recipe = load_recipe(None, words)
     rows = values["chosen"]["overrides"]["training.per_device_train_batch_size"]
     assert recipe.training.per_device_train_batch_size == rows == 4
     assert recipe.training.gradient_accumulation_steps == 4

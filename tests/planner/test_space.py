@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -17,7 +18,7 @@ def settings_at_random(draw: random.Random) -> dict:
 
 
 def test_combinations_are_exactly_those_that_the_recipe_allows(make_recipe):
-    recipe = make_recipe("plan.keep=[optimizer,tiling,loss,training.mixed_precision]")
+    recipe = make_recipe("plan.keep=[optimizer,tiling,loss,training.mixed_precision,accumulation.order]")
     space = space_of(recipe, num_layers=2, has_bfloat16=True)
     valid = {tuple(sorted(space.settings(combination).items())) for combination in space.combinations}
     assert len(valid) == len(space.combinations) > 50
@@ -44,6 +45,15 @@ def test_autocast_is_not_tried_where_the_weights_are_what_it_casts_to(make_recip
     chosen = [space.settings(combination) for combination in space.combinations]
     tried = {(each["model.dtype"], each["training.mixed_precision"]) for each in chosen}
     assert tried == {("float32", "no"), ("float32", "bf16"), ("bfloat16", own)}
+
+
+def test_vertical_order_is_not_tried_with_a_single_micro_batch(make_recipe):
+    space = space_of(
+        make_recipe("plan.keep=[optimizer,tiling,loss,offload]"), num_layers=2, has_bfloat16=True
+    )
+    chosen = [space.settings(combination) for combination in space.combinations]
+    tried = {(each[ROWS[1]], each["accumulation.order"]) for each in chosen}
+    assert tried == {(1, "horizontal"), *itertools.product((2, 4), ("horizontal", "vertical"))}
 
 
 def test_the_rows_of_a_step_stay(make_recipe):
