@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nor do they read what this user has traced, or leave anything with it.
 os.environ["LOWMEM_FT_TRACE_CACHE"] = "off"
+os.environ["LOWMEM_FT_TRACE_PROCESSES"] = "1"  # the tests run on all cores
 
 import pytest
 import torch

@@ -11,6 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -21,6 +22,7 @@ from transformers import PretrainedConfig
 
 from lowmem_ft.data import Batch
 from lowmem_ft.errors import ModelError
+from lowmem_ft.estimator.forked_trace import Take, forked_trace
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.layers import ShallowModel, shallow_model, with_num_layers
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
@@ -166,10 +168,15 @@ class _ShortTracing:
         Raises:
             NotRegularError: if it does not.
         """
-        traced = self._trace(stand_in)
-        shown = proofs.get(structure_of(traced.trace)) if proofs else None
-        if shown is None or shown.layers != stand_in.layers or not shown.holds_for(traced.trace):
-            shown = prove(traced.trace, self._trace(stand_in.longer()).trace, stand_in.layers)
+        longer = stand_in.longer()
+        with self._made_beside(longer, stand_in) as take:
+            traced = self._trace(stand_in)
+            shown = proofs.get(structure_of(traced.trace)) if proofs else None
+            if shown is None or shown.layers != stand_in.layers or not shown.holds_for(traced.trace):
+                other = take()
+                if other is not None:
+                    self._traced[_size_of(longer)] = other
+                shown = prove(traced.trace, self._trace(longer).trace, stand_in.layers)
         return ShortTrace(traced=traced, repetition=shown, more=stand_in.more)
 
     def _key_of(self, stand_in: ShallowModel) -> TraceKey | None:
@@ -179,12 +186,22 @@ class _ShortTracing:
         shallow_config = with_num_layers(self._hf_config, stand_in.num_layers)
         return trace_key(stand_in.recipe(self._recipe), shallow_config, ("stand-in", self._machine))
 
+    def _made_beside(self, longer: ShallowModel, stand_in: ShallowModel) -> AbstractContextManager[Take]:
+        """The trace of one while that of the other is made here, if neither has been made."""
+        if self._traced.keys() & {_size_of(longer), _size_of(stand_in)}:
+            return contextlib.nullcontext(lambda: None)
+        return forked_trace(lambda: self._trace(longer))
+
     def _trace(self, stand_in: ShallowModel) -> TracedRecipe:
-        which = stand_in.num_layers, stand_in.num_last
-        if which not in self._traced:
+        size = _size_of(stand_in)
+        if size not in self._traced:
             config = with_num_layers(self._hf_config, stand_in.num_layers)
-            self._traced[which] = trace_layers(stand_in.recipe(self._recipe), config, self._new_machine())
-        return self._traced[which]
+            self._traced[size] = trace_layers(stand_in.recipe(self._recipe), config, self._new_machine())
+        return self._traced[size]
+
+
+def _size_of(stand_in: ShallowModel) -> tuple[int, int]:
+    return stand_in.num_layers, stand_in.num_last
 
 
 def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine) -> TracedRecipe:

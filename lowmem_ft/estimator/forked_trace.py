@@ -1,0 +1,107 @@
+"""A trace made in a forked process while this one makes another, where an estimate may need both.
+
+Only where a fork is cheap and sure: on Linux, with a core to spare, in a process that does not drive a CUDA device, and
+for its first trace: once a backward pass has run on a device, virtual or not, torch lets no fork run another. What the
+other process does not give, for whatever reason, is traced here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from lowmem_ft.estimator.traced_recipe import TracedRecipe
+
+logger = logging.getLogger(__name__)
+
+PROCESSES_VARIABLE = "LOWMEM_FT_TRACE_PROCESSES"
+"""``1``: all traces are made in one process."""
+
+PATIENCE_S = 60.0
+"""A process that takes so much longer than this one did is taken for stuck."""
+
+_is_first = True
+
+Take = Callable[[], TracedRecipe | None]
+"""Waits for a trace; None if there is none."""
+
+
+@contextlib.contextmanager
+def forked_trace(make: Callable[[], TracedRecipe]) -> Iterator[Take]:
+    """Make a trace in a process of its own for as long as a ``with`` block lasts.
+
+    Args:
+        make: makes it; its memory is a copy of this process's, so that nothing it changes is seen here.
+
+    Yields:
+        What waits for the trace; it gives None where there is no such process, or it failed.
+    """
+    global _is_first
+    started = _start(make) if _is_first and _may_fork() else None
+    _is_first = False
+    if started is None:
+        yield lambda: None
+        return
+    process, connection = started
+    try:
+        yield lambda: _received(connection)
+    finally:
+        process.kill()
+        process.join()
+        connection.close()
+
+
+def _may_fork() -> bool:
+    if os.environ.get(PROCESSES_VARIABLE) == "1" or sys.platform != "linux":
+        return False
+    is_child = multiprocessing.current_process().daemon  # which may have none of its own
+    return not is_child and not torch.cuda.is_initialized() and len(os.sched_getaffinity(0)) > 1
+
+
+def _start(make: Callable[[], TracedRecipe]) -> tuple[BaseProcess, Connection] | None:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(make, receiver, sender), daemon=True)
+    try:
+        with warnings.catch_warnings():
+            # Python warns of forks beside threads, one of which may hold a lock: then the wait has its limit.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+    except OSError as error:
+        logger.info("No process for another trace: %s.", error)
+        receiver.close()
+        return None
+    finally:
+        sender.close()
+    return process, receiver
+
+
+def _serve(make: Callable[[], TracedRecipe], receiver: Connection, sender: Connection) -> None:
+    receiver.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends this process
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # those of the parent are not here
+    with contextlib.suppress(Exception):  # which the parent will meet itself
+        sender.send_bytes(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL))
+
+
+def _received(connection: Connection) -> TracedRecipe | None:
+    try:
+        if connection.poll(PATIENCE_S):
+            return pickle.loads(connection.recv_bytes())
+        logger.info("The process for another trace gave no answer in %.0f s.", PATIENCE_S)
+    except EOFError:
+        logger.info("The process for another trace ended without one.")
+    return None
