@@ -240,6 +240,12 @@ class Search:
         if not len(open_):
             return None
         candidates, best = self._candidates, self.found.best
+        if (
+            best is not None
+            and (gives_up_less := candidates.before_N[open_] < candidates.before_N[best]).any()
+        ):
+            # Better however long they take: they are searched as if nothing had been found yet.
+            open_, best = open_[gives_up_less], None
         promise = self._beliefs.promise(
             open_,
             best_seconds=None if best is None else self.found.needs[best].seconds,
@@ -248,8 +254,6 @@ class Search:
             spare_host_bytes=self._limits.host_bytes - candidates.host_bytes_N[open_],
         )
         if best is not None:
-            # What gives up less is better however long it takes.
-            promise = np.where(candidates.before_N[open_] < candidates.before_N[best], promise + 1, promise)
             if promise.max() < self._least_promise and len(open_) > self._effort_left:
                 return None
             near = self._near(best, open_, promise)

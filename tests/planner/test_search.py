@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lowmem_ft.planner.ranking import Prior
-from lowmem_ft.planner.search import Candidates, Limits, Need, Search
+from lowmem_ft.planner.search import Candidates, Limits, Need, Search, Searched
 
 NUM_SPACES = 300
 
@@ -161,35 +161,107 @@ def test_ctrl_c_keeps_the_best_so_far():
     assert found.needs[found.best].seconds == min(need.seconds for need in found.needs.values() if need.fits)
 
 
-def test_what_it_learns_leads_to_the_best_soon():
-    """Needs that are products of their choices, as memory and time nearly are, with bounds that say nothing."""
-    shares = []
-    for seed in range(10):
-        random = np.random.default_rng(seed)
-        sizes = (5, 3, 3, 3, 3)
-        choices_ND = np.array(list(itertools.product(*map(range, sizes))), dtype=np.int64)
-        slow = [np.exp(random.normal(0, 0.2, size)) for size in sizes]
-        large = [np.exp(random.normal(0, 0.7, size)) for size in sizes]
-        seconds = np.prod([slow[d][choices_ND[:, d]] for d in range(len(sizes))], axis=0)
-        device = np.prod([large[d][choices_ND[:, d]] for d in range(len(sizes))], axis=0) * 2**30
-        limit = float(np.quantile(device, 0.3))
-        candidates = Candidates(
-            choices_ND=choices_ND,
-            before_N=np.zeros(len(choices_ND), dtype=np.int64),
-            after_N=np.arange(len(choices_ND)),
-            seconds_N=np.zeros(len(choices_ND)),
-            device_bytes_N=np.zeros(len(choices_ND)),
-            host_bytes_N=np.zeros(len(choices_ND)),
-        )
+class Products:
+    """Needs that are products of their choices, as memory and time nearly are, with bounds that say nothing.
 
-        def need_of(place: int, seconds=seconds, device=device, limit=limit) -> Need:
-            fits = bool(device[place] <= limit)
+    Args:
+        seed: makes them again.
+        sizes: choices of each dimension.
+        share_that_fits: of all combinations.
+        effort_of_first: of an estimate, by the choice in the first dimension.
+        gives_up: whether the choice in the first dimension decides before the seconds do.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        sizes: tuple[int, ...] = (5, 3, 3, 3, 3),
+        *,
+        share_that_fits: float = 0.3,
+        effort_of_first: tuple[float, ...] | None = None,
+        gives_up: bool = False,
+    ) -> None:
+        random = np.random.default_rng(seed)
+        self.sizes = sizes
+        self.choices_ND = np.array(list(itertools.product(*map(range, sizes))), dtype=np.int64)
+        self.seconds = self._product([np.exp(random.normal(0, 0.2, size)) for size in sizes])
+        self.device = self._product([np.exp(random.normal(0, 0.7, size)) for size in sizes]) * 2**30
+        self.limits = Limits(device_bytes=float(np.quantile(self.device, share_that_fits)))
+        self.fits = self.device <= self.limits.device_bytes
+        nothing = np.zeros(len(self.choices_ND))
+        self.before = self.choices_ND[:, 0] if gives_up else nothing.astype(np.int64)
+        self.candidates = Candidates(
+            choices_ND=self.choices_ND,
+            before_N=self.before,
+            after_N=np.arange(len(self.choices_ND)),
+            seconds_N=nothing,
+            device_bytes_N=nothing,
+            host_bytes_N=nothing,
+        )
+        self._effort_of_first = effort_of_first or (1.0,) * sizes[0]
+
+    def _product(self, of_choices: list[np.ndarray]) -> np.ndarray:
+        return np.prod([of[self.choices_ND[:, place]] for place, of in enumerate(of_choices)], axis=0)
+
+    def effort(self, place: int) -> float:
+        return self._effort_of_first[self.choices_ND[place, 0]]
+
+    def searched(self, *, max_effort: float | None, least_promise: float = 0.005) -> Searched:
+        def need_of(place: int) -> Need:
             return Need(
-                seconds=float(seconds[place]), device_bytes=float(device[place]), host_bytes=1.0, fits=fits
+                seconds=float(self.seconds[place]),
+                device_bytes=float(self.device[place]),
+                host_bytes=1.0,
+                fits=bool(self.fits[place]),
+                effort=self.effort(place),
             )
 
-        limits = Limits(device_bytes=limit)
-        found = Search(candidates, limits, need_of, Prior.flat(sizes), max_effort=30).run(0)
+        prior = Prior.flat(self.sizes)
+        search = Search(
+            self.candidates, self.limits, need_of, prior, max_effort=max_effort, least_promise=least_promise
+        )
+        return search.run(0)
+
+
+def test_what_it_learns_leads_to_the_best_soon():
+    shares = []
+    for seed in range(10):
+        made_up = Products(seed)
+        found = made_up.searched(max_effort=30)
         assert found.best is not None
-        shares.append(seconds[found.best] / seconds[device <= limit].min())
+        shares.append(made_up.seconds[found.best] / made_up.seconds[made_up.fits].min())
     assert np.median(shares) < 1.02  # of 405 combinations 30 were looked at; as many at random come to 1.2
+
+
+def test_what_gives_up_less_goes_before_what_is_near_the_best():
+    """With effort for a twentieth of them, nothing is given up that need not be."""
+    for seed in range(10):
+        made_up = Products(seed, (4, 3, 3, 3, 3), share_that_fits=0.1, gives_up=True)
+        found = made_up.searched(max_effort=24)
+        assert found.best is not None
+        assert made_up.before[found.best] == made_up.before[made_up.fits].min(), seed
+
+
+def test_estimates_that_take_long_count_as_several():
+    found = Products(0, effort_of_first=(5.0,) * 5).searched(max_effort=24)
+    assert len(found.needs) == 5
+
+
+def test_what_takes_less_to_find_out_is_asked_first():
+    """An estimate with the last choice takes as long as ten others."""
+    asked = np.zeros(3)
+    for seed in range(10):
+        made_up = Products(seed, (3, 3, 3, 3), effort_of_first=(1.0, 1.0, 10.0))
+        needs = made_up.searched(max_effort=40).needs
+        asked += np.bincount(made_up.choices_ND[list(needs), 0], minlength=3)
+    assert asked[:2].sum() > 3 * asked[2]
+
+
+def test_it_ends_where_little_is_to_be_hoped_for_unless_all_can_be_asked():
+    made_up = Products(1, share_that_fits=1.0)
+    greedy = made_up.searched(max_effort=200, least_promise=0.0)
+    modest = made_up.searched(max_effort=200, least_promise=0.005)
+    assert len(modest.needs) < len(greedy.needs) / 2
+    assert modest.left > 200 - len(modest.needs)
+    assert made_up.seconds[modest.best] <= 1.01 * made_up.seconds.min()
+    assert Products(1, (3, 3, 3), share_that_fits=1.0).searched(max_effort=40).is_proven
