@@ -122,7 +122,8 @@ class Space:
     def refusal(self, combination: Combination) -> str:
         """Why a combination is none; empty if no rule refuses it."""
         recipe = self.recipe_of(combination)
-        problems = [problem for rule in recipe_rules() for problem in rule.problems(recipe)]
+        rules = (*_idle_rules(self.recipe), *recipe_rules())
+        problems = [problem for rule in rules for problem in rule.problems(recipe)]
         return " ".join(problems)
 
 
@@ -246,13 +247,13 @@ def _consent_rule(recipe: Recipe) -> Rule:
 
 
 def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
-    """Values that change nothing beside certain others: to try them would take every estimate twice."""
+    """Values that gain nothing beside certain others: trying them would take twice the estimates."""
 
     def autocast(changed: Recipe) -> Sequence[str]:
         own, value = recipe.training.mixed_precision, changed.training.mixed_precision
         is_idle = changed.model.dtype == "bfloat16" and value != own and {value, own} == {"no", "bf16"}
         return (
-            ["training.mixed_precision=bf16 changes little where model.dtype is bfloat16."] if is_idle else []
+            ["training.mixed_precision=bf16 gains nothing where model.dtype is bfloat16."] if is_idle else []
         )
 
     def order(changed: Recipe) -> Sequence[str]:
@@ -261,7 +262,7 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
             "horizontal",
             "vertical",
         )
-        return ["accumulation.order=vertical changes nothing of a single micro-batch."] if is_idle else []
+        return ["accumulation.order=vertical gains nothing with a single micro-batch."] if is_idle else []
 
     return (
         Rule(keys=("model.dtype", "training.mixed_precision"), problems=autocast),

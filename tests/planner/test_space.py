@@ -54,6 +54,14 @@ def test_vertical_order_is_not_tried_with_a_single_micro_batch(make_recipe):
     chosen = [space.settings(combination) for combination in space.combinations]
     tried = {(each[ROWS[1]], each["accumulation.order"]) for each in chosen}
     assert tried == {(1, "horizontal"), *itertools.product((2, 4), ("horizontal", "vertical"))}
+    keys = [dimension.keys for dimension in space.dimensions]
+    order, single = keys.index(("accumulation.order",)), space.dimensions[keys.index(ROWS)].choices
+    idle = list(space.own)
+    idle[order] = [choice["accumulation.order"] for choice in space.dimensions[order].choices].index(
+        "vertical"
+    )
+    idle[keys.index(ROWS)] = [choice[ROWS[1]] for choice in single].index(1)
+    assert "gains nothing with a single micro-batch" in space.refusal(tuple(idle))
 
 
 def test_the_rows_of_a_step_stay(make_recipe):
