@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     set_up_logging()
     recipe = load_recipe(recipe_name, settings)
-    if problems := problems_with_processes(recipe, launched_processes()):
+    if problems := problems_with_processes(recipe, launched_processes(recipe)):
         raise RecipeError(*problems)
     check_paths_of_run(recipe)
     # Before the import below, which takes seconds; what is still to be planned, a run does not go on with.

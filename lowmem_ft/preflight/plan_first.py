@@ -41,7 +41,7 @@ def with_plan(recipe: Recipe) -> Recipe:
         UserError: if there are several processes, the run's folder is in the way, or it cannot be planned.
         DoesNotFitError: if nothing fits; it says what the nearest lacks.
     """
-    num_processes = launched_processes()
+    num_processes = launched_processes(recipe)
     if num_processes > 1:
         raise UserError(
             f"plan.mode=auto plans for one process, got {num_processes}. Plan first, with `lowmem-ft plan ... --write "

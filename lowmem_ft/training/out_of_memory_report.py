@@ -71,7 +71,7 @@ def does_not_fit_here(
     else:
         is_on_cuda = torch.cuda.is_available() and not recipe.training.use_cpu
         device = torch.device("cuda" if is_on_cuda else "cpu")
-        num_processes = launched_processes()
+        num_processes = launched_processes(recipe)
     others = this_machines_gpu(device).held_by_others_bytes if device.type == "cuda" else None
     return does_not_fit(
         recipe,

@@ -87,6 +87,7 @@ def test_what_works_in_one_process_is_told_without_them(tmp_path, monkeypatch, c
     """Each process is told by its launcher how many they are."""
     monkeypatch.setitem(sys.modules, "lowmem_ft.preflight", None)  # what imports them
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     settings = [
         "optimizer.in_backward=true",
         "accumulation.order=vertical",
