@@ -43,7 +43,8 @@ def find_gpu(name: str) -> Gpu:
                 f"A plan or an estimate is for one GPU, got {name}. Each of several processes holds the whole model, "
                 f"and needs what one by itself does. Ask for {one}."
             )
-        near = did_you_mean(one, [known for known in gpus if one in known] or gpus)
+        hints = (did_you_mean(asked, [known for known in gpus if asked in known]) for asked in (key, one))
+        near = next(filter(None, hints), did_you_mean(key, gpus))
         raise UserError(
             f"There is no GPU {name!r} in the catalogue.{near} `lowmem-ft gpus` lists all {len(gpus)}."
         )
