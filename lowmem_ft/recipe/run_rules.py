@@ -102,7 +102,7 @@ def hub_settings_need_push(recipe: Recipe) -> str | None:
 )
 def steps_have_a_size(recipe: Recipe) -> list[str]:
     """Where rows are as long as the model allows, an estimate asks again once it knows the model."""
-    return oversized_steps(recipe, recipe.data.max_length or 1)
+    return oversized_steps(recipe, max(1, recipe.data.max_length or 1))
 
 
 def oversized_steps(recipe: Recipe, row_tokens: int) -> list[str]:

@@ -185,3 +185,10 @@ def test_only_the_schedules_said_to_need_arguments_need_them():
                 load_recipe("tiny", [f"training.lr_scheduler_type={name}"])
         else:
             get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=2)
+
+
+def test_rows_of_an_impossible_length_are_no_reason_for_a_smaller_batch():
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(None, ["model=x", "data.max_length=-5", "training.per_device_train_batch_size=4"])
+    (problem,) = refused.value.problems
+    assert "data.max_length" in problem
