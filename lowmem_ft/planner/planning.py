@@ -28,7 +28,7 @@ MAX_EFFORT = 24
 """Of a search, in estimates of common length, of some seconds each. What is left by then is counted, and said."""
 
 COMMON_EVENTS = 120_000
-"""Of a trace, as an 8B has them; an estimate with more of them counts as several."""
+"""In a trace of common length, such as that of an 8B; an estimate with more of them counts as several."""
 
 LEAST_PROMISE = 0.005
 """Of the seconds of a step: a search ends where less is to be hoped for of any other combination."""
@@ -90,8 +90,7 @@ def plan(
     end of its range, with headroom enough not to be tight, over load, steps, evaluation and saving.
 
     The same arguments give the same plan. A search that came to its end (``MemoryPlan.is_proven``) has found the
-    fastest of all combinations, so that a larger budget is never slower; one that ran out of estimates says what it
-    left.
+    fastest of all combinations, so that a larger budget is never slower; one that ended before says what it left.
 
     Args:
         recipe: where it starts; what its values say beside memory stays.
@@ -184,8 +183,9 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None) -> Space:
         recipe, num_layers=target.shape.num_layers, has_bfloat16=target.has_bfloat16, rules=rules
     )
     if not space.combinations and must_use is None:
-        reasons = sorted(space.refused, key=lambda reason: -space.refused[reason])
-        raise UserError("No combination of the memory knobs can be trained there.", *reasons[:3])
+        # Not even the recipe as it is, whose own rules have been asked: it is the device's that refuse it.
+        reasons = [problem for rule in target.rules for problem in rule.problems(recipe)]
+        raise UserError("No combination of the memory knobs can be trained there.", *reasons)
     return space
 
 

@@ -70,6 +70,16 @@ def test_it_is_the_fastest_that_fits(make_recipe, at_once, gib):
     assert made_up_seconds(changed) == result.estimate.step.seconds
 
 
+def test_where_nothing_can_be_trained_the_device_says_why(make_recipe):
+    recipe = make_recipe("training.mixed_precision=bf16", "plan.keep=[training.mixed_precision]")
+    with pytest.raises(UserError) as refused:
+        plan(recipe, budget(8), "t4")
+    first, *reasons = refused.value.problems
+    assert first == "No combination of the memory knobs can be trained there."
+    assert len(reasons) == 1
+    assert "got training.mixed_precision=bf16 on Tesla T4" in reasons[0]
+
+
 def settings_of(recipe) -> list[str]:
     return [
         f"model={recipe.model.name_or_path}",
