@@ -264,13 +264,14 @@ def _said_if_long(recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[None]
 @functools.cache  # once, of all traces of a model
 def _say_that_it_takes_long(model: str | None, model_type: str, length: int) -> None:
     logger.warning(
-        "%s (%s) takes long to trace. Every operator of a step is: a forward that goes through its %d positions one by "
-        "one, as recurrent models do without a kernel of their own, takes many minutes. Ctrl-C ends it; rows of a "
-        "tenth, data.max_length=%d, take a tenth of the time, and their activations a tenth of the memory.",
+        "Tracing %s (%s) is taking long. Every operator of a step is traced: a forward that goes through its %d "
+        "positions one by one, as recurrent models without a kernel of their own do, takes many minutes. Ctrl-C ends "
+        "it; with rows a tenth as long (data.max_length=%d) such a model takes a tenth of the time, and its "
+        "activations a tenth of the memory.",
         model,
         model_type,
         length,
-        max(1, length // 10),
+        max(2, length // 10),  # the shortest there may be
     )
 
 

@@ -113,7 +113,7 @@ class OffloadConfig:
             "inputs": Effect(cost="host link", needs_checkpointed="some layers"),
             "all": Effect(cost="host link"),
         },
-        tries=("none", "inputs"),  # all takes longer than to compute it again
+        tries=("none", "inputs"),  # copying all of it takes longer than recomputing it
     )
     optimizer: Literal["device", "host"] = knob(
         "device",

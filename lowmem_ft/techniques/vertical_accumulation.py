@@ -75,9 +75,8 @@ def enable_vertical_accumulation(
         A handle whose ``remove()`` brings back each layer's own forward.
 
     Raises:
-        ModelError: if the model has no single stack of decoder layers, tells them positions by a bias of each head, or
-            adds a loss of its routers.
-        UserError: if its attention kernel gets a mask that cannot be cut.
+        ModelError: if the model has no single stack of decoder layers.
+        RowsCannotBeCutError: as :func:`check_vertical_accumulation` says.
     """
     check_vertical_accumulation(model)
     layers = decoder_layers(model)

@@ -169,7 +169,7 @@ def test_a_trace_that_takes_long_says_so_once(monkeypatch, tmp_path, caplog):
     recipe = load_recipe("tiny", [f"model={tmp_path}", "data.max_length=60"])
     for _ in range(2):
         estimate_memory(recipe, "l4")
-    said = [record.getMessage() for record in caplog.records if "takes long to trace" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "is taking long" in record.getMessage()]
     assert len(said) == 1
     assert f"{tmp_path} (llama)" in said[0]
-    assert "data.max_length=6," in said[0]
+    assert "data.max_length=6)" in said[0]
