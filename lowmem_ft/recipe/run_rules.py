@@ -99,16 +99,18 @@ def hub_settings_need_push(recipe: Recipe) -> str | None:
     "training.per_device_eval_batch_size",
     "training.gradient_accumulation_steps",
     "data.max_length",
+    "data.packing",
 )
 def steps_have_a_size(recipe: Recipe) -> list[str]:
-    """Where rows are as long as the model allows, an estimate asks again once it knows the model."""
-    return oversized_steps(recipe, max(1, recipe.data.max_length or 1))
+    """Rows that are not packed may be short however long they might be; an estimate asks again with the longest."""
+    length = recipe.data.max_length if recipe.data.packing else None
+    return oversized_steps(recipe, max(1, length or 1))
 
 
 def oversized_steps(recipe: Recipe, row_tokens: int) -> list[str]:
-    """What makes a micro-batch or a step too large, by the longest row; empty if nothing does."""
+    """What makes a micro-batch or a step too large with rows of so many tokens; empty if nothing does."""
     training, most_rows = recipe.training, max(1, MOST_TOKENS // row_tokens)
-    tokens = f"rows of {counted(row_tokens, 'token')} make micro-batches of more than {MOST_TOKENS:,} tokens"
+    tokens = f"with rows of {counted(row_tokens, 'token')} a micro-batch has more than {MOST_TOKENS:,} tokens"
     return [
         f"training.{key} must be at most {most}, got {value}: {why}. Set training.{key}={most} or less."
         for key, value, most, why in (
@@ -118,7 +120,7 @@ def oversized_steps(recipe: Recipe, row_tokens: int) -> list[str]:
                 "gradient_accumulation_steps",
                 training.gradient_accumulation_steps,
                 MOST_MICRO_BATCHES,
-                "micro-batches of a step, each with a pass of its own",
+                "a step passes through the model once for each micro-batch",
             ),
         )
         if value is not None and value > most

@@ -27,8 +27,8 @@ BROKEN_AND_MENDED = {
     "budget_is_readable": (["budget.host=12 parsecs"], ["budget.host=12GB"]),
     "kept_keys_exist": (["plan.keep=[optimizer.stat]"], ["plan.keep=[optimizer.state, loss]"]),
     "steps_have_a_size": (
-        ["training.per_device_eval_batch_size=16385"],
-        ["training.per_device_eval_batch_size=16384"],
+        ["data.packing=true", "data.max_length=128", "training.per_device_eval_batch_size=16385"],
+        ["data.max_length=128", "training.per_device_eval_batch_size=16385"],
     ),
     "fp16_needs_float32_weights": (
         ["training.mixed_precision=fp16", "model.dtype=float16"],
@@ -187,8 +187,14 @@ def test_only_the_schedules_said_to_need_arguments_need_them():
             get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=2)
 
 
+def test_a_generous_max_length_is_no_reason_to_refuse_a_batch_of_short_rows():
+    settings = ["data.max_length=131072", "training.per_device_train_batch_size=32"]
+    assert load_recipe("tiny", settings).data.max_length == 131072
+
+
 def test_rows_of_an_impossible_length_are_no_reason_for_a_smaller_batch():
+    settings = ["data.packing=true", "data.max_length=-5", "training.per_device_train_batch_size=4"]
     with pytest.raises(RecipeError) as refused:
-        load_recipe(None, ["model=x", "data.max_length=-5", "training.per_device_train_batch_size=4"])
+        load_recipe(None, ["model=x", *settings])
     (problem,) = refused.value.problems
     assert "data.max_length" in problem
