@@ -239,28 +239,37 @@ class Search:
         open_ = np.flatnonzero(self._open_N)
         if not len(open_):
             return None
-        candidates, best = self._candidates, self.found.best
-        if (
-            best is not None
-            and (gives_up_less := candidates.before_N[open_] < candidates.before_N[best]).any()
-        ):
-            # Better however long they take: they are searched as if nothing had been found yet.
-            open_, best = open_[gives_up_less], None
-        promise = self._beliefs.promise(
-            open_,
-            best_seconds=None if best is None else self.found.needs[best].seconds,
-            seconds=candidates.seconds_N[open_],
-            spare_device_bytes=self._limits.device_bytes - candidates.device_bytes_N[open_],
-            spare_host_bytes=self._limits.host_bytes - candidates.host_bytes_N[open_],
+        best = self.found.best
+        if best is None:
+            return self._worthiest(open_, self._promise(open_, None))
+        before_N = self._candidates.before_N
+        gives_up_less = open_[before_N[open_] < before_N[best]]
+        if len(
+            gives_up_less
+        ):  # better however long they take, if one can be hoped to fit: as if nothing did yet
+            promise = self._promise(gives_up_less, None)
+            if promise.max() >= self._least_promise:
+                return self._worthiest(gives_up_less, promise)
+        promise = self._promise(open_, self.found.needs[best].seconds)
+        if promise.max() < self._least_promise and len(open_) > self._effort_left:
+            return None
+        near = self._near(best, open_, promise)
+        return self._worthiest(open_[near], promise[near])
+
+    def _promise(self, places: Ints, best_seconds: float | None) -> Floats:
+        candidates, limits = self._candidates, self._limits
+        return self._beliefs.promise(
+            places,
+            best_seconds=best_seconds,
+            seconds=candidates.seconds_N[places],
+            spare_device_bytes=limits.device_bytes - candidates.device_bytes_N[places],
+            spare_host_bytes=limits.host_bytes - candidates.host_bytes_N[places],
         )
-        if best is not None:
-            if promise.max() < self._least_promise and len(open_) > self._effort_left:
-                return None
-            near = self._near(best, open_, promise)
-            open_, promise = open_[near], promise[near]
-        worth = promise / self._beliefs.effort(open_)
-        order = np.lexsort((candidates.after_N[open_], candidates.before_N[open_], -worth))
-        return int(open_[order[0]])
+
+    def _worthiest(self, places: Ints, promise: Floats) -> int:
+        candidates, worth = self._candidates, promise / self._beliefs.effort(places)
+        order = np.lexsort((candidates.after_N[places], candidates.before_N[places], -worth))
+        return int(places[order[0]])
 
     def _near(self, best: int, places: Ints, promise: Floats) -> Bools:
         """Those that differ from the best in one choice; if they promise nothing, in two, and so on.

@@ -242,6 +242,19 @@ def test_what_gives_up_less_goes_before_what_is_near_the_best():
         assert made_up.before[found.best] == made_up.before[made_up.fits].min(), seed
 
 
+def test_what_gives_up_less_and_cannot_fit_does_not_use_up_the_effort():
+    shares = []
+    for seed in range(10):
+        made_up = Products(seed, (4, 3, 3, 3, 3), gives_up=True)
+        too_large = np.maximum(5 * made_up.device, 1.2 * made_up.limits.device_bytes)
+        made_up.device = np.where(made_up.before < 3, too_large, made_up.device)
+        made_up.fits = made_up.device <= made_up.limits.device_bytes
+        found = made_up.searched(max_effort=30)
+        assert found.best is not None
+        shares.append(made_up.seconds[found.best] / made_up.seconds[made_up.fits].min())
+    assert np.median(shares) < 1.05
+
+
 def test_estimates_that_take_long_count_as_several():
     found = Products(0, effort_of_first=(5.0,) * 5).searched(max_effort=24)
     assert len(found.needs) == 5
