@@ -120,7 +120,7 @@ class Search:
         prior: what to expect before anything is known; it decides the order and nothing else.
         max_effort: in common estimates, after which the search ends; None: when nothing is left that could be better.
         least_promise: it ends before where the effort is too little for all that is left, and no more is expected of
-            any than to be faster by this share.
+            any than to be faster by this share. What gives up less than the best is passed over likewise.
     """
 
     def __init__(
@@ -244,9 +244,8 @@ class Search:
             return self._worthiest(open_, self._promise(open_, None))
         before_N = self._candidates.before_N
         gives_up_less = open_[before_N[open_] < before_N[best]]
-        if len(
-            gives_up_less
-        ):  # better however long they take, if one can be hoped to fit: as if nothing did yet
+        if len(gives_up_less):
+            # Better however long they take, if one can be hoped to fit: they are searched as if nothing did yet.
             promise = self._promise(gives_up_less, None)
             if promise.max() >= self._least_promise:
                 return self._worthiest(gives_up_less, promise)
