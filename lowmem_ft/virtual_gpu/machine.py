@@ -21,6 +21,7 @@ from lowmem_ft.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.attribution import Attribution
 from lowmem_ft.virtual_gpu.fake_results import FakeResults
 from lowmem_ft.virtual_gpu.garbage import collector_paused
+from lowmem_ft.virtual_gpu.interrupts import interrupts_wait_for_backward
 from lowmem_ft.virtual_gpu.placement import place_module
 from lowmem_ft.virtual_gpu.recorder import Recorder
 from lowmem_ft.virtual_gpu.trace import Trace
@@ -95,6 +96,7 @@ class VirtualMachine:
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(collector_paused())
+        stack.enter_context(interrupts_wait_for_backward())
         # Autograd's own threads would not see the modes of this one.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(self._fake_mode)
