@@ -9,7 +9,7 @@ from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.budget import Budget
-    from lowmem_ft.errors import Interrupted, UserError
+    from lowmem_ft.errors import DoesNotFitError, Interrupted, UserError
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.planner import MemoryPlan, plan
     from lowmem_ft.preflight import train
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Budget",
+    "DoesNotFitError",
     "Interrupted",
     "MemoryPlan",
     "Recipe",
@@ -40,6 +41,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "Budget": "budget",
+        "DoesNotFitError": "errors",
         "Interrupted": "errors",
         "UserError": "errors",
         "Recipe": "recipe",

@@ -68,9 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = lowmem_ft.planner.plan(
             recipe, gpu=options.gpu, on_progress=lambda progress: say(_words(progress))
         )
-    return _report(
-        plan, recipe, [*([f"recipe={recipe_name}"] if recipe_name else []), *added, *settings], options
-    )
+    return _report(plan, recipe, [f"recipe={recipe_name}", *settings] if recipe_name else None, options)
 
 
 def _words(progress: PlanProgress) -> str:
@@ -82,23 +80,28 @@ def _words(progress: PlanProgress) -> str:
     return f"planning: {progress.estimated} of {progress.combinations:,} tried, {found}; Ctrl-C ends it"
 
 
-def _report(plan: MemoryPlan, recipe: Recipe, command: Sequence[str], options: argparse.Namespace) -> int:
+def _report(
+    plan: MemoryPlan, recipe: Recipe, command: Sequence[str] | None, options: argparse.Namespace
+) -> int:
     from lowmem_ft.recipe import recipe_to_yaml
     from lowmem_ft.reports.plan_table import plan_table, train_command
 
     console = report_console(options)
     console.print(plan_table(plan, recipe))
-    if plan.fits:
+    data = "" if recipe.data.path is not None else " data=YOUR_DATA"
+    if plan.fits and command is not None:
         console.print("\nTrain it:")
-        console.print(train_command(plan, command), soft_wrap=True)
+        console.print(train_command(plan, command) + data, soft_wrap=True)
     if options.write is not None and plan.fits:
         with writing("write", options.write) as path:
             path.write_text(
-                f"# lowmem-ft train recipe={path}\n{recipe_to_yaml(plan.recipe)}", encoding="utf-8"
+                f"# lowmem-ft train recipe={path}{data}\n{recipe_to_yaml(plan.recipe)}", encoding="utf-8"
             )
-        console.print(f"\nWritten: {options.write}. Train it: lowmem-ft train recipe={options.write}")
+        console.print(f"\nWritten: {options.write}. Train it: lowmem-ft train recipe={options.write}{data}")
     elif options.write is not None:
         console.print(f"\n{options.write} is not written, as nothing fits.")
+    elif plan.fits and command is None:  # train would plan a model alone anew
+        console.print(f"\nTo train it: plan with --write my.yaml, then lowmem-ft train recipe=my.yaml{data}")
     write_json(plan.to_json(), options)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 

@@ -76,17 +76,33 @@ def test_a_plan_says_what_to_set_and_why(folder, capsys):
 
 
 def test_the_command_it_prints_trains_the_plan(folder, capsys):
-    arguments = [f"model={folder}", "model.weights=random", KEEP, "budget=10GiB"]
+    rows = ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=16"]
+    arguments = ["recipe=tiny", f"model={folder}", KEEP, "budget=10GiB", "data.max_length=2048", *rows]
     main(["plan", *arguments, "--gpu", "l4", "--json", "-"])
     written = capsys.readouterr()
     values = json.loads(written.out)
-    command = written.err.partition("lowmem-ft train ")[2]
-    words = shlex.split(command.replace("\\\n", ""))
+    words = shlex.split(written.err.partition("lowmem-ft train ")[2].replace("\\\n", ""))
     assert len({word.partition("=")[0] for word in words}) == len(words)  # nothing is set twice
-    recipe = load_recipe(None, words)
+    assert words[0] == "recipe=tiny"
+    recipe = load_recipe("tiny", words[1:])
     rows = values["chosen"]["overrides"]["training.per_device_train_batch_size"]
     assert recipe.training.per_device_train_batch_size == rows == 4
     assert recipe.training.gradient_accumulation_steps == 4
+
+
+def test_a_plan_of_a_model_alone_says_what_trains_it(folder, tmp_path, capsys):
+    """Train would plan it anew, and wants data."""
+    file = tmp_path / "my.yaml"
+    arguments = [f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]
+    main(["plan", *arguments])
+    assert "--write my.yaml, then lowmem-ft train recipe=my.yaml data=YOUR_DATA" in said(capsys)
+    main(["plan", *arguments, "--write", str(file)])
+    assert f"lowmem-ft train recipe={file} data=YOUR_DATA" in said(capsys)
+    assert file.read_text().startswith(f"# lowmem-ft train recipe={file} data=YOUR_DATA\n")
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_a_written_plan_is_a_recipe(folder, tmp_path, capsys):
