@@ -29,6 +29,8 @@ _SPREAD: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.7, "host_byt
 _NOISE: dict[Quantity, float] = {"seconds": 0.02, "device_bytes": 0.1, "host_bytes": 0.02, "effort": 0.2}
 """What the sum over choices leaves out, likewise: seconds add up nearly, a peak lies now here, now there."""
 
+_LIKELY = 0.9
+
 _LEAST: dict[Quantity, float] = {
     "seconds": 1e-4,
     "device_bytes": 2.0**20,
@@ -141,11 +143,15 @@ class Beliefs:
         return features_NF @ weights_F, np.sqrt(variance_N + noise**2)
 
     def _chance(self, features_NF: Floats, quantity: Quantity, spare: Floats) -> Floats:
-        """That a need stays within what there is."""
+        """That a need stays within what there is; what is likely counts as certain.
+
+        Else what a machine happens to have free, far from being used, would decide what is asked next.
+        """
         if np.isinf(spare).all():
             return np.ones(len(spare))
         mean, spread = self._posterior(features_NF, quantity)
-        return _normal_cdf((np.log(np.maximum(spare, 1.0)) - mean) / spread)
+        chance = _normal_cdf((np.log(np.maximum(spare, 1.0)) - mean) / spread)
+        return np.where(chance > _LIKELY, 1.0, chance)
 
 
 def _expected_improvement(gap: Floats, spread: Floats) -> Floats:

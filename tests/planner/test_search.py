@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lowmem_ft.planner.ranking import Prior
+from lowmem_ft.planner.ranking import Beliefs, Prior
 from lowmem_ft.planner.search import Candidates, Limits, Need, Search, Searched
 
 NUM_SPACES = 300
@@ -278,3 +278,23 @@ def test_it_ends_where_little_is_to_be_hoped_for_unless_all_can_be_asked():
     assert modest.left > 200 - len(modest.needs)
     assert made_up.seconds[modest.best] <= 1.01 * made_up.seconds.min()
     assert Products(1, (3, 3, 3), share_that_fits=1.0).searched(max_effort=40).is_proven
+
+
+def test_memory_that_nothing_comes_near_decides_nothing():
+    """What is free on a machine changes from one call to the next, and the same question has the same answer."""
+    sizes = (3,) * 8
+    choices_ND = np.array(list(itertools.product(*map(range, sizes))), dtype=np.int64)
+    beliefs = Beliefs(choices_ND, Prior.flat(sizes))
+    beliefs.learn(0, {"seconds": 1.0, "device_bytes": 3e8, "host_bytes": 6e8, "effort": 1.0})
+    places = np.arange(len(choices_ND))
+    promises = [
+        beliefs.promise(
+            places,
+            best_seconds=None,
+            seconds=np.zeros(len(places)),
+            spare_device_bytes=np.full(len(places), 4e8),
+            spare_host_bytes=np.full(len(places), free),
+        )
+        for free in (20e9, 22e9)
+    ]
+    assert np.array_equal(*promises)
