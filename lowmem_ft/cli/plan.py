@@ -97,7 +97,8 @@ def _report(
             path.write_text(
                 f"# lowmem-ft train recipe={path}{data}\n{recipe_to_yaml(plan.recipe)}", encoding="utf-8"
             )
-        console.print(f"\nWritten: {options.write}. Train it: lowmem-ft train recipe={options.write}{data}")
+        words = f"\nWritten: {options.write}. Train it: lowmem-ft train recipe={options.write}{data}"
+        console.print(words, soft_wrap=True)
     elif options.write is not None:
         console.print(f"\n{options.write} is not written, as nothing fits.")
     elif plan.fits and command is None:  # train would plan a model alone anew

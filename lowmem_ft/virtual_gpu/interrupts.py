@@ -6,7 +6,6 @@ process would end by ``std::terminate``, without a word. So the signal waits for
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import signal
 import threading
@@ -30,7 +29,7 @@ def interrupts_wait_for_backward() -> Iterator[None]:
         if torch._C._current_graph_task_id() == -1:
             handler(number, frame)
         else:
-            again = threading.Timer(ASK_AGAIN_S, _thread.interrupt_main)
+            again = threading.Timer(ASK_AGAIN_S, signal.raise_signal, (signal.SIGINT,))
             again.daemon = True
             again.start()
 
