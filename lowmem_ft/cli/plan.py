@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.recipe.defaults import with_defaults_of_plan
 
     set_up_logging()
-    added = [] if recipe_name is not None else with_defaults_of_plan(settings)[: -len(settings)]
+    asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
     with progress_line("loading torch and transformers"):
-        recipe = load_recipe(recipe_name, [*added, *settings])
+        recipe = load_recipe(recipe_name, asked)
         check_model_path(recipe.model)
         import lowmem_ft.planner
         from lowmem_ft.reports.wording import short_name
