@@ -10,10 +10,11 @@ from typing import Any
 
 from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
 from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.cli.tables import print_table
+from lowmem_ft.cli.tables import print_filled, print_row, print_table
 from lowmem_ft.units import GIB
 
-COLUMNS = ("GPU", "memory GiB", "compute", "SMs", "16-bit TFLOPS", "GB/s", "PCIe", "$/h from", "at", "offers")
+COLUMNS = ("GPU", "memory GiB", "compute", "SMs", "TFLOPS", "GB/s", "PCIe", "$/h from", "at", "offers")
+SPARE = ("at", "offers", "SMs", "compute", "PCIe", "GB/s", "TFLOPS", "$/h from")
 
 
 @explains_user_errors
@@ -31,9 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps({"schema": 1, "gpus": [_as_json(gpu) for gpu in gpus]}, indent=2))
         return 0
-    print_table(COLUMNS, map(_row, gpus), left=("GPU", "PCIe", "at"))
     if arguments.gpu:
         _print_details(gpus[0])
+    else:
+        print_table(COLUMNS, map(_row, gpus), left=("GPU", "PCIe", "at"), spare=SPARE)
     return 0
 
 
@@ -54,14 +56,17 @@ def _row(gpu: Gpu) -> tuple[str, ...]:
 
 
 def _print_details(gpu: Gpu) -> None:
-    print(f"\n{gpu.full_name}. On demand, for an hour of one GPU:")
+    print_row(COLUMNS, _row(gpu))
+    print()
+    print_filled(f"{gpu.full_name}. On demand, for an hour of one GPU:")
     for price in sorted(gpu.prices, key=lambda price: price.usd_per_hour):
-        print(f"  ${price.usd_per_hour:<8.2f}{price.provider}, {price.date}: {price.source}")
+        dollars = f"${price.usd_per_hour:.2f}"
+        print_filled(f"{dollars:<9}{price.provider}, {price.date}: {price.source}", indent="  ")
     if not gpu.prices:
         print("  no price was found")
     print("Sources:")
     for field, source in gpu.sources.items():
-        print(f"  {field}: {source}")
+        print_filled(f"{field}: {source}", indent="  ")
 
 
 def _as_json(gpu: Gpu) -> dict[str, Any]:
@@ -86,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lowmem-ft gpus",
         description="List the GPUs that `lowmem-ft estimate --gpu NAME` knows, or show one with prices and sources.",
-        epilog="memory: what CUDA hands out, less than nvidia-smi's total by what the driver keeps. 16-bit TFLOPS: "
-        "dense, with float32 accumulation. $/h: the lowest price found, with its date.",
+        epilog="memory: what CUDA hands out, less than nvidia-smi's total by what the driver keeps. TFLOPS: "
+        "16-bit, dense, with float32 accumulation. $/h: the lowest price found, with its date.",
     )
     parser.add_argument("gpu", nargs="?", metavar="NAME", help="a GPU's name, such as rtx-4090")
     parser.add_argument("--json", action="store_true", help="print JSON")

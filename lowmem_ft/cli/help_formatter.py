@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import textwrap
+import re
 from collections.abc import Iterable, Iterator
+
+from lowmem_ft.reports.filling import filled, shell_lines
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs to the terminal's width; lines that are indented are examples, continued as a shell's are."""
+    """Fills paragraphs to the terminal's width; lines that are indented are examples, continued as a shell's are.
+
+    An indented line with two blanks after its first word is no example but an entry of a list.
+    """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = super()._fill_text(text, width, indent).splitlines()
-        filled: list[str] = []
+        parts: list[str] = []
         for is_paragraph, group in itertools.groupby(lines, key=lambda line: line[:1].strip() != ""):
             block = list(group)
-            filled += textwrap.wrap(" ".join(block), width) if is_paragraph else _continued(block, width)
-        return "\n".join(filled)
+            parts += filled(" ".join(block), width) if is_paragraph else _indented(block, width)
+        return "\n".join(parts)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return filled(" ".join(text.split()), width)
 
 
-def _continued(examples: Iterable[str], width: int) -> Iterator[str]:
-    for line in examples:
-        parts = textwrap.wrap(
-            line, width - 2, subsequent_indent="      ", break_on_hyphens=False, break_long_words=False
-        )
-        yield " \\\n".join(parts)
+def _indented(block: Iterable[str], width: int) -> Iterator[str]:
+    for line in block:
+        entry = re.match(r"\s*\S+\s{2,}", line)
+        if entry is not None:
+            first, *others = filled(line[entry.end() :], width, indent=" " * entry.end())
+            yield from (entry[0] + first.strip(), *others)
+        elif line.strip():
+            yield from shell_lines(line.strip(), width)
+        else:
+            yield ""

@@ -10,10 +10,11 @@ from typing import Any
 
 from lowmem_ft.catalog import Architecture, find_architecture, load_architectures
 from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.cli.tables import print_table
+from lowmem_ft.cli.tables import print_filled, print_row, print_table
 from lowmem_ft.errors import ModelError, did_you_mean
 
 COLUMNS = ("model", "parameters", "layers", "hidden", "vocabulary", "gated", "licence", "hub id")
+SPARE = ("licence", "vocabulary", "hidden", "layers", "gated", "parameters")
 
 
 @explains_user_errors
@@ -31,9 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps({"schema": 1, "models": [_as_json(model) for model in found]}, indent=2))
         return 0
-    print_table(COLUMNS, map(_row, found), left=("model", "gated", "licence", "hub id"))
     if arguments.model:
         _print_details(found[0])
+    else:
+        print_table(COLUMNS, map(_row, found), left=("model", "gated", "licence", "hub id"), spare=SPARE)
     return 0
 
 
@@ -70,15 +72,16 @@ def _billions(num_parameters: int) -> str:
 
 
 def _print_details(model: Architecture) -> None:
+    print_row(COLUMNS, _row(model))
     print(f"\n{model.num_parameters:,} parameters. The same architecture on the hub:")
     for hub_id, differences in model.variants.items():
         different = ", ".join(f"{field}={value}" for field, value in differences.items())
-        print(f"  {hub_id}{f' ({different})' if different else ''}")
+        print_filled(f"{hub_id}{f' ({different})' if different else ''}", indent="  ")
     if not model.variants:
         print("  none that the catalogue knows")
     print("Sources:")
     for field, source in model.sources.items():
-        print(f"  {field}: {source}")
+        print_filled(f"{field}: {source}", indent="  ")
 
 
 def _as_json(model: Architecture) -> dict[str, Any]:

@@ -84,25 +84,28 @@ def _report(
     plan: MemoryPlan, recipe: Recipe, command: Sequence[str] | None, options: argparse.Namespace
 ) -> int:
     from lowmem_ft.recipe import recipe_to_yaml
+    from lowmem_ft.reports.filling import shell_lines
     from lowmem_ft.reports.plan_table import plan_table, train_command
 
     console = report_console(options)
     console.print(plan_table(plan, recipe))
     data = "" if recipe.data.path is not None else " data=YOUR_DATA"
     if plan.fits and command is not None:
-        console.print("\nTrain it:")
-        console.print(train_command(plan, command) + data, soft_wrap=True)
+        lines = shell_lines(train_command(plan, command) + data, console.width)
+        console.print("\nTrain it:", *lines, sep="\n", soft_wrap=True)
     if options.write is not None and plan.fits:
         with writing("write", options.write) as path:
             path.write_text(
                 f"# lowmem-ft train recipe={path}{data}\n{recipe_to_yaml(plan.recipe)}", encoding="utf-8"
             )
-        words = f"\nWritten: {options.write}. Train it: lowmem-ft train recipe={options.write}{data}"
+        words = f"\nWritten: {options.write}. Train it:\n  lowmem-ft train recipe={options.write}{data}"
         console.print(words, soft_wrap=True)
     elif options.write is not None:
         console.print(f"\n{options.write} is not written, as nothing fits.")
     elif plan.fits and command is None:  # train would plan a model alone anew
-        console.print(f"\nTo train it: plan with --write my.yaml, then lowmem-ft train recipe=my.yaml{data}")
+        console.print(
+            f"\nTo train it, plan with --write my.yaml, then:\n  lowmem-ft train recipe=my.yaml{data}"
+        )
     write_json(plan.to_json(), options)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from lowmem_ft.catalog.gpu import Price
 from lowmem_ft.memory.category import PHASES
 from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
+from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.wording import (
     CATEGORY_WORDS,
     HOST_PART_WORDS,
@@ -66,7 +67,7 @@ def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
     for change in changes.fitting:
         setting = Text(" ".join(change.overrides), "bold")
         peak = f"peak {format_bytes(change.estimate.process_peak_bytes)}"
-        table.add_row(Text(peak, no_wrap=True), Group(setting, Text(change.why)))
+        table.add_row(Text(peak, no_wrap=True), Group(setting, Prose(change.why)))
     title = Text(f"Cheapest changes that make it fit on {gpu_name}:", "bold")
     ended = () if changes.complete else (Text("The search was ended; there may be more."),)
     return Group(title, _indented(table), *ended)
@@ -179,7 +180,7 @@ def _facts(estimate: MemoryEstimate, price: Price | None) -> Table:
     """Label and text, a line each, wrapped beside the label."""
     table = _grid()
     for label, text in _fact_lines(estimate, price):
-        table.add_row(Text(label, "bold"), Text(text))
+        table.add_row(Text(label, "bold"), Prose(text))
     return table
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
+from lowmem_ft.reports.prose import Prose
+from lowmem_ft.reports.uncut_table import UncutTable
 from lowmem_ft.reports.wording import short_name, shortfall
 from lowmem_ft.units import GIB, format_bytes
 
@@ -18,6 +19,9 @@ LEGEND = (
     "GiB that the process needs of the GPU's memory, and on the host. $/hour: the lowest on-demand price known; "
     "`lowmem-ft gpus` says whose, and of what date. $/1M: tokens."
 )
+
+VERDICT = ("verdict", len("12.3 GiB tight"))
+"""The column that goes on in a second line, as where device and host both lack memory, and its fewest columns."""
 
 
 def gpu_table(
@@ -33,13 +37,13 @@ def gpu_table(
     Returns:
         Something that ``rich.print`` prints.
     """
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("GPU", no_wrap=True)
-    table.add_column("verdict", min_width=len("12.3 GiB over"))
-    for heading in ("needs", "of", "host", "tok/s", "$/hour", "$/1M"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for estimate in by_price(estimates, gpus):
-        table.add_row(*_row(estimate, gpus[estimate.gpu.name]))
+    table = UncutTable(
+        ("GPU", "verdict", "needs", "of", "host", "tok/s", "$/hour", "$/1M"),
+        [_row(estimate, gpus[estimate.gpu.name]) for estimate in by_price(estimates, gpus)],
+        left=("GPU", "verdict"),
+        wraps=VERDICT,
+        spare=("$/1M", "tok/s", "of", "host"),
+    )
     model = estimates[0].model
     num_fitting = sum(estimate.fits for estimate in estimates)
     num_tight = sum(estimate.tight for estimate in estimates)
@@ -51,7 +55,7 @@ def gpu_table(
         "",
         table,
         *_refusals(cannot_run),
-        Text(f"\n{LEGEND}"),
+        Prose(f"\n{LEGEND}"),
     )
 
 
@@ -80,7 +84,7 @@ def format_gib(num_bytes: int) -> str:
     return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
-def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[RenderableType]:
+def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
     price, step = gpu.cheapest_price, estimate.step
     cost = price_per_million_tokens(step, price) if estimate.fits else None
     return [
@@ -103,18 +107,18 @@ def _verdict(estimate: MemoryEstimate) -> Text:
     return Text("fits" if headroom is None else f"{format_bytes(headroom)} {left}", colour)
 
 
-def _refusals(cannot_run: Mapping[str, str]) -> list[Text]:
+def _refusals(cannot_run: Mapping[str, str]) -> list[Prose]:
     """A line for each rule that keeps GPUs out; an error says the rule before what it got."""
     gpus_by_rule: dict[str, list[str]] = {}
     for gpu, reason in cannot_run.items():
         gpus_by_rule.setdefault(reason.split(", got ")[0].rstrip("."), []).append(gpu)
-    return [Text(f"\nCannot run it: {', '.join(gpus)}. {rule}.") for rule, gpus in gpus_by_rule.items()]
+    return [Prose(f"\nCannot run it: {', '.join(gpus)}. {rule}.") for rule, gpus in gpus_by_rule.items()]
 
 
-def _in_common(estimates: Sequence[MemoryEstimate]) -> list[Text]:
+def _in_common(estimates: Sequence[MemoryEstimate]) -> list[Prose]:
     """What was chosen for all GPUs alike."""
     return [
-        Text(choice)
+        Prose(choice)
         for choice in estimates[0].choices
         if all(choice in estimate.choices for estimate in estimates)
     ]

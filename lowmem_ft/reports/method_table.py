@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.estimator.methods import Method, MethodEstimate
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
-from lowmem_ft.reports.gpu_table import format_gib, hourly_order
+from lowmem_ft.reports.filling import shell_lines
+from lowmem_ft.reports.gpu_table import VERDICT, format_gib, hourly_order
+from lowmem_ft.reports.prose import Prose
+from lowmem_ft.reports.uncut_table import UncutTable
 from lowmem_ft.reports.wording import short_name, shortfall
 from lowmem_ft.units import format_bytes
 
@@ -30,22 +33,13 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
     """
     by_method = _by_method(results)
     names = sorted(dict.fromkeys(result.gpu.name for result in results), key=lambda n: hourly_order(gpus[n]))
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("GPU", no_wrap=True)
-    for heading in ("GiB", "$/hour"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for method in by_method:
-        table.add_column(method.title, justify="right", no_wrap=True)
-        table.add_column("tok/s", justify="right", no_wrap=True)
-    for name in names:
-        price = gpus[name].cheapest_price
-        cells = [cell for of_gpu in by_method.values() for cell in _cells(of_gpu[name])]
-        table.add_row(
-            name,
-            format_gib(gpus[name].memory_bytes),
-            f"{price.usd_per_hour:.2f}" if price else "-",
-            *cells,
-        )
+    methods = [heading for method in by_method for heading in (method.title, "tok/s")]
+    table = UncutTable(
+        ("GPU", "GiB", "$/hour", *methods),
+        [_row(gpus[name], [of_gpu[name] for of_gpu in by_method.values()]) for name in names],
+        left=("GPU",),
+        spare=("$/hour", "GiB"),
+    )
     cheapest = _grid()
     for method, of_gpu in by_method.items():
         cheapest.add_row(Text(method.title, "bold"), _first_fit([of_gpu[name] for name in names], gpus))
@@ -55,11 +49,11 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
         cheapest,
         "",
         table,
-        Text(
+        Prose(
             "\nGiB: what the card has; under each method, what the process needs of it. no: does not fit; ~: fits "
             f"tightly; -: not there. {_HOURLY}"
         ),
-        *_commands(by_method),
+        _Commands(results),
         *_notes(results),
     )
 
@@ -74,18 +68,17 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> RenderableTyp
     Returns:
         Something that ``rich.print`` prints.
     """
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("")
-    table.add_column("verdict", min_width=len("12.3 GiB tight"))
-    for heading in ("needs", "of", "host", "tok/s", "$/1M"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for result in results:
-        table.add_row(Text(result.method.title, "bold"), *_line(result, gpu))
+    table = UncutTable(
+        ("", "verdict", "needs", "of", "host", "tok/s", "$/1M"),
+        [[Text(result.method.title, "bold"), *_line(result, gpu)] for result in results],
+        left=("", "verdict"),
+        wraps=VERDICT,
+    )
     return Group(
         *_title(results, f" on {gpu.name}"),
         table,
-        Text("\nGiB that the process needs of the GPU's memory, and on the host. $/1M: tokens."),
-        *_commands(_by_method(results)),
+        Prose("\nGiB that the process needs of the GPU's memory, and on the host. $/1M: tokens."),
+        _Commands(results),
         *_notes(results),
     )
 
@@ -118,7 +111,18 @@ def _first_fit(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Te
     return Text("fits on none", "red")
 
 
-def _cells(result: MethodEstimate) -> tuple[RenderableType, str]:
+def _row(gpu: Gpu, results: Sequence[MethodEstimate]) -> list[str | Text]:
+    price = gpu.cheapest_price
+    hourly = f"{price.usd_per_hour:.2f}" if price else "-"
+    return [
+        gpu.name,
+        format_gib(gpu.memory_bytes),
+        hourly,
+        *(cell for result in results for cell in _cells(result)),
+    ]
+
+
+def _cells(result: MethodEstimate) -> tuple[str | Text, str]:
     estimate = result.estimate
     if estimate is None:
         return "-", "-"
@@ -129,7 +133,7 @@ def _cells(result: MethodEstimate) -> tuple[RenderableType, str]:
     return Text(f"~{needs}", "yellow") if estimate.tight else Text(needs, "green"), speed
 
 
-def _line(result: MethodEstimate, gpu: Gpu) -> list[RenderableType]:
+def _line(result: MethodEstimate, gpu: Gpu) -> list[str | Text]:
     estimate = result.estimate
     if estimate is None:
         return [Text("cannot run", "red"), *("-",) * 5]
@@ -151,18 +155,26 @@ def _line(result: MethodEstimate, gpu: Gpu) -> list[RenderableType]:
     ]
 
 
-def _commands(by_method: Mapping[Method, Mapping[str, MethodEstimate]]) -> Iterator[RenderableType]:
-    """What trains each, on your data; on GPUs without bfloat16, with what they take."""
-    yield Text("\nTo train, or to estimate in detail: lowmem-ft train (or estimate) with")
-    table = _grid()
-    for method, of_gpu in by_method.items():
-        runs = [result for result in of_gpu.values() if result.estimate is not None]
-        for command in dict.fromkeys(result.command for result in runs):
-            table.add_row(Text(method.title, "bold"), Text(" ".join(command)))
-    yield table
+class _Commands:
+    """What trains each method, on the data of its recipe; on GPUs without bfloat16, with what they take."""
+
+    def __init__(self, results: Sequence[MethodEstimate]) -> None:
+        self._has_bfloat16: dict[tuple[str, str], bool] = {}
+        for result in results:
+            if result.estimate is not None:
+                each = (result.method.title, " ".join(result.command))
+                self._has_bfloat16[each] = self._has_bfloat16.get(each, False) or result.gpu.has_bfloat16
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("\nTo train (`estimate` in place of `train` shows it in detail):")
+        for (title, command), has_bfloat16 in self._has_bfloat16.items():
+            is_other = not has_bfloat16 and any(self._has_bfloat16.values())
+            yield Text(f"{title}{', on cards without bfloat16' if is_other else ''}", "bold")
+            lines = shell_lines(f"lowmem-ft train {command}", options.max_width)
+            yield Text("\n".join(lines), overflow="fold")
 
 
-def _notes(results: Sequence[MethodEstimate]) -> Iterator[Text]:
+def _notes(results: Sequence[MethodEstimate]) -> Iterator[Prose]:
     """Why something cannot be done, once for all GPUs."""
     gpus_by_reason: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -172,7 +184,7 @@ def _notes(results: Sequence[MethodEstimate]) -> Iterator[Text]:
     for (title, reason), names in gpus_by_reason.items():
         is_everywhere = len(names) == len({result.gpu.name for result in results})
         where = "" if is_everywhere else f" on {', '.join(names)}"
-        yield Text(f"\n{title} is not estimated{where}: {reason}")
+        yield Prose(f"\n{title} is not estimated{where}: {reason}")
 
 
 def _grid() -> Table:

@@ -7,19 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.reports.prose import Pairs, Prose
 from lowmem_ft.reports.wording import host_need, verdict
 from lowmem_ft.units import format_bytes
 
 MOST_REJECTED = 4
-
-COMMAND_WIDTH = 80
 
 BINDING_WORDS = {
     "device": "device memory",
@@ -45,30 +42,25 @@ def plan_table(plan: MemoryPlan, recipe: Recipe) -> RenderableType:
         parts += _section("What more memory would buy", _purchases(plan, recipe))
         parts += _section("Others that fit", _alternatives(plan, recipe))
     parts += _section("Nearest that do not fit", _rejected(plan, recipe))
-    parts += ["", Text(_search_words(plan))]
+    parts += ["", Prose(_search_words(plan))]
     return Group(*parts)
 
 
 def train_command(plan: MemoryPlan, command: Sequence[str]) -> str:
-    """What trains a plan, in lines that a shell takes together; no setting is cut, however long.
+    """What trains a plan.
 
     Args:
         plan: what to train.
         command: the recipe and settings as they were typed; what the plan sets otherwise is left out.
 
     Returns:
-        The command, to be printed without wrapping.
+        The command, in one line.
     """
-    lines = ["  lowmem-ft train"]
     kept = [word for word in command if word.partition("=")[0] not in plan.overrides]
-    for word in (*kept, *plan.settings):
-        if len(lines[-1]) + len(word) + len("  \\") > COMMAND_WIDTH:
-            lines.append("   ")
-        lines[-1] += f" {word}"
-    return " \\\n".join(lines)
+    return " ".join(["lowmem-ft train", *kept, *plan.settings])
 
 
-def _headline(plan: MemoryPlan) -> Text:
+def _headline(plan: MemoryPlan) -> Prose:
     estimate = plan.estimate
     if not plan.fits:
         return _shortfall(plan)
@@ -86,10 +78,10 @@ def _headline(plan: MemoryPlan) -> Text:
         )
     if plan.given_up:
         lines.append(f"It gives up what plan.allow names: {', '.join(plan.given_up)}.")
-    return Text("\n".join(lines), "green")
+    return Prose("\n".join(lines), "green")
 
 
-def _shortfall(plan: MemoryPlan) -> Text:
+def _shortfall(plan: MemoryPlan) -> Prose:
     missing = [
         f"{format_bytes(num_bytes)} of {where} memory"
         for num_bytes, where in ((plan.missing_device_bytes, "device"), (plan.missing_host_bytes, "host"))
@@ -112,7 +104,7 @@ def _shortfall(plan: MemoryPlan) -> Text:
         lines.append("plan.allow=[lora, qlora] names what a plan may give up of the mathematics; see --help.")
     if plan.missing_host_bytes and _waits_on_host(plan.recipe):
         lines.append("offload.folder=FOLDER on a fast local disk takes the place of host memory.")
-    return Text("\n".join(lines), "red")
+    return Prose("\n".join(lines), "red")
 
 
 def _waits_on_host(recipe: Recipe) -> bool:
@@ -209,9 +201,5 @@ def _search_words(plan: MemoryPlan) -> str:
 
 
 def _section(title: str, rows: Iterator[tuple[str, str]]) -> list[RenderableType]:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(overflow="fold", max_width=40)
-    table.add_column(overflow="fold")
-    for left, right in rows:
-        table.add_row(Text(left), Text(right))
-    return ["", Text(title, "bold"), Padding(table, (0, 0, 0, 2))] if table.row_count else []
+    pairs = Pairs(rows)
+    return ["", Text(title, "bold"), pairs] if pairs.rows else []

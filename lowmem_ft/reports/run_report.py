@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -92,30 +93,60 @@ def run_report(runs: Sequence[RunRecord]) -> RenderableType:
         runs: at least one.
 
     Returns:
-        Something that ``rich.print`` prints.
+        Something that ``rich.print`` prints: as many runs beside each other as there is room for, the others below.
     """
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for run in runs:
-        table.add_column(run.path.name or str(run.path), justify="right", overflow="fold")
-    facts = [_facts(run) for run in runs]
-    for name in dict.fromkeys(name for of_run in facts for name in of_run):
-        table.add_row(name, *(of_run.get(name, "-") for of_run in facts))
-    rows = [
-        {row.name: row for row in compared(run.peaks("estimated"), run.peaks("measured"))} for run in runs
-    ]
-    names = dict.fromkeys(name for of_run in rows for name in of_run)
-    if names:
-        table.add_section()
-        table.add_row(Text("estimated / measured", "bold"), *("" for _ in runs))
-    for name in names:
-        table.add_row(name, *(_cell(of_run.get(name)) for of_run in rows))
-    return Group(table, *_notes(runs))
+    return Group(_SideBySide(runs), *_notes(runs))
 
 
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
+NAME, MEMORY = "", "estimated / measured"
+"""Rows that are headings: what a run is called, and what comes below."""
+
+GAP = 2
+
+
+class _SideBySide:
+    """Columns of runs, none of them cut."""
+
+    def __init__(self, runs: Sequence[RunRecord]) -> None:
+        facts = [{NAME: run.path.name or str(run.path), **_facts(run)} for run in runs]
+        memory = [
+            {row.name: _cell(row) for row in compared(run.peaks("estimated"), run.peaks("measured"))}
+            for run in runs
+        ]
+        names = dict.fromkeys(name for of_run in facts for name in of_run)
+        if any(memory):
+            names |= dict.fromkeys((MEMORY, *(name for of_run in memory for name in of_run)))
+        self._rows = list(names)
+        self._columns = [{**one, MEMORY: "", **other} for one, other in zip(facts, memory, strict=True)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width - max(map(len, self._rows))
+        beside: list[Mapping[str, str]] = []
+        for column in self._columns:
+            if beside and sum(map(_width, [*beside, column])) > room:
+                yield self._table(beside)
+                yield Text()
+                beside = []
+            beside.append(column)
+        yield self._table(beside)
+
+    def _table(self, columns: Sequence[Mapping[str, str]]) -> Table:
+        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        for _ in columns:
+            table.add_column(justify="right", overflow="fold")
+        for name in self._rows:
+            style = "bold" if name in (NAME, MEMORY) else ""
+            table.add_row(name, *(column.get(name, "-") for column in columns), style=style)
+        return table
+
+
+def _width(column: Mapping[str, str]) -> int:
+    """What a run takes, with the blanks before it."""
+    return GAP + max(cell_len(line) for cell in column.values() for line in cell.splitlines())
+
+
+def _cell(row: Row) -> str:
     error = "" if row.error is None else f"\n{row.error:+.1%}"
     return f"{row.text(row.estimated)} / {row.text(row.measured)}{error}"
 

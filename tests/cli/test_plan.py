@@ -95,7 +95,7 @@ def test_a_plan_of_a_model_alone_says_what_trains_it(folder, tmp_path, capsys):
     file = tmp_path / "my.yaml"
     arguments = [f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]
     main(["plan", *arguments])
-    assert "--write my.yaml, then lowmem-ft train recipe=my.yaml data=YOUR_DATA" in said(capsys)
+    assert "--write my.yaml, then: lowmem-ft train recipe=my.yaml data=YOUR_DATA" in said(capsys)
     main(["plan", *arguments, "--write", str(file)])
     assert f"lowmem-ft train recipe={file} data=YOUR_DATA" in said(capsys)
     assert file.read_text().startswith(f"# lowmem-ft train recipe={file} data=YOUR_DATA\n")

@@ -61,6 +61,20 @@ def test_what_cannot_be_done_says_why_and_what_can_says_how(results, as_text):
         assert f"recipe={recipe} model=llama-3.1-8b" in text
 
 
+def test_what_cards_without_bfloat16_take_is_said_to_be_for_them_in_a_command_of_its_own(results, as_text):
+    def lora(result: MethodEstimate) -> MethodEstimate:
+        own = () if result.gpu.has_bfloat16 else ("model.dtype=float16", "training.mixed_precision=fp16")
+        return dataclasses.replace(result, command=(*result.command, *own))
+
+    both = [lora(result) for result in results if result.method.name == "lora"]
+    lines = as_text(methods_on_gpus(both, GPUS)).splitlines()
+    after = {line: lines[number + 1].strip() for number, line in enumerate(lines[:-1])}
+    assert after["LoRA"] == "lowmem-ft train recipe=7b-lora model=llama-3.1-8b"
+    assert after["LoRA, on cards without bfloat16"].endswith("model.dtype=float16 \\")
+    on_t4 = [result for result in both if result.gpu.name == "t4"]
+    assert "without bfloat16" not in as_text(methods_on_gpu(on_t4, GPUS["t4"]))
+
+
 def test_a_method_that_fits_nowhere_says_so(results, as_text):
     few = [each for each in results if each.gpu.name in ("t4", "rtx-3070")]
     assert "LoRA   fits on none" in as_text(methods_on_gpus(few, GPUS))

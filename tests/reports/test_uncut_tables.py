@@ -1,0 +1,107 @@
+"""Tables and words at any width: rows of the whole catalogue, and settings as long as they get."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.estimator.methods import METHODS, MethodEstimate
+from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, StepTime
+from lowmem_ft.reports.filling import filled, shell_lines
+from lowmem_ft.reports.gpu_table import gpu_table
+from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
+from lowmem_ft.reports.prose import Pairs
+from lowmem_ft.reports.uncut_table import UncutTable
+from lowmem_ft.units import GIB
+
+GPUS = load_gpus()
+LONG = "training.per_device_train_batch_size=16"
+
+
+@pytest.fixture
+def everywhere(estimate):
+    """An estimate on each GPU, of a model so small that its speed has many digits, on hosts of all sizes."""
+
+    def one(number: int, name: str):
+        memory = GPUS[name].memory_bytes
+        return dataclasses.replace(
+            estimate,
+            gpu=DeviceLimit(name=name, memory_bytes=memory),
+            budget=BudgetVerdict(device_bytes=memory, host_bytes=GIB),
+            host_peak_bytes=int(1234.5 * GIB),
+            step=StepTime(seconds=1.0, tokens=12_345_678, bound_by="compute"),
+            fits=number % 3 > 0,
+        )
+
+    return [one(number, name) for number, name in enumerate(GPUS)]
+
+
+@pytest.fixture
+def tables(everywhere):
+    results = [
+        MethodEstimate(
+            method=method, gpu=GPUS[of.gpu.name], command=("recipe=7b-lora", f"model={LONG}"), estimate=of
+        )
+        for method in METHODS
+        for of in everywhere
+    ]
+    return [gpu_table(everywhere, GPUS, {}), methods_on_gpus(results, GPUS)]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_gpu_is_cut_and_no_line_is_too_long(tables, as_text, width):
+    for table in tables:
+        lines = as_text(table, width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert {*GPUS} <= {line.split()[0] for line in lines if line.strip()}
+
+
+def test_a_verdict_on_a_host_is_whole(everywhere, as_text):
+    name = everywhere[0].gpu.name
+    results = [MethodEstimate(method=METHODS[0], gpu=GPUS[name], command=(), estimate=everywhere[0])]
+    assert "full  host 1.20 TiB over" in as_text(methods_on_gpu(results, GPUS[name]))
+
+
+def test_columns_go_in_their_order_until_there_is_room(as_text):
+    rows = [["a-name-of-22-columns-..", "12345", "12345"]]
+    table = UncutTable(("name", "first", "second"), rows, left=("name",), spare=("first", "second"))
+    heads = {width: as_text(table, width).splitlines()[0].split() for width in (40, 35, 30, 24)}
+    assert heads == {
+        40: ["name", "first", "second"],
+        35: ["name", "second"],
+        30: ["name", "second"],
+        24: ["name"],
+    }
+    assert "Left out, as 30 columns have no room: first." in " ".join(as_text(table, 30).split())
+    assert "Left out" not in as_text(table, 40)
+
+
+def test_where_nothing_may_go_all_but_the_names_is_folded(as_text):
+    table = UncutTable(("name", "number"), [["rtx-9090", "123456789"]], left=("name",))
+    assert [line.split() for line in as_text(table, 14).splitlines()][-2:] == [
+        ["rtx-9090", "12345"],
+        ["6789"],
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 60, 44])
+def test_no_setting_is_broken_to_whichever_side(as_text, width):
+    sentence = "the device lacks 3.00 MiB, as it does with everything else that was tried before this"
+    for row in ((LONG, sentence), (sentence, f"{LONG}, checkpointing.mode=full"), (LONG, LONG)):
+        lines = as_text(Pairs([row, ("short", "was 4")]), width).splitlines()
+        assert max(map(len, lines)) <= width
+        words = " ".join(lines).replace(",", "").split()
+        assert words.count(LONG) == sum(LONG in side for side in row)
+
+
+def test_a_command_in_backticks_stays_on_one_line_and_a_path_is_never_broken():
+    path = "/somewhere/very-far-away/with-hyphens/and/more"
+    lines = filled(f"Look at `lowmem-ft recipes NAME`, or read {path} as a whole.", 30)
+    assert lines == ["Look at", "`lowmem-ft recipes NAME`, or", "read", path, "as a whole."]
+
+
+def test_a_long_command_goes_on_as_a_shell_takes_it():
+    lines = shell_lines("lowmem-ft train recipe=tiny training.seed=3 data.packing=true", 44)
+    assert lines == ["  lowmem-ft train recipe=tiny \\", "      training.seed=3 data.packing=true"]
