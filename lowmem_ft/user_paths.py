@@ -23,4 +23,9 @@ def neighbours(missing: Path) -> str:
         return " It is no regular file but a pipe or a device." if is_special else ""
     if not folder.is_dir():
         return ""
-    return did_you_mean(missing.name, (entry.name for entry in folder.iterdir()))
+    return did_you_mean(missing.name, (entry.name for entry in folder.iterdir() if _is_alike(entry, missing)))
+
+
+def _is_alike(entry: Path, missing: Path) -> bool:
+    """Whether names are alike without the suffix, which makes short ones so that share it."""
+    return entry.suffix != missing.suffix or bool(did_you_mean(missing.stem, [entry.stem]))

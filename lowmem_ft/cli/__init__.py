@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
 import lowmem_ft
-from lowmem_ft.cli.exit_codes import EXIT_INTERRUPTED
-from lowmem_ft.cli.help_formatter import HelpFormatter
+from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.parser import Parser
+from lowmem_ft.errors import UserError, did_you_mean
 
 COMMANDS = {
     "train": "fine-tune a model: train recipe=NAME|PATH [key=value ...]",
@@ -23,6 +23,7 @@ COMMANDS = {
 }
 
 
+@explains_user_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
@@ -37,22 +38,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        raise UserError(_no_command(arguments))
     command = parser.parse_args(arguments[:1]).command
-    try:
-        return importlib.import_module(f"lowmem_ft.cli.{command}").main(arguments[1:])
-    except KeyboardInterrupt:  # while the command itself was imported; it answers to any later one
-        return EXIT_INTERRUPTED
+    return importlib.import_module(f"lowmem_ft.cli.{command}").main(arguments[1:])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _no_command(arguments: Sequence[str]) -> str:
+    first = arguments[0]
+    if "=" in first:
+        return (
+            f"A command comes first, got {first}. Write for instance `lowmem-ft train {' '.join(arguments)}`."
+        )
+    return (
+        f"There is no command {first!r}.{did_you_mean(first, COMMANDS)} There are {', '.join(COMMANDS)}; "
+        "`lowmem-ft --help` says what each does."
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowmem-ft",
         description=lowmem_ft.__doc__,
         epilog="commands:\n"
         + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
         + "\n\n`lowmem-ft COMMAND --help` explains one.",
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
     return parser

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.cli.help_formatter import HelpFormatter
+from lowmem_ft.cli.parser import Parser
 from lowmem_ft.errors import RecipeError, UserError
 
 ALL_GPUS = "all"
 CPU = "cpu"
 
 _USAGE = (
-    "lowmem-ft estimate recipe=NAME|PATH [key=value ...] [--gpu NAME|all]\n"
-    "       [--changes] [--json FILE|-] [--plot FILE] [--snapshot FILE]"
+    "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
+    "       [--gpu NAME|all] [--changes] [--json FILE|-] [--plot FILE]\n"
+    "       [--snapshot FILE.pickle]"
 )
 _EXAMPLES = """\
 examples:
@@ -41,7 +42,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, lis
     Raises:
         UserError: if an option cannot be done, or neither a recipe nor a model is named.
     """
-    options, others = _parser().parse_known_args(list(arguments))
+    parser = _parser()
+    options, others = parser.parse_known_args(list(arguments))
+    if problems := parser.misspelt(others):
+        raise UserError(*problems)
     recipe_name, settings = split_recipe(others)
     _check(options)
     return options, recipe_name, settings
@@ -144,6 +148,8 @@ def _file_problems(options: argparse.Namespace) -> list[str]:
             problem = f"--{other} and --{name} write files of their own, got {file} for both. Name another."
         options_by_file[path.absolute()] = name
         problems += [problem] if problem else []
+        if name == "snapshot" and path.suffix != ".pickle":
+            problems.append(f"--snapshot writes a .pickle, got {file}. Name it {path.stem}.pickle.")
         if name != "json" and options.gpu == ALL_GPUS:
             problems.append(f"--{name} shows one GPU, got --gpu all. Name one, such as --gpu rtx-4090.")
     if options.snapshot is not None and options.gpu == CPU:
@@ -189,13 +195,12 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowmem-ft estimate",
         usage=_USAGE,
         description="Say what a run will need on a GPU: memory by use and phase, time, cost, and whether it fits.",
         epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -221,8 +226,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--snapshot",
-        metavar="FILE",
+        metavar="FILE.pickle",
         action=Once,
-        help="write a .pickle that https://pytorch.org/memory_viz opens",
+        help="write what https://pytorch.org/memory_viz opens",
     )
     return parser

@@ -7,11 +7,11 @@ import os
 import select
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 from lowmem_ft.errors import Interrupted, UserError, machine_problem
+from lowmem_ft.reports.filling import filled
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
@@ -79,11 +79,7 @@ def _tell(error: UserError) -> int:
 def _filled(text: str) -> str:
     if not sys.stderr.isatty():
         return text
-    width = shutil.get_terminal_size().columns
-    return "\n".join(
-        textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        for line in text.splitlines()
-    )
+    return "\n".join(filled(text, shutil.get_terminal_size().columns, hanging="  "))
 
 
 def _speaks_for(error: UserError) -> bool:

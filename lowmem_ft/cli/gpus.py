@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
 from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.tables import print_filled, print_row, print_table
 from lowmem_ft.units import GIB
 
@@ -87,8 +87,8 @@ def _as_json(gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowmem-ft gpus",
         description="List the GPUs that `lowmem-ft estimate --gpu NAME` knows, or show one with prices and sources.",
         epilog="memory: what CUDA hands out, less than nvidia-smi's total by what the driver keeps. TFLOPS: "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.cli.help_formatter import HelpFormatter
+from lowmem_ft.cli.parser import Parser
 from lowmem_ft.user_paths import expand_user
 
 _EXAMPLES = """\
@@ -59,13 +58,12 @@ def _with_bar(layers: list[Any]) -> Iterable[Any]:
     return track(layers, description="Merging", console=rich.get_console(), transient=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowmem-ft merge",
         description="Add a LoRA adapter to the weights of its base model, each matrix in float32 and rounded once, and "
         "write a model folder that from_pretrained loads.",
         epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "adapter", metavar="ADAPTER_DIR", type=Path, help="folder with adapter_config.json: a run's model/"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from lowmem_ft.catalog import Architecture, find_architecture, load_architectures
 from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.tables import print_filled, print_row, print_table
 from lowmem_ft.errors import ModelError, did_you_mean
 
@@ -97,8 +97,8 @@ def _as_json(model: Architecture) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowmem-ft models",
         description="List the models whose architecture ships with lowmem_ft: `model=NAME` estimates them without a "
         "network, gated ones too, and trains the weights of their hub id.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lowmem_ft.cli.estimate_files import report_console, write_json, writing
 from lowmem_ft.cli.estimate_options import ALL_GPUS, Once, gpu_problems, split_recipe, write_problem
 from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.cli.help_formatter import HelpFormatter
+from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
 
@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if the plan fits, else 3.
     """
-    options, others = _parser().parse_known_args(list(sys.argv[1:] if argv is None else argv))
+    parser = _parser()
+    options, others = parser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
+    if problems := parser.misspelt(others):
+        raise UserError(*problems)
     recipe_name, settings = split_recipe(others, "A plan")
     _check(options)
 
@@ -130,14 +133,13 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(*problems)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowmem-ft plan",
         usage=_USAGE,
         description="Choose the memory knobs with which a step is fastest inside a budget of device and host memory, "
         "and say why.",
         epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(

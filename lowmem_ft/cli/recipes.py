@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.parser import Parser
+from lowmem_ft.reports.filling import filled
 
 COLUMNS = 80
 INDENT = 16
@@ -49,11 +49,11 @@ def _print_list() -> None:
         print(f"{name:<{INDENT}}{needs.get(name, 'not estimated')}")
         indent = " " * INDENT
         text = load_recipe(name).description or ""
-        print(textwrap.fill(text, COLUMNS, initial_indent=indent, subsequent_indent=indent))
+        print("\n".join(filled(text, COLUMNS, indent=indent)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowmem-ft recipes",
         description="List the shipped recipes with what each needs on the card it is made for, or print one with "
         "every default and what each memory knob frees and costs.",

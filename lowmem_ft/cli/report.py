@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.cli.help_formatter import HelpFormatter
+from lowmem_ft.cli.parser import Parser
 from lowmem_ft.errors import UserError
 from lowmem_ft.user_paths import expand_user
 
@@ -84,12 +83,11 @@ def _read(path: Path) -> RunRecord:
     return run
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowmem-ft report",
         description="Show runs side by side: steps, losses, speed, and memory as estimated and as measured.",
         epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="folders of runs, finished or not")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.cli.help_formatter import HelpFormatter
-from lowmem_ft.errors import RecipeError
+from lowmem_ft.cli.parser import Parser
+from lowmem_ft.errors import RecipeError, UserError
 
 _EXAMPLES = """\
 examples:
@@ -74,6 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The recipe's name or path, and the other settings; without a recipe those of a plan for a model alone."""
+    if asked := [word for word in arguments if word.lstrip("-").partition("=")[0] == "gpu"]:
+        raise UserError(
+            f"A run is on this machine, got {asked[0]}: --gpu is for `lowmem-ft estimate` and `lowmem-ft plan`. Leave "
+            "it out."
+        )
     choices = [argument for argument in arguments if argument.startswith("recipe=")]
     settings = [argument for argument in arguments if not argument.startswith("recipe=")]
     named = [choice.partition("=")[2] for choice in choices]
@@ -91,14 +95,19 @@ def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowmem-ft train",
+        usage="lowmem-ft train recipe=NAME|PATH [key=value ...]\n"
+        "       lowmem-ft train model=X data=X budget=X [key=value ...]",
         description="Fine-tune a model by a recipe, into a folder that HuggingFace transformers loads.",
         epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
     )
-    parser.add_argument("recipe", metavar="recipe=NAME|PATH", help="a shipped recipe or a .yaml file")
+    parser.add_argument(
+        "recipe",
+        metavar="recipe=NAME|PATH",
+        help="a shipped recipe or a .yaml file; without one, model=, data= and budget= are planned for",
+    )
     parser.add_argument(
         "settings", metavar="key=value", nargs="*", help="settings that override the recipe's"
     )

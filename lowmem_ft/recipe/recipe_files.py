@@ -15,6 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 from lowmem_ft.errors import RecipeError, did_you_mean
 from lowmem_ft.user_paths import expand_user, neighbours
 
+MOST_NAMED = 5
+"""Files of a folder that an error names."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
@@ -78,10 +81,11 @@ def _find(name_or_path: str, folder: Path) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        inside = ", ".join(_yaml_names(path)[:5]) or "none"
-        raise RecipeError(f"A recipe is one .yaml file, got the folder {path}. Recipes in it: {inside}.")
+        raise RecipeError(
+            f"A recipe is one .yaml file, got the folder {path}. Recipes in it: {_yaml_names(path)}."
+        )
     if path.suffix in (".yaml", ".yml") or len(path.parts) > len(folder.parts) + 1:
-        near = neighbours(path) or did_you_mean(path.stem, shipped)
+        near = neighbours(path) or did_you_mean(path.stem, shipped) or _recipes_in(path.parent)
         raise RecipeError(f"There is no recipe file {path}.{near}")
     raise RecipeError(
         f"There is no recipe {name_or_path!r}.{did_you_mean(name_or_path, shipped)} "
@@ -89,8 +93,21 @@ def _find(name_or_path: str, folder: Path) -> Path:
     )
 
 
-def _yaml_names(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("*.y*ml")]
+def _recipes_in(folder: Path) -> str:
+    """The way out, where a file was looked for in vain."""
+    if not folder.is_dir():
+        return f" There is no folder {folder}. {_SHIPPED}"
+    return f" Recipes in {'this folder' if folder == Path() else folder}: {_yaml_names(folder)}. {_SHIPPED}"
+
+
+_SHIPPED = (
+    "`lowmem-ft recipes` lists the shipped ones, `lowmem-ft recipes NAME > my.yaml` writes one to start from."
+)
+
+
+def _yaml_names(folder: Path) -> str:
+    names = sorted(path.name for path in folder.glob("*.y*ml"))
+    return ", ".join([*names[:MOST_NAMED], *(["..."] if names[MOST_NAMED:] else [])]) or "none"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

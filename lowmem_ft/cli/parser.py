@@ -1,0 +1,51 @@
+"""The parser of a subcommand's options: help that keeps its examples, errors in the words of all the others."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from lowmem_ft.cli.help_formatter import HelpFormatter
+from lowmem_ft.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's; what cannot be parsed is a ``UserError``, which the command tells and exits with 2."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog=prog, formatter_class=HelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:  # noqa: D102
+        raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} --help` shows what it takes.")
+
+    def misspelt(self, others: Sequence[str]) -> list[str]:
+        """What to say of words that are none of its options and meant one: ``--gpus l4``, ``gpu=l4``.
+
+        Args:
+            others: what :meth:`parse_known_args` has left; recipe keys may be among them.
+
+        Returns:
+            A sentence for each.
+        """
+        problems = []
+        for word in others:
+            name, equals, value = word.lstrip("-").partition("=")
+            option = self._option_near(name)
+            if option is None or not (word.startswith("-") or equals):
+                continue
+            shown = f"{option} {value}" if value else option
+            what = "option" if word.startswith("-") else "setting"
+            problems.append(
+                f"There is no {what} {word.partition('=')[0]}. Did you mean the option `{shown}`?"
+            )
+        return problems
+
+    def _option_near(self, name: str) -> str | None:
+        options = {
+            option.lstrip("-"): option for option in self._option_string_actions if option.startswith("--")
+        }
+        return next(
+            (options[near] for near in difflib.get_close_matches(name, options, n=1, cutoff=0.75)), None
+        )
