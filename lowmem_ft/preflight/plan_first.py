@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from pathlib import Path
 
 import torch
 
@@ -18,8 +17,9 @@ from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
 from lowmem_ft.planner.space import planned_keys, with_settings
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.training.distributed_rules import launched_processes
-from lowmem_ft.training.replaced_run import RECIPE_FILE
+from lowmem_ft.recipe.paths import run_folder_of
+from lowmem_ft.training.distributed_rules import launched_processes, problems_with_processes
+from lowmem_ft.training.replaced_run import RECIPE_FILE, run_files
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.units import format_bytes
 
@@ -41,12 +41,8 @@ def with_plan(recipe: Recipe) -> Recipe:
         UserError: if there are several processes, the run's folder is in the way, or it cannot be planned.
         DoesNotFitError: if nothing fits; it says what the nearest lacks.
     """
-    num_processes = launched_processes(recipe)
-    if num_processes > 1:
-        raise UserError(
-            f"plan.mode=auto plans for one process, got {num_processes}. Plan first, with `lowmem-ft plan ... --write "
-            "my.yaml`, and train recipe=my.yaml."
-        )
+    if problems := problems_with_processes(recipe, launched_processes(recipe)):
+        raise UserError(*problems)
     saved = _saved_recipe(recipe)
     if saved is not None:
         logger.info("Going on with the memory knobs that the run was planned with.")
@@ -96,8 +92,11 @@ def _saved_recipe(recipe: Recipe) -> Recipe | None:
     if recipe.training.resume_from_checkpoint is None:
         return None
     checkpoint = RunFolder.checkpoint_of(recipe)
-    file = None if checkpoint is None else checkpoint.parent / RECIPE_FILE
-    return load_recipe(str(file)) if file is not None and Path(file).is_file() else None
+    run = run_folder_of(recipe) if checkpoint is None else checkpoint.parent
+    if checkpoint is None and not run_files(run):  # nor one that was stopped before its first checkpoint
+        return None
+    file = run / RECIPE_FILE
+    return load_recipe(str(file)) if file.is_file() else None
 
 
 def _as_planned(recipe: Recipe, saved: Recipe) -> Recipe:

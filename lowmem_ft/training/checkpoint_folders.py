@@ -95,8 +95,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{folder} is no complete checkpoint: it has no readable {MANIFEST}, which is written last."
-            f"{_inside(folder)} Resume from another one, or set training.resume_from_checkpoint=auto to take the "
-            "newest complete one."
+            f"{_inside(folder)}"
         ) from error
     if known_format != FORMAT:
         raise CheckpointError(
@@ -137,6 +136,24 @@ def _inside(folder: Path) -> str:
     """A hint for the folder of a run that was named in place of one of its checkpoints."""
     newest = next(iter(_newest_first(folder)), None)
     return "" if newest is None else f" Did you mean {newest}?"
+
+
+def refuse_end_before(checkpoint: Path | None, taken: int, num_steps: int) -> None:
+    """Refuse a run that was to end before the step it stands at.
+
+    Args:
+        checkpoint: that it goes on from.
+        taken: the checkpoint's step.
+        num_steps: the step at which the recipe ends.
+
+    Raises:
+        CheckpointError: if it was.
+    """
+    if num_steps < taken:
+        raise CheckpointError(
+            f"{checkpoint} stands at step {taken}, but the recipe ends at step {num_steps}. Set "
+            "training.max_steps or training.num_train_epochs higher, or resume from an earlier checkpoint."
+        )
 
 
 def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> None:

@@ -20,7 +20,7 @@ def launched_processes(recipe: Recipe) -> int:
 
 
 def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
-    """What reads a gradient before it has been summed over all processes.
+    """What reads a gradient before it has been summed over all processes, and a plan that is still to be made.
 
     Args:
         recipe: what is to be trained.
@@ -31,7 +31,11 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
     """
     if num_processes == 1:
         return []
-    return [
+    planned = (
+        f"plan.mode=auto plans for one process, got {num_processes}. Plan first, with `lowmem-ft plan ... --write "
+        "my.yaml`, and train recipe=my.yaml."
+    )
+    return [planned] * (recipe.plan.mode == "auto") + [
         f"{key.setting(value)} works in one process, got {num_processes}. Set {key.setting(key.default)}, or start one "
         "process."
         for key, value, effect in memory_knobs(recipe)

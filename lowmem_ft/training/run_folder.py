@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import logging
 import operator
-import re
 from pathlib import Path
 from typing import Any
 
 from lowmem_ft.errors import CheckpointError, UserError
-from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
+from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.paths import MODEL_FOLDER, run_folder_of
 from lowmem_ft.training.atomic_io import write_whole_file
+from lowmem_ft.training.changed_recipe import may_continue, refuse_to_continue_another
 from lowmem_ft.training.checkpoint_folders import (
     Progress,
     checkpoints_after,
     find_checkpoint,
     read_manifest,
     read_progress,
+    refuse_end_before,
 )
 from lowmem_ft.training.folder_lock import FolderLock
 from lowmem_ft.training.replaced_run import (
@@ -67,11 +68,13 @@ class RunFolder:
         FolderLock(path).probe()
         resume_from = _checkpoint_to_resume(config.resume_from_checkpoint, path)
         if resume_from is not None:
-            _compare_recipes(recipe, resume_from.parent)
-        if not config.overwrite_output_dir:
-            _refuse_to_replace(path, recipe, resume_from)
+            refuse_to_continue_another(recipe, resume_from.parent)
+            if config.max_steps > 0:
+                refuse_end_before(resume_from, read_progress(resume_from).step, config.max_steps)
         folder = RunFolder(path, resume_from=resume_from, overwrite=config.overwrite_output_dir)
         folder._check_what_is_there(recipe)
+        if not config.overwrite_output_dir:
+            _refuse_to_replace(path, recipe, resume_from)
         return folder
 
     @staticmethod
@@ -175,14 +178,7 @@ class RunFolder:
                 "no run of lowmem_ft wrote and this one would. Choose another folder, or move that away."
             )
         if self.overwrite:
-            inputs = {
-                "model.name_or_path": recipe.model.name_or_path,
-                "model.tokenizer_name_or_path": recipe.model.tokenizer_name_or_path,
-                "data.path": recipe.data.path,
-                "data.eval_path": recipe.data.eval_path,
-                "training.resume_from_checkpoint": recipe.training.resume_from_checkpoint,
-            }
-            refuse_to_replace_inputs(run_files(self.path), inputs)
+            refuse_to_replace_inputs(run_files(self.path), _inputs(recipe))
 
     def _move_aside(self, step: int) -> None:
         """The steps still to come, or all of another run."""
@@ -200,13 +196,32 @@ def _checkpoint_to_resume(requested: str | None, output_dir: Path) -> Path | Non
     if requested is None:
         return None
     if requested != "auto":
-        checkpoint = expand_user(requested)
-        read_manifest(checkpoint)
-        return checkpoint
+        return _named_checkpoint(expand_user(requested))
     checkpoint = find_checkpoint(output_dir)
     if checkpoint is None:
         logger.info("Starting afresh: %s holds no complete checkpoint.", output_dir)
     return checkpoint
+
+
+def _named_checkpoint(checkpoint: Path) -> Path:
+    try:
+        read_manifest(checkpoint)
+    except CheckpointError as error:
+        whole = find_checkpoint(checkpoint.parent)
+        hint = " Name another one." if whole is None else f" The newest complete one beside it is {whole}."
+        raise CheckpointError(f"{error}{hint}") from error
+    return checkpoint
+
+
+def _inputs(recipe: Recipe) -> dict[str, str | None]:
+    """What a run reads, by key."""
+    return {
+        "model.name_or_path": recipe.model.name_or_path,
+        "model.tokenizer_name_or_path": recipe.model.tokenizer_name_or_path,
+        "data.path": recipe.data.path,
+        "data.eval_path": recipe.data.eval_path,
+        "training.resume_from_checkpoint": recipe.training.resume_from_checkpoint,
+    }
 
 
 def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> None:
@@ -222,76 +237,38 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
         return
     if not run_files(path):
         return
-    if recipe.training.resume_from_checkpoint != "auto":
-        aside = "".join(f" (What it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
-        raise UserError(
-            f"training.output_dir={path} holds another run.{aside} Choose another folder, go on with "
-            "training.resume_from_checkpoint=auto, or replace it with training.overwrite_output_dir=true."
-        )
-    _compare_recipes(recipe, path)  # a run that was stopped before its first checkpoint begins again
-    if (path / MODEL_FOLDER).exists():
-        raise UserError(
-            f"training.output_dir={path} holds a finished model and no checkpoint to go on from. Choose another "
-            "folder, or replace the run with training.overwrite_output_dir=true."
-        )
+    is_finished = (path / MODEL_FOLDER).exists()
+    if recipe.training.resume_from_checkpoint == "auto":
+        refuse_to_continue_another(recipe, path)
+        if not is_finished:
+            return  # a run that was stopped before its first checkpoint begins again
+    aside = "".join(f" (What it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
+    checkpoint = find_checkpoint(path)
+    what = "another run"
+    if checkpoint is None:
+        what += ", finished and without a checkpoint" if is_finished else ", without a checkpoint"
+    raise UserError(f"training.output_dir={path} holds {what}.{aside} {_ways_on(path, recipe, checkpoint)}")
 
 
-_MUST_STAY = re.compile(
-    r"data\.(?!(path|num_proc|eval_path|eval_split)$)\w+|adapter\.\w+|model\.quantization|training\.seed"
-    r"|optimizer\.(?!(state|master|in_backward)$)\w+"
-)
-"""Settings that decide what a run's data, its weights and its optimizer's state mean. All others may change, those of a
-technique that is new among them.
-
-State is read into other formats, exactly where both hold float32 weights in full (``optimizers/state_conversion.py``).
-Paths may change, as a run moves to another machine: model and tokenizer come from the checkpoint, and other data is
-noticed by its size.
-"""
-
-_DECIDES_THE_BASE = re.compile(r"model\.(weights|revision|gguf_file)")
-"""Settings that a run of adapters cannot go on without: its checkpoints do not hold the model."""
-
-_OF_THE_CALL = {
-    f"training.{name}" for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
-}
+def _ways_on(path: Path, recipe: Recipe, checkpoint: Path | None) -> str:
+    """What to do about a run that is in the way: only what would then not be refused."""
+    ways = ["choose another folder"]
+    if checkpoint is not None and _can_go_on(recipe, checkpoint):
+        ways.append(f"go on from {checkpoint.name} with training.resume_from_checkpoint=auto")
+    elif checkpoint is None and not (path / MODEL_FOLDER).exists() and may_continue(recipe, path):
+        ways.append("begin it again with training.resume_from_checkpoint=auto")
+    with contextlib.suppress(UserError):
+        refuse_to_replace_inputs(run_files(path), _inputs(recipe))
+        ways.append("replace it with training.overwrite_output_dir=true")
+    *others, last = ways
+    text = f"{', '.join(others)}, or {last}" if others else last
+    return f"{text[0].upper()}{text[1:]}."
 
 
-def _compare_recipes(recipe: Recipe, run: Path) -> None:
-    """A checkpoint continues its own run: say what has changed, and refuse what cannot."""
-    file = run / RECIPE_FILE
-    if not file.exists():
-        return
-    saved, present = _settings(load_recipe(str(file))), _settings(recipe)
-    changed = {
-        name: f"{name} was {saved.get(name)!r}, is {value!r}"
-        for name, value in present.items()
-        if value != saved.get(name) and name not in _OF_THE_CALL
-    }
-    refused = [text for name, text in changed.items() if not _may_change(name, recipe)]
-    if refused:
-        raise CheckpointError(
-            f"{run} holds a run of another recipe ({'; '.join(refused)}), which this one cannot continue. "
-            "Set these back, or choose another training.output_dir."
-        )
-    if changed:
-        logger.warning("Going on with other settings: %s.", "; ".join(changed.values()))
-
-
-def _may_change(name: str, recipe: Recipe) -> bool:
-    if recipe.adapter.name != "none" and _DECIDES_THE_BASE.fullmatch(name):
-        return False
-    return _MUST_STAY.fullmatch(name) is None
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """Every setting under the name a user types."""
-    settings: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(recipe).items():
-        if isinstance(value, dict):
-            settings.update({f"{name}.{key}": entry for key, entry in value.items()})
-        else:
-            settings[name] = value
-    return settings
+def _can_go_on(recipe: Recipe, checkpoint: Path) -> bool:
+    last_step = recipe.training.max_steps
+    has_steps_left = last_step <= 0 or read_progress(checkpoint).step <= last_step
+    return has_steps_left and may_continue(recipe, checkpoint.parent)
 
 
 def _is_before(record: dict[str, Any], progress: Progress) -> bool:

@@ -14,7 +14,7 @@ from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.models import max_positions, vocab_size
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import Plan
-from lowmem_ft.training.checkpoint_folders import Progress, read_progress
+from lowmem_ft.training.checkpoint_folders import Progress, read_progress, refuse_end_before
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.threads import warn_of_idle_cores
 from lowmem_ft.units import counted
@@ -95,11 +95,7 @@ def num_training_steps(
             "learning rate would never reach training.learning_rate. Lower it, or give a share of all steps, such "
             "as 0.03."
         )
-    if num_steps < taken:
-        raise CheckpointError(
-            f"{checkpoint} stands at step {taken}, but the recipe ends at step {num_steps}. Set "
-            "training.max_steps or training.num_train_epochs higher, or resume from an earlier checkpoint."
-        )
+    refuse_end_before(checkpoint, taken, num_steps)
     return num_steps
 
 

@@ -36,7 +36,7 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_again(tiny, metrics, t
 def test_auto_does_not_replace_a_finished_model_that_has_no_checkpoint(tiny, tmp_path):
     run = tmp_path / "run"
     train(tiny("training.max_steps=2", "training.save_steps=null", output_dir=run))
-    with pytest.raises(UserError, match=r"finished model and no checkpoint.*overwrite_output_dir=true"):
+    with pytest.raises(UserError, match=r"finished and without a checkpoint.*overwrite_output_dir=true"):
         RunFolder.open(tiny("training.max_steps=2", AUTO, output_dir=run))
 
 
