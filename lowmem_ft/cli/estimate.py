@@ -39,13 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.paths import check_model_files
+    from lowmem_ft.recipe.budget_limits import refuse_budget_beyond_all
+    from lowmem_ft.recipe.paths import check_model_files, check_packages
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, settings)
+        if options.gpu is None and not recipe.training.use_cpu:
+            refuse_budget_beyond_all(recipe)
         check_model_files(recipe, architecture_only=True)
+        check_packages(recipe)
         import lowmem_ft.estimator  # noqa: F401 - imports the libraries whose logs are taken over
 
     take_over_library_logs()

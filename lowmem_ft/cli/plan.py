@@ -54,15 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check(options)
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.models.local_paths import check_model_path
     from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.budget_limits import check_budget_of_plan
     from lowmem_ft.recipe.defaults import with_defaults_of_plan
+    from lowmem_ft.recipe.paths import check_model_files, check_packages
 
     set_up_logging()
     asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, asked)
-        check_model_path(recipe.model)
+        check_budget_of_plan(recipe, options.gpu)
+        check_model_files(recipe, architecture_only=True)
+        check_packages(recipe)
         import lowmem_ft.planner
         from lowmem_ft.reports.wording import short_name
 

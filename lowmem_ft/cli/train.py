@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.budget_limits import check_budget_of_run
     from lowmem_ft.recipe.paths import check_paths_of_run
     from lowmem_ft.training.distributed_rules import launched_processes, problems_with_processes
     from lowmem_ft.training.run_folder import RunFolder
@@ -59,15 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = load_recipe(recipe_name, settings)
     if problems := problems_with_processes(recipe, launched_processes(recipe)):
         raise RecipeError(*problems)
+    check_budget_of_run(recipe)
     check_paths_of_run(recipe)
-    # Before the import below, which takes seconds; what is still to be planned, a run does not go on with.
+    # Before the import below, which takes seconds; what a run goes on with that is still to be planned, is known later.
     is_planned = recipe.plan.mode == "none"
-    folder = RunFolder.open(recipe) if is_planned else None
+    may_open = is_planned or recipe.training.resume_from_checkpoint is None
+    folder = RunFolder.open(recipe) if may_open else None
 
     from lowmem_ft.preflight import train
 
     take_over_library_logs()
-    train(recipe, folder)
+    train(recipe, folder if is_planned else None)
     return 0
 
 

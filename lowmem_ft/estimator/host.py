@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from lowmem_ft.estimator.traced_recipe import TracedRecipe
+from lowmem_ft.memory.process_size import CUDA_PROCESS_BYTES, PROCESS_BYTES
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.units import MIB
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
-
-PROCESS_BYTES = 600 * MIB
-"""Python with the libraries of a run, beside its tensors: 526 to 555 MiB at the end of ``lowmem-ft train recipe=tiny``
-in one virtual environment and 636 in another with the same versions, of whose libraries the system maps larger pieces
-at once; 625 to 655 with a tokenizer of 49 thousand tokens, which takes a KiB a token (Linux x86-64, Python 3.11,
-torch 2.13.0+cpu, transformers 5.23.0, 2026-11-22)."""
-
-CUDA_PROCESS_BYTES = 1898 * MIB
-"""What CUDA's libraries add on the host: an allowance, 1.5 to 3 GiB resident in reports of users; not measured here."""
 
 ADAPTER_BYTES = 4
 """Of a parameter of an adapter, which is float32."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lowmem_ft.models.mapped_weights import weights_in_files
     from lowmem_ft.models.master_weights import load_master_weights
     from lowmem_ft.models.quantization import (
-        check_quantization,
         log_quantization,
         quantization_config,
         quantize_linear_layers,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModelConfig",
-    "check_quantization",
     "compute_dtype",
     "hub_id_of",
     "load_master_weights",
@@ -54,7 +52,6 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "ModelConfig": "config",
-        "check_quantization": "quantization",
         "compute_dtype": "loading",
         "hub_id_of": "hub_names",
         "load_master_weights": "master_weights",

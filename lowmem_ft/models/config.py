@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowmem_ft.knob import Effect, knob
+from lowmem_ft.packages import require_package
 
 _IN_16_BITS = Effect(fidelity="unbiased rounding")
 _QUANTIZED = Effect(cost="time", fidelity="other mathematics")
@@ -53,3 +54,19 @@ class ModelConfig:
     trust_remote_code: bool = knob(
         False, "Run Python code from the model's repository; pin a revision if you do."
     )
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the weights are in a GGUF file."""
+        return self.gguf_file is not None or (self.name_or_path or "").endswith(".gguf")
+
+    def require_packages(self) -> None:
+        """Refuse quantisation, or a GGUF file, without the package that reads it.
+
+        Raises:
+            MissingPackageError: if it is not installed.
+        """
+        if self.quantization != "none":
+            require_package(f"model.quantization={self.quantization}", "bitsandbytes", "bitsandbytes")
+        if self.is_gguf:
+            require_package("A GGUF model", "gguf", "gguf")

@@ -341,7 +341,7 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         )
     if {"LocalEntryNotFoundError", "ConnectError", "OfflineModeIsEnabled"} & causes:
         return out_of_reach(name)
-    if _is_gguf(config) and isinstance(error, (ValueError, OSError, RuntimeError, *_DAMAGED_GGUF)):
+    if config.is_gguf and isinstance(error, (ValueError, OSError, RuntimeError, *_DAMAGED_GGUF)):
         return ModelError(
             f"The GGUF file of {name} is damaged or cut off ({type(error).__name__}: {_first_line(error)}) Download it "
             "again."
@@ -375,10 +375,6 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         f"{name} cannot be read as a causal language model: {_first_line(error)} A model folder holds config.json and "
         "*.safetensors; convert older .bin files with from_pretrained(...).save_pretrained(...)."
     )
-
-
-def _is_gguf(config: ModelConfig) -> bool:
-    return config.gguf_file is not None or (config.name_or_path or "").endswith(".gguf")
 
 
 def _cause_names(error: BaseException | None) -> set[str]:

@@ -55,6 +55,21 @@ def architecture_fields(config: ModelConfig) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
+def least_weights(config: ModelConfig) -> tuple[int, int]:
+    """Elements of a model at the very least: of its embedding, and of its layers; 0 of what its config leaves out.
+
+    A layer counts with one matrix of its MLP alone: whatever the architecture, it has more.
+    """
+    fields = architecture_fields(config)
+    text = fields.get("text_config")
+    fields = {**fields, **(text if isinstance(text, dict) else {})}
+    rows, width, depth, inner = (
+        value if isinstance(value := fields.get(name), int) and value > 0 else 0
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+    )
+    return rows * width, depth * width * inner
+
+
 def limit_of_positions(value_of: Callable[[str], Any]) -> int | None:
     """The longest sequence that an architecture was made for, in tokens; None where its config names no limit.
 

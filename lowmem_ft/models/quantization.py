@@ -8,7 +8,6 @@ gradients of frozen weights are never made.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import Any
 
@@ -16,21 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from lowmem_ft.errors import MissingPackageError
 from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
-
-
-def check_quantization(config: ModelConfig) -> None:
-    """Refuse early what loading could not do.
-
-    Raises:
-        MissingPackageError: if bitsandbytes is needed and not installed.
-    """
-    if config.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingPackageError(f"model.quantization={config.quantization}", "bitsandbytes", "bitsandbytes")
 
 
 def quantization_config(config: ModelConfig, compute_dtype: torch.dtype) -> BitsAndBytesConfig | None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lowmem_ft.optimizers.table import Bitsandbytes
-
-
-def is_bitsandbytes_installed() -> bool:
-    """Whether ``import bitsandbytes`` would find the package."""
-    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 def build_bitsandbytes(groups: list[dict[str, Any]], form: Bitsandbytes, **hyperparameters: Any) -> Optimizer:

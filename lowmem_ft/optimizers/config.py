@@ -20,6 +20,7 @@ from lowmem_ft.optimizers.table import (
     listed,
     optimizers_that,
 )
+from lowmem_ft.packages import require_package
 
 _ROUNDED = Effect(cost="time", fidelity="unbiased rounding")
 
@@ -118,6 +119,15 @@ class OptimizerConfig:
             *_format_of_nothing(self),
             *_out_of_range(self),
         ]
+
+    def require_packages(self) -> None:
+        """Refuse an optimizer of bitsandbytes without the package.
+
+        Raises:
+            MissingPackageError: if it is not installed.
+        """
+        if self.row.bitsandbytes is not None:
+            require_package(f"optimizer.name={self.name}", "bitsandbytes", "bitsandbytes")
 
 
 def _unused(config: OptimizerConfig) -> Iterator[str]:

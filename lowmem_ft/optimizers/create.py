@@ -14,7 +14,6 @@ from lowmem_ft.devices import kernels_of
 from lowmem_ft.errors import MissingPackageError, UserError
 from lowmem_ft.optimizers.bitsandbytes_optimizers import (
     build_bitsandbytes,
-    is_bitsandbytes_installed,
     keep_embeddings_in_32bit,
 )
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
@@ -72,7 +71,11 @@ def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
         UserError: naming every hyperparameter that is out of range or that the optimizer does not have, a device
             it does not run on, and bitsandbytes if it is needed and not installed.
     """
-    problems = [*config.problems(), *_wrong_device(config, device), *_missing_package(config)]
+    problems = [*config.problems(), *_wrong_device(config, device)]
+    try:
+        config.require_packages()
+    except MissingPackageError as missing:
+        problems += missing.problems
     if problems:
         raise UserError(*problems)
 
@@ -144,12 +147,6 @@ def _wrong_device(config: OptimizerConfig, device: torch.device) -> list[str]:
         f"optimizer.name={config.name} runs on {', '.join(row.devices)}, got device {device.type}. "
         f"Set optimizer.name={row.elsewhere}."
     ]
-
-
-def _missing_package(config: OptimizerConfig) -> tuple[str, ...]:
-    if config.row.bitsandbytes is None or is_bitsandbytes_installed():
-        return ()
-    return MissingPackageError(f"optimizer.name={config.name}", "bitsandbytes", "bitsandbytes").problems
 
 
 def _check_master(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import ModelError
-from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.memory.process_size import CUDA_PROCESS_BYTES, PROCESS_BYTES
 from lowmem_ft.models.loading import compute_dtype
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.recipe import Recipe

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
-from lowmem_ft.budget import Budget, is_of_size
+from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.estimate import estimate_memory
-from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.target import CPU, choose_gpu, limits
@@ -28,8 +26,8 @@ from lowmem_ft.planner.bounds import ModelShape, shape_of
 from lowmem_ft.planner.search import Limits
 from lowmem_ft.planner.space import Rule
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.budget_limits import beyond_device, beyond_host
 from lowmem_ft.training.build import plan_session
-from lowmem_ft.units import format_bytes, parse_bytes
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
@@ -69,7 +67,7 @@ class Target:
         gpu, _ = choose_gpu(name, recipe.budget, use_cpu=recipe.training.use_cpu)
         is_here = gpu is None or (name is None and torch.cuda.is_available())
         budget = recipe.budget
-        problems = [*_beyond_device(budget, gpu), *_beyond_host(budget, gpu, is_here=is_here)]
+        problems = [*beyond_device(budget, gpu), *beyond_host(budget, gpu, is_here=is_here)]
         if problems:
             raise UserError(*problems)
         if budget.host is None and is_here:
@@ -107,42 +105,6 @@ class Target:
         budget = self.budget if other is None else dataclasses.replace(self.budget, device=None)
         estimate = estimate_memory(recipe, other or self.gpu or CPU, budget=budget, kept=self.kept)
         return dataclasses.replace(estimate, timeline=Timeline()), len(estimate.timeline.events)
-
-
-def _beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
-    """A budget that the device cannot offer, or that its process alone exceeds."""
-    if budget.device is None:
-        return ()
-    wanted = parse_bytes(budget.device)
-    there = psutil.virtual_memory().total if gpu is None else gpu.memory_bytes
-    name = "this machine" if gpu is None else gpu.name
-    if not is_of_size(there, wanted):
-        return (
-            f"budget.device={budget.device} is more than {name} has, {format_bytes(there)}. Lower it, or name a larger "
-            "GPU with --gpu.",
-        )
-    least = PROCESS_BYTES if gpu is None else gpu.context_bytes
-    if wanted <= least:
-        return (
-            f"budget.device={budget.device} is less than the process takes on {name} before any tensor, "
-            f"{format_bytes(least)}. Raise it.",
-        )
-    return ()
-
-
-def _beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool) -> Sequence[str]:
-    if budget.host is None:
-        return ()
-    wanted, there = parse_bytes(budget.host), psutil.virtual_memory().total
-    least = PROCESS_BYTES + (0 if gpu is None else CUDA_PROCESS_BYTES)
-    if wanted <= least:
-        return (
-            f"budget.host={budget.host} is less than the process itself takes, {format_bytes(least)} with its "
-            "libraries and before any tensor. Raise it.",
-        )
-    if is_here and wanted > there:
-        return (f"budget.host={budget.host} is more than this machine has, {format_bytes(there)}. Lower it.",)
-    return ()
 
 
 def _or_infinite(num_bytes: int | None) -> float:

@@ -44,7 +44,7 @@ def quantization_needs_an_adapter(recipe: Recipe) -> str | None:
 def quantization_needs_safetensors(recipe: Recipe) -> str | None:
     """A GGUF file is quantised in a way of its own, and is unpacked to plain weights."""
     quantization, name = recipe.model.quantization, recipe.model.name_or_path or ""
-    if quantization == "none" or not (recipe.model.gguf_file or name.endswith(".gguf")):
+    if quantization == "none" or not recipe.model.is_gguf:
         return None
     return (
         f"model.quantization={quantization} quantises safetensors, got the GGUF file {recipe.model.gguf_file or name}. "

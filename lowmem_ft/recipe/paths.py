@@ -16,6 +16,7 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hub_names import require_within_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
 from lowmem_ft.models.model_files import architecture_fields, check_weight_files, damage, refuse_unfit
+from lowmem_ft.packages import is_installed
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from lowmem_ft.user_paths import expand_user
@@ -33,7 +34,7 @@ def run_folder_of(recipe: Recipe) -> Path:
 
 
 def check_paths_of_run(recipe: Recipe) -> None:
-    """Refuse a run whose files are not there, or whose folders cannot be written; hub names pass.
+    """Refuse a run whose files or packages are not there, or whose folders cannot be written; hub names pass.
 
     Raises:
         UserError: lists all of it.
@@ -41,7 +42,25 @@ def check_paths_of_run(recipe: Recipe) -> None:
     of_model: list[Callable[[], object]] = []
     if not _goes_on_from_a_checkpoint(recipe):
         of_model = [lambda: check_model_files(recipe), lambda: check_tokenizer_path(recipe.model)]
-    _raise_all([*of_model, *_checks_of_data(recipe), *_checks_of_folders(recipe)])
+    _raise_all(
+        [
+            *_packages_of_step(recipe),
+            recipe.training.require_packages,
+            lambda: _require_flash_attention(recipe.model),
+            *of_model,
+            *_checks_of_data(recipe),
+            *_checks_of_folders(recipe),
+        ]
+    )
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Refuse a recipe whose step cannot be built here, be it on a virtual GPU: trackers are not asked.
+
+    Raises:
+        UserError: if a package is not installed.
+    """
+    _raise_all(_packages_of_step(recipe))
 
 
 def check_model_files(recipe: Recipe, *, architecture_only: bool = False) -> None:
@@ -149,6 +168,19 @@ def _goes_on_from_a_checkpoint(recipe: Recipe) -> bool:
     if recipe.adapter.name != "none" or wanted is None:
         return False
     return wanted != "auto" or any(run_folder_of(recipe).glob("checkpoint-*"))
+
+
+def _packages_of_step(recipe: Recipe) -> list[Callable[[], object]]:
+    return [config.require_packages for config in (recipe.model, recipe.adapter, recipe.optimizer)]
+
+
+def _require_flash_attention(config: ModelConfig) -> None:
+    """Its kernels alone are needed to train, and not to estimate."""
+    if config.attn_implementation == "flash_attention_2" and not is_installed("flash-attn"):
+        raise UserError(
+            "model.attn_implementation=flash_attention_2 needs a CUDA device and the package flash-attn, which is not "
+            "installed. Run: pip install flash-attn --no-build-isolation; or set model.attn_implementation=auto."
+        )
 
 
 def _checks_of_data(recipe: Recipe) -> Iterator[Callable[[], object]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowmem_ft.knob import NO_EFFECT, Effect, knob
+from lowmem_ft.packages import require_package
 
 MOST_EPOCHS = 1_000_000
 
@@ -115,6 +116,17 @@ class TrainingConfig:
     def problems(self) -> list[str]:
         """What is wrong with these values in themselves; empty if nothing is."""
         return [*_not_positive(self), *_out_of_range(self)]
+
+    def require_packages(self) -> None:
+        """Refuse trackers that are not there.
+
+        Raises:
+            MissingPackageError: if one is not installed.
+        """
+        for name in self.report_to:
+            require_package(
+                f"training.report_to={name}", name, "tensorboard" if name == "tensorboard" else "track"
+            )
 
 
 def _not_positive(config: TrainingConfig) -> Iterator[str]:

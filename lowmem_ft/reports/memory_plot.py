@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.errors import MissingPackageError, UserError
+from lowmem_ft.errors import UserError
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.replay import replay
+from lowmem_ft.packages import require_package
 from lowmem_ft.reports.html_plot import html_plot
 from lowmem_ft.reports.memory_series import STACKED, MemorySample, phase_bands, sample_memory
 from lowmem_ft.reports.plot_frame import (
@@ -60,8 +60,8 @@ def check_plot_path(path: Path) -> None:
     """
     if path.suffix not in (".html", ".png"):
         raise UserError(f"--plot writes .html or .png, got {path}. Name it {path.stem}.html.")
-    if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
-        raise MissingPackageError(f"--plot {path}", "matplotlib", extra="plots")
+    if path.suffix == ".png":
+        require_package(f"--plot {path}", "matplotlib", "plots")
 
 
 def _block_bytes(estimate: MemoryEstimate, config: AllocatorConfig | None) -> Sequence[int] | None:

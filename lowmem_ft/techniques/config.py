@@ -7,6 +7,7 @@ from typing import Literal
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.knob import NO_EFFECT, Checkpointed, Effect, knob
+from lowmem_ft.packages import require_package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,3 +275,12 @@ class AdapterConfig:
                 f"[{', '.join(self.target_modules)}]. Set it to [all-linear]."
             )
         return problems
+
+    def require_packages(self) -> None:
+        """Refuse adapters without the package that makes them.
+
+        Raises:
+            MissingPackageError: if it is not installed.
+        """
+        if self.name == "lora":
+            require_package("adapter.name=lora", "peft", "lora")

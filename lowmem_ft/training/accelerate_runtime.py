@@ -14,19 +14,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    ProjectConfiguration,
-    gather_object,
-    is_tensorboard_available,
-    is_trackio_available,
-    is_wandb_available,
-)
+from accelerate.utils import ProjectConfiguration, gather_object
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.devices import with_index
-from lowmem_ft.errors import MissingPackageError, UserError
+from lowmem_ft.errors import UserError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
 from lowmem_ft.models import ModelConfig, load_master_weights, load_model, weights_in_files
@@ -58,9 +52,7 @@ class AccelerateRuntime(MixedPrecision):
             MissingPackageError: if a tracker of ``training.report_to`` is not installed.
             UserError: if the launch asks for a kind of parallelism that the step does not support.
         """
-        for name in config.report_to:
-            if not _TRACKER_AVAILABLE[name]():
-                raise MissingPackageError(f"training.report_to={name}", name, extra="track")
+        config.require_packages()
         AcceleratorState._reset_state()  # of an Accelerator in this process that has a precision
         accelerator = Accelerator(
             # The step has its own autocast: Accelerate's copies all outputs to fp32, logits too. Never None, or
@@ -240,10 +232,3 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
     return flat
-
-
-_TRACKER_AVAILABLE = {
-    "tensorboard": is_tensorboard_available,
-    "wandb": is_wandb_available,
-    "trackio": is_trackio_available,
-}

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel, get_scheduler
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.logical_size import logical_numel
-from lowmem_ft.models import check_quantization, compute_dtype, hub_id_of, load_model_config, weights_dtype
+from lowmem_ft.models import compute_dtype, hub_id_of, load_model_config, weights_dtype
 from lowmem_ft.optimizers import ChunkedOptimizer, check_optimizer, create_optimizer, may_lose_updates
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
@@ -97,7 +97,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
     """
     hf_config = hf_config or load_model_config(recipe.model)
     dtype = weights_dtype(recipe.model, hf_config)
-    check_quantization(recipe.model)
+    recipe.model.require_packages()
     check_adapter(recipe.adapter)
     check_precision(
         str(dtype).removeprefix("torch."),

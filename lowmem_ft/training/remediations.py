@@ -224,8 +224,7 @@ def _with_other_mathematics(recipe: Recipe, half: Half) -> Iterator[Remediation]
             settings=frozen,
             why="gradients and state of all but low-rank adapters; wants a higher learning rate",
         )
-    is_gguf = bool(recipe.model.gguf_file) or (recipe.model.name_or_path or "").endswith(".gguf")
-    if recipe.model.quantization == "none" and not is_gguf:
+    if recipe.model.quantization == "none" and not recipe.model.is_gguf:
         yield Remediation(
             settings={**frozen, "model.quantization": "nf4"},
             why="1.5 of 2 bytes a frozen weight, which is rounded and unpacked anew for each use",

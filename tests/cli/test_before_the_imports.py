@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,8 +11,10 @@ import sys
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 
 from lowmem_ft.cli import main
+from lowmem_ft.packages import is_installed
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "pyarrow", "pandas"}
 
@@ -44,6 +48,16 @@ COMMANDS = [
     ["train", "recipe=tiny", "training.output_dir=old_run", "training.resume_from_checkpoint=auto"],
     ["train", "recipe=tiny", "training.resume_from_checkpoint=old_run/checkpoint-5"],
     ["train", "recipe=tiny", "offload.optimizer=host", "offload.folder=nowhere"],
+    ["train", "recipe=tiny", "training.output_dir=old_run", "plan=auto"],
+    ["train", "recipe=tiny", "training.report_to=[mlflow]"],
+    ["train", "recipe=tiny", "budget=2TiB"],
+    ["estimate", "recipe=tiny", "budget=2TiB"],
+    ["plan", "recipe=tiny", "budget=1MiB"],
+    ["plan", "recipe=tiny", "budget=2TiB"],
+    ["plan", "model=llama-3.1-8b", "budget=300GiB", "--gpu", "l4"],
+    ["plan", "model=llama-3.1-8b", "budget=10MiB", "--gpu", "l4"],
+    ["plan", "model=llama-3.1-8b", "budget.host=1GiB", "--gpu", "l4"],
+    ["plan", "model=bert", "budget=8GiB"],
     ["estimate", "recipe=nothing"],
     ["estimate", "recipe=tiny", "training.sed=1"],
     ["estimate", "model=./nowhere"],
@@ -67,6 +81,7 @@ def test_each_is_told_without_them(tmp_path):
     code = f"""
 import sys
 from lowmem_ft.cli import main
+from lowmem_ft.packages import is_installed
 for command in {COMMANDS!r}:
     code = main(command)
     print(code, *sorted({HEAVY!r} & set(sys.modules)), *command, sep="|")
@@ -81,6 +96,38 @@ for command in {COMMANDS!r}:
     )
     assert done.stdout.splitlines() == ["|".join(["2", *command]) for command in COMMANDS], done.stderr
     assert done.stderr.count("error: ") == len(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        (["budget=1MiB"], "budget.device=1MiB is less than the process holds before the model is loaded"),
+        (["budget=200MiB", "training.use_cpu=true"], "budget.device=200MiB is less than the process holds"),
+        (["budget.host=10MiB"], "budget.host=10MiB is less than the process holds"),
+        (
+            ["budget=2GiB"],
+            "budget.device=2GiB is less than the process and the weights take, 108 MiB and 8.96 GiB",
+        ),
+        (
+            ["budget=2GiB", "model.dtype=bfloat16"],
+            "less than the process and the weights take, 108 MiB and 4.48 GiB",
+        ),
+        (
+            ["budget=2GiB", "adapter.name=lora", "model.quantization=nf4"],
+            "the weights take, 108 MiB and 2.83 GiB",
+        ),
+    ],
+)
+def test_a_budget_that_no_run_can_keep_is_told_without_them(settings, told, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "lowmem_ft.preflight", None)  # what imports them
+    llama = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **llama}))
+    of_llama = [f"model={tmp_path}", f"training.output_dir={tmp_path / 'run'}"]
+    assert main(["train", "recipe=tiny", *of_llama, *settings]) == 3
+    assert told in capfd.readouterr().err
+    with contextlib.suppress(ImportError):  # it would be watched alone
+        assert main(["train", "recipe=tiny", *of_llama, *settings, "budget.enforce=false"]) == 2
+    assert "less than the process" not in capfd.readouterr().err
 
 
 def test_what_works_in_one_process_is_told_without_them(tmp_path, monkeypatch, capfd):
@@ -103,6 +150,7 @@ def test_columns_of_parquet_are_told_before_all_but_its_reader(tmp_path):
     code = f"""
 import sys
 from lowmem_ft.cli import main
+from lowmem_ft.packages import is_installed
 main(["train", "recipe=tiny", "data=data.parquet"])
 print(*sorted({HEAVY!r} & set(sys.modules)))
 """
@@ -118,3 +166,40 @@ def test_the_package_runs_as_a_module(tmp_path):
     )
     assert done.returncode == 2
     assert "error: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "package, settings",
+    [
+        ("tensorboard", ["training.report_to=[tensorboard]"]),
+        ("trackio", ["training.report_to=[tensorboard,trackio]"]),
+        ("peft", ["adapter.name=lora"]),
+        ("bitsandbytes", ["adapter.name=lora", "model.quantization=nf4"]),
+        ("bitsandbytes", ["optimizer.name=adamw_bnb_8bit"]),
+        ("gguf", ["model=w.gguf"]),
+        ("flash-attn", ["model.attn_implementation=flash_attention_2"]),
+    ],
+)
+def test_a_package_that_is_not_installed_is_told_without_them(
+    package, settings, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.gguf").write_bytes(b"GGUF" + bytes(100))
+    monkeypatch.setitem(sys.modules, "lowmem_ft.preflight", None)  # what imports them
+    found = importlib.util.find_spec
+    gone = package.replace("-", "_")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name == gone else found(name, *of)
+    )
+    assert main(["train", "recipe=tiny", *settings]) == 2
+    told = capfd.readouterr().err
+    assert f"the package {package}, which is not installed. Run: pip install" in told
+
+
+def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
+    """Where wandb ran, it leaves one; Python takes it for a package without a file."""
+    (tmp_path / "no_such_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("no_such_package") is not None
+    assert not is_installed("no_such_package")
+    assert is_installed("torch")

@@ -12,10 +12,11 @@ import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
-from lowmem_ft.estimator.host import CUDA_PROCESS_BYTES, PROCESS_BYTES, host_outside
+from lowmem_ft.estimator.host import host_outside
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.comparison import estimated_peaks
 from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.process_size import CUDA_PROCESS_BYTES, PROCESS_BYTES
 from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, HEAP_SHARE, RESERVED_SHARE
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.units import MIB

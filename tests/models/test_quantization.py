@@ -15,7 +15,7 @@ pytest.importorskip("bitsandbytes")
 
 from lowmem_ft.errors import MissingPackageError
 from lowmem_ft.memory.storage_tracker import StorageTracker
-from lowmem_ft.models import ModelConfig, check_quantization, load_model, load_model_config
+from lowmem_ft.models import ModelConfig, load_model, load_model_config
 
 CPU = torch.device("cpu")
 IDS = torch.arange(40).view(2, 20)
@@ -143,6 +143,6 @@ def test_what_bitsandbytes_logs_on_each_import_is_not_shown_to_whoever_imports_u
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_quantization(ModelConfig(name_or_path="any"))
+    ModelConfig(name_or_path="any").require_packages()
     with pytest.raises(MissingPackageError, match=r"model\.quantization=nf4 needs .*\[bitsandbytes\]"):
-        check_quantization(ModelConfig(name_or_path="any", quantization="nf4"))
+        ModelConfig(name_or_path="any", quantization="nf4").require_packages()

@@ -18,7 +18,7 @@ from ground_truth.real_run import run_for_real
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.host import PROCESS_BYTES
+from lowmem_ft.memory.process_size import PROCESS_BYTES
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.memory.uncertainty import CPU_PROCESS_SHARE, RESERVED_SHARE
 from lowmem_ft.planner import plan, planning

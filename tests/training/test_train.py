@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lowmem_ft import packages
 from lowmem_ft.errors import CheckpointError, MissingPackageError, UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import loop, train
@@ -190,9 +191,7 @@ def test_a_tracker_gets_the_metrics(tiny, tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_says_how_to_install_it(tiny, tmp_path, monkeypatch):
-    from lowmem_ft.training import accelerate_runtime
-
-    monkeypatch.setitem(accelerate_runtime._TRACKER_AVAILABLE, "wandb", lambda: False)
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "wandb")
     with pytest.raises(MissingPackageError, match=r"pip install 'lowmem-ft\[track\]'"):
         train(tiny("training.report_to=[wandb]", output_dir=tmp_path / "run"))
 

@@ -6,7 +6,6 @@ This is the one module that imports peft.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem_ft.errors import CheckpointError, MissingPackageError, UserError, did_you_mean
+from lowmem_ft.errors import CheckpointError, UserError, did_you_mean
 from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
@@ -106,8 +105,7 @@ def check_adapter(config: AdapterConfig) -> None:
     """
     if problems := config.problems():
         raise UserError(*problems)
-    if config.name == "lora" and importlib.util.find_spec("peft") is None:
-        raise MissingPackageError("adapter.name=lora", "peft", extra="lora")
+    config.require_packages()
 
 
 def enable_lora(

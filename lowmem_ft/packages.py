@@ -1,0 +1,38 @@
+"""Optional packages: whether one is installed, asked without importing it, which may take seconds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+from lowmem_ft.errors import MissingPackageError
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there to be imported: not a folder of its name alone, as ``wandb`` leaves where it ran.
+
+    Args:
+        package: as pip has it.
+    """
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        return False
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def require_package(asked_for_by: str, package: str, extra: str | None = None) -> None:
+    """Refuse what needs a package that is not there.
+
+    Args:
+        asked_for_by: the setting, for the message.
+        package: as pip has it.
+        extra: of ours that brings it along.
+
+    Raises:
+        MissingPackageError: if it is not installed.
+    """
+    if not is_installed(package):
+        raise MissingPackageError(asked_for_by, package, extra)

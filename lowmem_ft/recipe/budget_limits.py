@@ -1,0 +1,154 @@
+"""Budgets that no run can keep, or no machine has: what can be told before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+
+from lowmem_ft.budget import Budget, is_of_size
+from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
+from lowmem_ft.errors import DoesNotFitError, UserError
+from lowmem_ft.memory.process_size import CUDA_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.models.model_files import least_weights
+from lowmem_ft.recipe.tree import Recipe
+from lowmem_ft.units import format_bytes, parse_bytes
+
+_CARDS_TO_COME = 2
+"""So many times the memory of the catalogue's largest card is beyond that of any card that it does not know yet."""
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+_QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1}
+
+
+def check_budget_of_run(recipe: Recipe) -> None:
+    """Refuse a budget that a run of the recipe is above before its first step, whatever the device turns out to be.
+
+    Raises:
+        DoesNotFitError: if the process alone is above it, with the weights where these stay on the device.
+        UserError: if no device has so much.
+    """
+    refuse_budget_beyond_all(recipe)
+    if recipe.budget.enforce and (problems := _below_any_process(recipe, _least_weight_bytes(recipe))):
+        raise DoesNotFitError(*problems)
+
+
+def check_budget_of_plan(recipe: Recipe, gpu: str | None) -> None:
+    """Refuse a budget that nothing can be planned for.
+
+    Args:
+        recipe: to be planned.
+        gpu: a name of the catalogue's, ``cpu``, or None: whatever this machine has, which only torch knows.
+
+    Raises:
+        UserError: if the device has less, or a process alone takes more.
+    """
+    if gpu is None and not recipe.training.use_cpu:
+        refuse_budget_beyond_all(recipe)
+        problems = _below_any_process(recipe)
+    else:
+        card = None if gpu in (None, "cpu") else find_gpu(gpu)
+        problems = [
+            *beyond_device(recipe.budget, card),
+            *beyond_host(recipe.budget, card, is_here=card is None),
+        ]
+    if problems:
+        raise UserError(*problems)
+
+
+def refuse_budget_beyond_all(recipe: Recipe) -> None:
+    """Refuse a device budget that is more than any card has, and more than this machine.
+
+    Raises:
+        UserError: if it is.
+    """
+    wanted, there = recipe.budget.device, psutil.virtual_memory().total
+    largest = max(load_gpus().values(), key=lambda gpu: gpu.memory_bytes)
+    most = max(_CARDS_TO_COME * largest.memory_bytes, there)
+    if wanted is not None and not is_of_size(most, parse_bytes(wanted)):
+        raise UserError(
+            f"budget.device={wanted} is more than any GPU of the catalogue has; the largest, {largest.name}, has "
+            f"{format_bytes(largest.memory_bytes)}, and this machine {format_bytes(there)}. Lower it, or leave it out."
+        )
+
+
+def beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
+    """What is wrong with a budget that a device cannot offer, or that a process alone is above; empty if nothing is.
+
+    Args:
+        budget: what may be taken.
+        gpu: the device; None: this machine's processor.
+    """
+    if budget.device is None:
+        return ()
+    wanted = parse_bytes(budget.device)
+    there = psutil.virtual_memory().total if gpu is None else gpu.memory_bytes
+    name = "this machine" if gpu is None else gpu.name
+    if not is_of_size(there, wanted):
+        return (
+            f"budget.device={budget.device} is more than {name} has, {format_bytes(there)}. Lower it, or name a larger "
+            "GPU with --gpu.",
+        )
+    least = PROCESS_BYTES if gpu is None else gpu.context_bytes
+    if wanted <= least:
+        return (
+            f"budget.device={budget.device} is less than the process takes on {name} before any tensor, "
+            f"{format_bytes(least)}. Raise it.",
+        )
+    return ()
+
+
+def beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool) -> Sequence[str]:
+    """The same of the host's memory.
+
+    Args:
+        budget: what may be taken.
+        gpu: the device; None: this machine's processor.
+        is_here: whether the host is this machine.
+    """
+    if budget.host is None:
+        return ()
+    wanted, there = parse_bytes(budget.host), psutil.virtual_memory().total
+    least = PROCESS_BYTES + (0 if gpu is None else CUDA_PROCESS_BYTES)
+    if wanted <= least:
+        return (
+            f"budget.host={budget.host} is less than the process itself takes, {format_bytes(least)} with its "
+            "libraries and before any tensor. Raise it.",
+        )
+    if is_here and wanted > there:
+        return (f"budget.host={budget.host} is more than this machine has, {format_bytes(there)}. Lower it.",)
+    return ()
+
+
+def _below_any_process(recipe: Recipe, weight_bytes: int = 0) -> list[str]:
+    """What is wrong with budgets below what a process takes on any device, with weights that stay on it."""
+    contexts = [gpu.context_bytes for gpu in load_gpus().values()]
+    on_device = LEAST_PROCESS_BYTES if recipe.training.use_cpu else min(LEAST_PROCESS_BYTES, *contexts)
+    problems = []
+    for key, size, process_bytes in (
+        ("budget.device", recipe.budget.device, on_device),
+        ("budget.host", recipe.budget.host, LEAST_PROCESS_BYTES),
+    ):
+        wanted = process_bytes if size is None else parse_bytes(size)
+        if wanted < process_bytes:
+            problems.append(
+                f"{key}={size} is less than the process holds before the model is loaded, "
+                f"{format_bytes(process_bytes)} at the very least. Raise it, or leave it out."
+            )
+        elif size is not None and key == "budget.device" and wanted < process_bytes + weight_bytes:
+            problems.append(
+                f"{key}={size} is less than the process and the weights take, {format_bytes(process_bytes)} and "
+                f"{format_bytes(weight_bytes)} at the very least. Raise it; `lowmem-ft plan` with the same settings "
+                "finds what fits."
+            )
+    return problems
+
+
+def _least_weight_bytes(recipe: Recipe) -> int:
+    """Of weights that stay on the device; 0 where nothing is known of them, or a plan may put them elsewhere."""
+    model = recipe.model
+    if recipe.offload.parameters != "device" or recipe.plan.mode != "none":
+        return 0
+    embedding, layers = least_weights(model)
+    dtype_bytes = _DTYPE_BYTES[model.dtype]
+    return round(embedding * dtype_bytes + layers * _QUANTIZED_BYTES.get(model.quantization, dtype_bytes))
