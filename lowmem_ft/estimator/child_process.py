@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +32,9 @@ from lowmem_ft.recipe import Recipe
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_RESULT, _ERROR, _PROGRESS = "result", "error", "progress"
+logger = logging.getLogger(__name__)
+
+_RESULT, _ERROR, _PROGRESS, _WARNING = "result", "error", "progress", "warning"
 
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a process takes itself for one of several."""
@@ -102,7 +106,10 @@ class EstimatingProcess:
                 raise answer
             if kind == _RESULT:
                 return answer
-            on_progress(answer)
+            if kind == _WARNING:
+                logger.warning("%s", answer)
+            else:
+                on_progress(answer)
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -147,12 +154,17 @@ def serve() -> None:
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
 
+        one_by_one = threading.Lock()
+
         def say(kind: str, value: Any) -> None:
-            pickle.dump((kind, value), answers)
-            answers.flush()
+            with one_by_one:
+                pickle.dump((kind, value), answers)
+                answers.flush()
 
         import lowmem_ft.estimator.estimate  # noqa: F401 - what will be asked for, while the other process is busy
+        from lowmem_ft.estimator import tracing
 
+        logging.getLogger(tracing.__name__).addHandler(_Teller(say))
         while True:
             try:
                 function, arguments, tells_progress = pickle.load(sys.stdin.buffer)
@@ -163,6 +175,17 @@ def serve() -> None:
                 say(_RESULT, function(*arguments, **progress))
             except UserError as error:
                 say(_ERROR, error)
+
+
+class _Teller(logging.Handler):
+    """Says there what is warned of here, from a thread beside the trace: that it takes long."""
+
+    def __init__(self, say: Callable[[str, str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(_WARNING, record.getMessage())
 
 
 def estimate_without_timeline(recipe: Recipe, gpu: str | Gpu) -> MemoryEstimate:

@@ -124,7 +124,8 @@ class MemoryPlan:
         interrupted: whether the user ended the search.
         missing_device_bytes: where it does not fit: what the device lacks, headroom included.
         missing_host_bytes: likewise of the host.
-        smallest_gpu: where it does not fit: the smallest card of the catalogue that would do; None: not known.
+        smallest_gpu: where it does not fit: the smallest card of the catalogue that would do, of several as large
+            the cheapest to rent; None: not known.
         given_up: words of ``plan.allow`` that the plan uses.
         seconds: how long planning took.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.errors import UserError
+from lowmem_ft.estimator import tracing
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.planner.candidates import candidates_of, prior_of, with_headroom
 from lowmem_ft.planner.ctrl_c import CtrlC
@@ -23,6 +25,7 @@ from lowmem_ft.planner.space import Rule, Space, consent_keys, space_of, words_o
 from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
+from lowmem_ft.units import GIB
 
 MAX_EFFORT = 24
 """Of a search, in estimates of common length, of some seconds each. What is left by then is counted, and said."""
@@ -63,14 +66,16 @@ OnProgress = Callable[[PlanProgress], None]
 
 @contextlib.contextmanager
 def _only_looking() -> Iterator[None]:
-    """Without what is logged of settings, as of forty recipes that nobody has chosen yet."""
-    log = logging.getLogger("lowmem_ft")
-    before = log.level
-    log.setLevel(logging.ERROR)
+    """Without what is logged of settings, as of forty recipes that nobody has chosen yet; but that a trace is long."""
+    loggers = [logging.getLogger(name) for name in ("lowmem_ft", tracing.__name__)]
+    before = [log.level for log in loggers]
+    for log, level in zip(loggers, (logging.ERROR, logging.WARNING), strict=True):
+        log.setLevel(level)
     try:
         yield
     finally:
-        log.setLevel(before)
+        for log, level in zip(loggers, before, strict=True):
+            log.setLevel(level)
 
 
 @_only_looking()
@@ -327,18 +332,27 @@ def _trains_as_it_is(chosen: Recipe, asked: Recipe) -> Recipe:
 
 
 def _smallest_gpu(result: MemoryPlan, target: Target) -> str | None:
-    """The smallest card on which the nearest plan fits, estimated there; none helps where the host lacks memory."""
+    """The smallest card on which the nearest plan fits, estimated there; none helps where the host lacks memory.
+
+    What is planned for a card without bfloat16 runs on those with it, not the other way round.
+    """
     if target.gpu is None or result.missing_host_bytes:
         return None
     needed = target.limits.device_bytes + result.missing_device_bytes
     cards = [
         gpu
         for gpu in load_gpus().values()
-        if gpu.available_bytes >= needed and gpu.has_bfloat16 == target.gpu.has_bfloat16
+        if gpu.available_bytes >= needed and gpu.has_bfloat16 >= target.gpu.has_bfloat16
     ]
-    for gpu in cards[:CARDS_TRIED]:
+    for gpu in sorted(cards, key=_by_size_and_price)[:CARDS_TRIED]:
         with contextlib.suppress(UserError):
             estimate, _ = target.estimate(result.recipe, gpu)
             if estimate.fits and not estimate.tight:
                 return gpu.name
     return None
+
+
+def _by_size_and_price(gpu: Gpu) -> tuple[int, float, int]:
+    """Cards are sold by whole GiB, of which the driver keeps some; of those of a size the one that rents for less."""
+    price = gpu.cheapest_price
+    return math.ceil(gpu.memory_bytes / GIB), price.usd_per_hour if price else math.inf, gpu.memory_bytes

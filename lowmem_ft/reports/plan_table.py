@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
@@ -95,7 +96,11 @@ def _shortfall(plan: MemoryPlan) -> Prose:
         f"that estimates ask for. It takes {format_bytes(estimate.process_high_bytes)} and {host_need(estimate)}."
     ]
     if plan.smallest_gpu:
-        lines.append(f"The smallest card of the catalogue that would do: {plan.smallest_gpu}.")
+        size = format_bytes(find_gpu(plan.smallest_gpu).memory_bytes)
+        lines.append(
+            f"The smallest card of the catalogue that would do: {plan.smallest_gpu}, with {size}; of several as large, "
+            "the cheapest to rent."
+        )
     if keep:
         lines.append(f"plan.keep holds {', '.join(keep)}: without it more can be chosen.")
     if plan.recipe.plan.allow and not plan.interrupted:

@@ -11,7 +11,7 @@ import pytest
 import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import RecipeError, UserError
-from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator import estimate_memory, tracing
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.space import space_of
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
@@ -152,6 +152,31 @@ def test_where_nothing_fits_the_nearest_and_a_card_are_named(make_recipe, at_onc
         if card.has_bfloat16 and 31 * 2**30 / 0.94 <= card.memory_bytes < gpu.memory_bytes
     ]
     assert not smaller
+
+
+@pytest.mark.parametrize(
+    "gpu,needs_gib,smallest",
+    [
+        ("t4", 7.0, "rtx-4060"),  # the smallest without bfloat16 has 11 GiB
+        ("l4", 10.5, "rtx-3060"),  # of 12 GiB as others are, some of which have a little less, but rented
+        ("l4", 20.0, "l4"),
+    ],
+)
+def test_the_smallest_card_goes_by_memory_and_then_by_price(make_recipe, at_once, gpu, needs_gib, smallest):
+    at_once(lambda recipe: needs_gib)
+    assert plan(make_recipe(KEEP), budget(2), gpu).smallest_gpu == smallest
+
+
+def test_of_all_that_is_logged_a_search_lets_pass_that_a_trace_is_long(make_recipe, at_once, caplog):
+    def logs(recipe) -> float:
+        tracing._say_that_it_takes_long("some/rwkv", "rwkv", len(caplog.records))
+        logging.getLogger("lowmem_ft.recipe").warning("of a setting that nobody has chosen yet")
+        return 1.0
+
+    at_once(logs)
+    plan(make_recipe(KEEP), budget(20), "l4")
+    assert "Tracing some/rwkv (rwkv) is taking long" in caplog.text
+    assert "nobody has chosen" not in caplog.text
 
 
 def test_mathematics_goes_where_nothing_else_fits_and_the_least_missed_first(make_recipe, at_once):

@@ -16,6 +16,7 @@ import torch
 import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
 from lowmem_ft.errors import DoesNotFitError, ModelError
+from lowmem_ft.estimator import tracing
 from lowmem_ft.estimator.child_process import (
     ChildFailedError,
     EstimatingProcess,
@@ -59,6 +60,12 @@ def test_an_error_there_is_one_here_and_the_next_question_is_answered(process, t
     with pytest.raises(ModelError, match="nowhere"):
         process.answer()
     assert process.answer().model.parameters > 0
+
+
+def test_a_trace_that_takes_long_there_is_said_here(process, caplog):
+    process.ask(tracing._say_that_it_takes_long, "some/rwkv", "rwkv", 2048)
+    process.answer()
+    assert "Tracing some/rwkv (rwkv) is taking long." in caplog.text
 
 
 def test_a_process_that_dies_is_told_of(tiny):
