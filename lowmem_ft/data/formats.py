@@ -344,7 +344,8 @@ _ROLES = {
 }
 
 
-_SAYING = ("content", "value", "tool_calls")
+_CALLS = ("tool_calls", "function_call")
+_SAYING = ("content", "value", *_CALLS)
 """Where a message has what it says; Arrow gives it every key that another message of the data has."""
 
 
@@ -357,7 +358,7 @@ def _messages(value: Any, column: str) -> list[Message] | None:
             f"{column} is a list of messages such as {{'role': 'user', 'content': 'Hi'}}, got {_seen(value)}."
         )
     messages = [_message(message, column) for message in value]
-    spoken = all(message["content"].strip() or "tool_calls" in message for message in messages)
+    spoken = all(message["content"].strip() or not message.keys().isdisjoint(_CALLS) for message in messages)
     return messages if messages and spoken else None
 
 

@@ -95,14 +95,19 @@ def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) 
 
 def _refuse_unwritten_tool_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
     """A template that knows no tool calls would turn them into empty answers, and those would be learnt."""
-    if "tool_calls" in tokenizer.get_chat_template():
-        return
+    template = tokenizer.get_chat_template()
     for message in chat.messages:
-        if message.get("tool_calls"):
+        if message.get("tool_calls") and "tool_calls" not in template:
             raise DataError(
                 "The chat template does not write the tool calls of an assistant turn, so nothing of them would be "
                 "learnt. Set data.chat_template to a template that writes message.tool_calls, or write the calls "
                 "into the content."
+            )
+        if message.get("function_call") and "function_call" not in template:
+            raise DataError(
+                "The chat template does not write the function_call of an assistant turn, so nothing of it would be "
+                "learnt. It is the older form of tool_calls: replace 'function_call': {...} by 'tool_calls': "
+                "[{'type': 'function', 'function': {...}}], and the role `function` by `tool`."
             )
 
 

@@ -10,7 +10,7 @@ from lowmem_ft.errors import UserError, did_you_mean
 from lowmem_ft.recipe.keys import recipe_groups, recipe_keys, unknown_key
 from lowmem_ft.recipe.rule import reads
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.units import counted, parse_bytes
+from lowmem_ft.units import parse_bytes
 
 MOST_TOKENS, MOST_MICRO_BATCHES = 2**21, 2**12
 """Of a micro-batch, and of a step: more is a slip of the keyboard, and an estimate really makes the batches."""
@@ -110,7 +110,8 @@ def steps_have_a_size(recipe: Recipe) -> list[str]:
 def oversized_steps(recipe: Recipe, row_tokens: int) -> list[str]:
     """What makes a micro-batch or a step too large with rows of so many tokens; empty if nothing does."""
     training, most_rows = recipe.training, max(1, MOST_TOKENS // row_tokens)
-    tokens = f"with rows of {counted(row_tokens, 'token')} a micro-batch has more than {MOST_TOKENS:,} tokens"
+    row = "at least one" if row_tokens == 1 else f"up to {row_tokens:,}"
+    tokens = f"a micro-batch has at most {MOST_TOKENS:,} tokens, and a row has {row}"
     return [
         f"training.{key} must be at most {most}, got {value}: {why}. Set training.{key}={most} or less."
         for key, value, most, why in (

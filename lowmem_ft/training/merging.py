@@ -58,12 +58,10 @@ def merge_into_base(
         save_model(model, tokenizer, partial)
         card = merged_model_card(target.name, adapter, config.name_or_path or "")
         (partial / "README.md").write_text(card, "utf-8")
-    logger.info(
-        "%d layers merged in float32 and rounded to %s; the model is in %s.",
-        num_layers,
-        str(merged_dtype).removeprefix("torch."),
-        target,
+    rounded = (
+        "" if merged_dtype == torch.float32 else f" and rounded to {str(merged_dtype).removeprefix('torch.')}"
     )
+    logger.info("%d layers merged in float32%s; the model is in %s.", num_layers, rounded, target)
 
 
 def _tokenizer_of(adapter: Path, config: ModelConfig) -> PreTrainedTokenizerBase:

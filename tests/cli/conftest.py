@@ -19,6 +19,7 @@ import torch
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+CALL = {"name": "weather", "arguments": "{}"}
 GOOD_LINE = json.dumps({"messages": CHAT})
 
 
@@ -46,6 +47,7 @@ def _write_rows(folder: Path) -> None:
         "preferences": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
         "unknown_role": [{"messages": [{"role": "alien", "content": "Hi"}]}],
         "misspelt_value": [{"conversations": [{"from": "human", "vlaue": "Hi"}, {"from": "gpt", "vlaue": "Hello"}]}],
+        "function_call": [{"messages": [CHAT[0], {"role": "assistant", "content": None, "function_call": CALL}]}],
         "no_role": [{"messages": [{"content": "Hi"}]}],
         "messages_are_text": [{"messages": "Hi"}],
         "messages_of_text": [{"messages": ["Hi", "Hello"]}],

@@ -155,7 +155,7 @@ def test_an_example_with_an_empty_field_is_none(row):
         ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "Hi"}]}]}, "is text, got list"),
         (
             {"conversations": [{"from": "human", "vlaue": "Hi"}]},
-            "under content, value or tool_calls, got one with the keys from, vlaue. Did you mean `value`",
+            "value, tool_calls or function_call, got one with the keys from, vlaue. Did you mean `value`",
         ),
         ({"messages": [{"role": "user", "says": "Hi"}]}, "got one with the keys role, says. Rename"),
         ({"prompt": 1.5, "completion": "a"}, "prompt is text, got float: 1.5"),

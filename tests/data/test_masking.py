@@ -3,7 +3,7 @@
 import pytest
 
 from lowmem_ft.data.chat_templates import CHATML
-from lowmem_ft.data.formats import Chat, Completion, Document
+from lowmem_ft.data.formats import Chat, Completion, Document, ExampleFormat
 from lowmem_ft.data.masking import mark_learnt
 from lowmem_ft.errors import DataError
 
@@ -162,6 +162,12 @@ def test_tool_calls_that_the_template_leaves_out_are_not_learnt_as_empty_answers
     )
     with pytest.raises(DataError, match="does not write the tool calls"):
         mark_learnt(chat, tokenizer, "assistant")
+    for said in ({}, {"content": None}, {"content": "I look it up."}):
+        older = {"role": "assistant", "function_call": call["function"], **said}
+        fmt = ExampleFormat(name="messages", columns=("messages",))
+        read = fmt.read({"messages": [{"role": "user", "content": "q"}, older]})
+        with pytest.raises(DataError, match="the older form of tool_calls: replace 'function_call'"):
+            mark_learnt(read, tokenizer, "assistant")
     tokenizer.chat_template = UNMARKED.replace(
         "{{ message['content'] }}",
         "{{ message['content'] }}{% for c in message.tool_calls %}{{ c.function.name }}{% endfor %}",
