@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 
 import rich
+from rich.console import ConsoleRenderable
 from rich.logging import RichHandler
 
 from lowmem_ft.cli.exit_codes import is_main_process
+from lowmem_ft.reports.prose import Prose
 
 
 def set_up_logging() -> None:
@@ -19,7 +21,7 @@ def set_up_logging() -> None:
     console = rich.get_console()
     handler: logging.Handler
     if console.is_terminal:
-        handler = RichHandler(console=console, show_path=False, log_time_format="[%X]")
+        handler = TerminalHandler(console=console, show_path=False, log_time_format="[%X]")
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:  # a file or a pipe: rich would wrap each line at 80 columns
         handler = logging.StreamHandler()
@@ -27,6 +29,13 @@ def set_up_logging() -> None:
     speaks = is_main_process()
     logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, handlers=[handler], force=True)
     logging.getLogger("lowmem_ft").setLevel(logging.INFO if speaks else logging.ERROR)
+
+
+class TerminalHandler(RichHandler):
+    """Breaks lines as the reports do, where nothing is copied across."""
+
+    def render_message(self, record: logging.LogRecord, message: str) -> ConsoleRenderable:  # noqa: D102
+        return Prose(message, highlighter=self.highlighter)
 
 
 def take_over_library_logs() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.highlighter import Highlighter
 from rich.padding import Padding
 from rich.style import Style
 from rich.table import Table
@@ -25,14 +26,19 @@ class Prose:
     Args:
         text: of one line or several.
         style: of all of it, as rich names styles.
+        highlighter: gives numbers and the like styles of their own; None: they get none.
     """
 
-    def __init__(self, text: str, style: str | Style = "") -> None:
+    def __init__(self, text: str, style: str | Style = "", highlighter: Highlighter | None = None) -> None:
         self._text = text
         self._style = style
+        self._highlighter = highlighter
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("\n".join(filled(self._text, options.max_width)), self._style, overflow="fold")
+        text = Text("\n".join(filled(self._text, options.max_width)), self._style, overflow="fold")
+        if self._highlighter is not None:
+            self._highlighter.highlight(text)
+        yield text
 
 
 class Pairs:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import logging
 import re
 import shlex
 import sys
 
 import pytest
+from rich.console import Console
 
 from lowmem_ft.catalog import load_architectures, load_gpus
 from lowmem_ft.cli import COMMANDS, main
+from lowmem_ft.cli.logs import TerminalHandler
 from lowmem_ft.recipe import shipped_recipes
 
 COLUMNS = 80
@@ -95,6 +99,17 @@ def test_runs_that_find_no_room_beside_each_other_stand_below(shown, runs):
     assert sum(line.startswith("peak of tensors") for line in lines) == 2
     wide = shown(f"report {' '.join(map(shlex.quote, runs))}", columns=120)
     assert sum(line.startswith("peak of tensors") for line in wide) == 1
+
+
+def test_a_command_in_a_log_line_stays_on_one_line():
+    written = io.StringIO()
+    handler = TerminalHandler(
+        console=Console(file=written, width=COLUMNS, force_terminal=True, color_system=None)
+    )
+    told = "The adapter is in runs/7b-lora/model; `lowmem-ft merge runs/7b-lora/model OUT_DIR` adds it to the base."
+    handler.emit(logging.makeLogRecord({"levelname": "INFO", "levelno": logging.INFO, "msg": told}))
+    assert "`lowmem-ft merge runs/7b-lora/model OUT_DIR`" in written.getvalue()
+    assert max(map(len, written.getvalue().splitlines())) <= COLUMNS
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
