@@ -90,9 +90,12 @@ class Interrupted(BaseException):
         self.signal_number = signal_number
         self.checkpoint = checkpoint
         self.model_folder = model_folder
-        saved = model_folder or checkpoint
-        kept = "Nothing was to be saved yet." if saved is None else f"Saved: {saved}."
-        super().__init__(f"Stopped by {signal.Signals(signal_number).name}. {kept}")
+        left = "Nothing was to be saved yet."
+        if model_folder is not None:
+            left = f"The run was done: its model is {model_folder}."
+        elif checkpoint is not None:
+            left = f"Saved: {checkpoint}; go on with training.resume_from_checkpoint={checkpoint}."
+        super().__init__(f"Stopped by {signal.Signals(signal_number).name}. {left}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By its arguments, not its message: it goes from one process to another."""

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
+from lowmem_ft.cli.stopping import sigterm_as_ctrl_c, stop_behind, stopped_by, was_terminated, words_of
 from lowmem_ft.errors import Interrupted, UserError, machine_problem
 from lowmem_ft.reports.filling import filled
 
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
+SIGNALLED = 128
+"""With a signal's number on top, the exit code of a process that it ended, as shells have it."""
 
 EXIT_NOBODY_READS = 141
 """128 + SIGPIPE: stdout was closed, as by ``| head``."""
@@ -31,26 +32,32 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
 
     @functools.wraps(command)
     def explained(argv: Sequence[str] | None = None) -> int:
-        try:
-            exit_code = command(argv)
-            sys.stdout.flush()
-            return exit_code
-        except UserError as error:
-            return _tell(error)
-        except Interrupted as stop:
-            return stop.exit_code
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
-        except BrokenPipeError:
-            if _is_read(sys.stdout):
-                raise  # another pipe, such as one to a data loader's worker
-            return EXIT_NOBODY_READS
-        except OSError as error:
-            if (problem := machine_problem(error)) is None:
-                raise
-            return _tell(UserError(problem))
+        with sigterm_as_ctrl_c():
+            exit_code = _explained(command, argv)
+            return SIGNALLED + stopped_by() if was_terminated() else exit_code
 
     return explained
+
+
+def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    try:
+        exit_code = command(argv)
+        sys.stdout.flush()
+        return exit_code
+    except Interrupted as stop:
+        return _tell_of_stop(str(stop), stop.exit_code)
+    except KeyboardInterrupt as stop:
+        return _tell_of_stop(words_of(stop), SIGNALLED + stopped_by())
+    except Exception as error:
+        if (stop := stop_behind(error)) is not None:
+            return _tell_of_stop(words_of(stop), SIGNALLED + stopped_by())
+        if isinstance(error, BrokenPipeError) and not _is_read(sys.stdout):
+            return EXIT_NOBODY_READS  # and no other pipe, such as one to a data loader's worker
+        if isinstance(error, OSError) and (problem := machine_problem(error)) is not None:
+            return _tell(UserError(problem))
+        if isinstance(error, UserError):
+            return _tell(error)
+        raise
 
 
 def is_main_process() -> bool:
@@ -66,6 +73,12 @@ def _is_read(output: TextIO) -> bool:
         return True
     os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
     return False
+
+
+def _tell_of_stop(words: str, exit_code: int) -> int:
+    if is_main_process():
+        print(_filled(words), file=sys.stderr)
+    return exit_code
 
 
 def _tell(error: UserError) -> int:

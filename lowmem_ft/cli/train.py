@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
+from lowmem_ft.cli.stopping import if_stopped
 from lowmem_ft.errors import RecipeError, UserError
 
 _EXAMPLES = """\
@@ -47,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         _parser().print_help()
         return 0
-    recipe_name, settings = _split(arguments)
+    with if_stopped("before the first step: nothing was trained, and nothing is written."):
+        _train(*_split(arguments))
+    return 0
 
+
+def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import check_budget_of_run
@@ -71,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     take_over_library_logs()
     train(recipe, folder if is_planned else None)
-    return 0
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -244,6 +244,9 @@ class TrainingRun:
                 result = self._finish(self._evaluate())
             succeeded = True
             return result
+        except KeyboardInterrupt as stop:
+            stop.args = stop.args or (self._left_behind(),)
+            raise
         except SuspectWeightsError:
             self.health.set_aside_checkpoints()
             raise
@@ -369,8 +372,16 @@ class TrainingRun:
         if self.saved_step != self.progress.step:
             self._save_checkpoint()
         self.runtime.end_trackers()
-        logger.warning("Stopped. Go on with training.resume_from_checkpoint=auto.")
         raise Interrupted(number, checkpoint=self.checkpoint)
+
+    def _left_behind(self) -> str:
+        """What there is to go on from after a second signal, or one before the first step, which end a run at once."""
+        if self.checkpoint is None:
+            return f"at step {self.progress.step}: no checkpoint is saved."
+        return (
+            f"at step {self.progress.step}. Saved before: {self.checkpoint}; go on with "
+            f"training.resume_from_checkpoint={self.checkpoint}."
+        )
 
     def _signal_number(self) -> int:
         """Of the signal that has come to any process; 0 if none has."""

@@ -240,10 +240,11 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
     is_finished = (path / MODEL_FOLDER).exists()
     if recipe.training.resume_from_checkpoint == "auto":
         refuse_to_continue_another(recipe, path)
-        if not is_finished:
-            return  # a run that was stopped before its first checkpoint begins again
-    aside = "".join(f" (What it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
     checkpoint = find_checkpoint(path)
+    was_to_go_on = recipe.training.resume_from_checkpoint is not None
+    if was_to_go_on and checkpoint is None and not is_finished and may_continue(recipe, path):
+        return  # a run that was stopped before its first checkpoint begins again, where it began
+    aside = "".join(f" (What it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
     what = "another run"
     if checkpoint is None:
         what += ", finished and without a checkpoint" if is_finished else ", without a checkpoint"

@@ -1,4 +1,4 @@
-"""Ctrl-C while autograd runs a backward pass in Python: raised in the middle of it, it may end the process.
+"""Ctrl-C or SIGTERM in a backward pass that autograd runs in Python: raised in the middle, it may end the process.
 
 On a virtual device most of a backward pass is Python, called from C++ of which not all lets an exception through: the
 process would end by ``std::terminate``, without a word. So the signal waits for the end of the pass.
@@ -19,8 +19,14 @@ ASK_AGAIN_S = 0.02
 
 @contextlib.contextmanager
 def interrupts_wait_for_backward() -> Iterator[None]:
-    """Let whoever handles SIGINT do so outside of backward passes, in a ``with`` block of the main thread."""
-    handler = signal.getsignal(signal.SIGINT)
+    """Let whoever handles SIGINT and SIGTERM do so outside of backward passes, in a block of the main thread."""
+    with _waits(signal.SIGINT), _waits(signal.SIGTERM):
+        yield
+
+
+@contextlib.contextmanager
+def _waits(number: signal.Signals) -> Iterator[None]:
+    handler = signal.getsignal(number)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
@@ -29,13 +35,13 @@ def interrupts_wait_for_backward() -> Iterator[None]:
         if torch._C._current_graph_task_id() == -1:
             handler(number, frame)
         else:
-            again = threading.Timer(ASK_AGAIN_S, signal.raise_signal, (signal.SIGINT,))
+            again = threading.Timer(ASK_AGAIN_S, signal.raise_signal, (number,))
             again.daemon = True
             again.start()
 
-    signal.signal(signal.SIGINT, wait_or_handle)
+    signal.signal(number, wait_or_handle)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is wait_or_handle:
-            signal.signal(signal.SIGINT, handler)
+        if signal.getsignal(number) is wait_or_handle:
+            signal.signal(number, handler)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -139,12 +140,65 @@ def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
         train_command.main(["recipe=tiny"])
 
 
-def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch):
-    def pressed(name):
-        raise KeyboardInterrupt
+STOPPED = {
+    "lowmem_ft.preflight.train": ["train", "recipe=tiny"],
+    "lowmem_ft.recipe.load_recipe": ["train", "recipe=tiny"],
+    "lowmem_ft.estimator.estimate_memory": ["estimate", "recipe=tiny", "--gpu", "l4"],
+    "lowmem_ft.planner.plan": ["plan", "recipe=tiny", "--gpu", "l4"],
+    "lowmem_ft.recipe.paths.check_merge": ["merge", "adapter", "out"],
+    "importlib.import_module": ["recipes"],
+}
 
-    monkeypatch.setattr("importlib.import_module", pressed)
-    assert main(["recipes"]) == 130
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", STOPPED)
+def test_a_command_that_is_stopped_says_so_in_one_line(where, number, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(where, lambda *args, **kwargs: signal.raise_signal(number))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(STOPPED[where]) == 128 + number
+    trained = "before the first step: nothing was trained, and nothing is written."
+    what = trained if STOPPED[where][0] == "train" else "before it was done: nothing is written."
+    assert capfd.readouterr().err == f"Stopped by {number.name} {what}\n"
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_error_that_comes_of_ctrl_c_is_not_told_in_its_place(trained, monkeypatch, capfd):
+    def interrupted(recipe, folder):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as stop:
+            raise ImportError("numpy.core.multiarray failed to import") from stop
+
+    monkeypatch.setattr(preflight, "train", interrupted)
+    assert train_command.main(["recipe=tiny"]) == 130
+    assert "Stopped by SIGINT" in capfd.readouterr().err
+
+
+def test_a_command_that_takes_sigterm_for_an_answer_ends_with_its_exit_code(trained, monkeypatch):
+    """A search ends with the best so far, as after Ctrl-C."""
+
+    def ends(recipe, folder):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(preflight, "train", ends)
+    assert train_command.main(["recipe=tiny"]) == 143
+    monkeypatch.setattr(preflight, "train", lambda recipe, folder: None)
+    assert train_command.main(["recipe=tiny"]) == 0
+
+
+def test_a_worker_that_a_pool_ends_by_sigterm_ends_in_silence(trained, monkeypatch, capfd):
+    def in_a_worker(recipe, folder):
+        if (worker := os.fork()) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+
+    monkeypatch.setattr(preflight, "train", in_a_worker)
+    assert train_command.main(["recipe=tiny"]) == 0
+    assert "Stopped" not in capfd.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough_ends_the_command_in_silence(monkeypatch, capfd):

@@ -39,6 +39,26 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch):
             send(signal.SIGINT)
 
 
+def test_a_second_signal_says_what_there_is_to_go_on_from(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(interruption, "ONE_REQUEST_SECONDS", 0.0)
+    step, taken = loop.Retries.train_step, []
+
+    def impatient(retries, window):
+        taken.append(window)
+        if len(taken) == 4:
+            send(signal.SIGINT)
+            send(signal.SIGINT)
+        return step(retries, window)
+
+    monkeypatch.setattr(loop.Retries, "train_step", impatient)
+    settings = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null")
+    with pytest.raises(KeyboardInterrupt, match=r"at step 3\. Saved before: .*checkpoint-2; go on with "):
+        train(tiny(*settings, output_dir=tmp_path / "run"))
+    taken.clear()
+    with pytest.raises(KeyboardInterrupt, match=r"at step 3: no checkpoint is saved\."):
+        train(tiny(*settings, "training.save_steps=null", output_dir=tmp_path / "other"))
+
+
 def test_the_handlers_are_put_back():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with Interruption():

@@ -97,6 +97,17 @@ def test_a_recipe_that_ends_before_its_checkpoint_is_told_before_the_imports(fin
         RunFolder.open(tiny(*STEPS, "training.max_steps=1", GO_ON, output_dir=finished))
 
 
+def test_a_branch_that_was_stopped_before_its_first_checkpoint_begins_again(finished, tiny, tmp_path):
+    branch = tmp_path / "branch"
+    branched = tiny(*STEPS, f"training.resume_from_checkpoint={finished}/checkpoint-2", output_dir=branch)
+    shutil.copytree(finished, branch)
+    stopped_at_once(branch)
+    assert RunFolder.open(branched).resume_from == finished / "checkpoint-2"
+    shutil.copytree(finished / "model", branch / "model")
+    with pytest.raises(UserError, match="finished and without a checkpoint"):
+        RunFolder.open(branched)
+
+
 def test_in_place_of_a_checkpoint_that_is_not_whole_the_newest_whole_one_is_named(finished, tiny, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished, run)

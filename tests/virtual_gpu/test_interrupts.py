@@ -15,14 +15,15 @@ happened: list[str] = []
 
 class PressesInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, value):
+    def forward(ctx, value, number):
+        ctx.number = number
         return value.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(ctx.number)
         happened.append("backward went on")
-        return gradient
+        return gradient, None
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +35,13 @@ def as_python_starts():
     signal.signal(signal.SIGINT, before)
 
 
-def pressed_in_backward() -> None:
+def pressed_in_backward(number: int = signal.SIGINT) -> None:
     with VirtualGPU("t4"):
         weight = torch.ones(4, device="cuda", requires_grad=True)
-        PressesInBackward.apply(weight).sum().backward()
+        PressesInBackward.apply(weight, number).sum().backward()
         happened.append("backward ended")
-        time.sleep(5)
+        for _ in range(100):  # a signal that another thread sends does not end a sleep
+            time.sleep(0.05)
         happened.append("nobody was told")
 
 
@@ -50,16 +52,16 @@ def test_it_waits_for_the_end_of_backward():
     assert "nobody was told" not in happened
 
 
-def test_a_handler_of_the_program_is_asked_then():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_handler_of_the_program_is_asked_then(number):
     def handler(number, frame):
         happened.append("handled")
         raise TimeoutError
 
-    signal.signal(signal.SIGINT, handler)
+    before = signal.signal(number, handler)
     with pytest.raises(TimeoutError):
-        pressed_in_backward()
-    assert signal.getsignal(signal.SIGINT) is handler
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+        pressed_in_backward(number)
+    assert signal.signal(number, before) is handler
     assert happened.index("backward went on") < happened.index("handled")
 
 

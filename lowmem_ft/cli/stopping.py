@@ -1,0 +1,83 @@
+"""SIGINT (Ctrl-C) and SIGTERM at any moment of a command: it ends tidily, and says what it leaves behind.
+
+Both raise ``KeyboardInterrupt``. Its text, if it has one, goes on from "Stopped by SIGINT": whoever knows what has been
+done by then adds it. Training takes both signals over for as long as there is something to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+NOTHING_DONE = "before it was done: nothing is written."
+
+_terminated: list[int] = []
+"""SIGTERM, once it has come to this process: a search takes the exception for the wish to hear the best so far."""
+
+
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM raise ``KeyboardInterrupt``; the second one ends the process, whatever it does.
+
+    It does nothing outside the main thread, which alone gets signals, or where the program has a handler of its own. A
+    process that was forked is ended as ever: pools end their workers so.
+    """
+    process_id = os.getpid()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != process_id:
+            signal.raise_signal(number)
+        _terminated.append(number)
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _terminated.clear()
+
+
+@contextlib.contextmanager
+def if_stopped(leaves: str) -> Iterator[None]:
+    """Have a ``KeyboardInterrupt`` of the block say what is left behind, unless it says so already.
+
+    Args:
+        leaves: goes on from "Stopped by SIGINT", and ends in a full stop.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        stop.args = stop.args or (leaves,)
+        raise
+
+
+def stop_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The signal that an error came of: a module whose import was interrupted may raise one of its own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def was_terminated() -> bool:
+    """Whether SIGTERM has come."""
+    return bool(_terminated)
+
+
+def stopped_by() -> signal.Signals:
+    """The signal that a ``KeyboardInterrupt`` stands for."""
+    return signal.SIGTERM if _terminated else signal.SIGINT
+
+
+def words_of(stop: KeyboardInterrupt) -> str:
+    """The line about a command that was stopped."""
+    return f"Stopped by {stopped_by().name} {stop if stop.args else NOTHING_DONE}"
