@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import check_budget_of_plan
-    from lowmem_ft.recipe.defaults import with_defaults_of_plan
+    from lowmem_ft.recipe.defaults import named_as_planned, with_defaults_of_plan
     from lowmem_ft.recipe.paths import check_model_files, check_packages
 
     set_up_logging()
@@ -74,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = lowmem_ft.planner.plan(
             recipe, gpu=options.gpu, on_progress=lambda progress: say(_words(progress))
         )
+    where = [place for place in (recipe.budget.device, options.gpu) if place is not None]
+    named = named_as_planned(plan.recipe, settings, *(where or [plan.estimate.gpu.name.partition(" ")[0]]))
+    plan = dataclasses.replace(plan, recipe=named)
     return _report(plan, recipe, [f"recipe={recipe_name}", *settings] if recipe_name else None, options)
 
 
@@ -91,7 +95,7 @@ def _report(
 ) -> int:
     from lowmem_ft.recipe import recipe_to_yaml
     from lowmem_ft.reports.filling import shell_lines
-    from lowmem_ft.reports.plan_table import plan_table, train_command
+    from lowmem_ft.reports.plan_table import plan_table, planned_for, train_command
 
     console = report_console(options)
     console.print(plan_table(plan, recipe))
@@ -101,9 +105,8 @@ def _report(
         console.print("\nTrain it:", *lines, sep="\n", soft_wrap=True)
     if options.write is not None and plan.fits:
         with writing("write", options.write) as path:
-            path.write_text(
-                f"# lowmem-ft train recipe={path}{data}\n{recipe_to_yaml(plan.recipe)}", encoding="utf-8"
-            )
+            head = f"# lowmem-ft train recipe={path}{data}\n# {planned_for(plan)}\n"
+            path.write_text(head + recipe_to_yaml(plan.recipe), encoding="utf-8")
         words = f"\nWritten: {options.write}. Train it:\n  lowmem-ft train recipe={options.write}{data}"
         console.print(words, soft_wrap=True)
     elif options.write is not None:

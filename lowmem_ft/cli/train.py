@@ -57,12 +57,15 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import check_budget_of_run
+    from lowmem_ft.recipe.defaults import named_as_planned
     from lowmem_ft.recipe.paths import check_paths_of_run
     from lowmem_ft.training.distributed_rules import launched_processes, problems_with_processes
     from lowmem_ft.training.run_folder import RunFolder
 
     set_up_logging()
     recipe = load_recipe(recipe_name, settings)
+    if recipe_name is None and recipe.budget.device is not None:
+        recipe = named_as_planned(recipe, settings, recipe.budget.device)
     if problems := problems_with_processes(recipe, launched_processes(recipe)):
         raise RecipeError(*problems)
     check_budget_of_run(recipe)

@@ -1,11 +1,15 @@
-"""What settings that name a model and no recipe leave open."""
+"""What settings that name a model and no recipe leave open, and what a plan of them is called."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.model_files import architecture_fields, limit_of_positions
+from lowmem_ft.recipe.tree import Recipe
 
 TOKENS = 2048
 """Of a row, where nobody says how long the data's are."""
@@ -28,6 +32,22 @@ def with_defaults_of_plan(settings: Sequence[str]) -> list[str]:
     if "data.max_length" not in values:
         defaults.append(f"data.max_length={_length(values.get('model') or values.get('model.name_or_path'))}")
     return [*defaults, *settings]
+
+
+def named_as_planned(recipe: Recipe, settings: Sequence[str], *where: str) -> Recipe:
+    """The recipe under a name of its own among those planned of the same model or recipe: it is that of its run folder.
+
+    Args:
+        recipe: that was planned, or is to be.
+        settings: as typed; a name among them stays.
+        where: the budget and the card.
+    """
+    if any(setting.partition("=")[0] == "name" for setting in settings):
+        return recipe
+    model = Path(recipe.model.name_or_path or "")
+    of = recipe.name if recipe.name != Recipe.name else model.absolute().name.removesuffix(".gguf")
+    words = [of, *(word for word in where if not of.endswith(word))]
+    return dataclasses.replace(recipe, name=re.sub(r"[^\w.]+", "-", "-".join(words)).strip("-."))
 
 
 def _length(model: str | None) -> int:

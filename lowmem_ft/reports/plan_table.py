@@ -61,6 +61,18 @@ def train_command(plan: MemoryPlan, command: Sequence[str]) -> str:
     return " ".join(["lowmem-ft train", *kept, *plan.settings])
 
 
+def planned_for(plan: MemoryPlan) -> str:
+    """A line on the device and the host that a plan was made for, for the head of a file that holds it."""
+    estimate = plan.estimate
+    device, host = estimate.budget.device_bytes, estimate.budget.host_bytes
+    with_device = "" if device is None else f" with {format_bytes(device)} of device memory"
+    beside = "any amount" if host is None else format_bytes(host)
+    return (
+        f"Planned for {estimate.gpu.name}{with_device} and {beside} of host memory; it takes "
+        f"{format_bytes(estimate.process_peak_bytes)} and {host_need(estimate)}."
+    )
+
+
 def _headline(plan: MemoryPlan) -> Prose:
     estimate = plan.estimate
     if not plan.fits:

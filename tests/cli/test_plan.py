@@ -114,6 +114,26 @@ def test_a_written_plan_is_a_recipe(folder, tmp_path, capsys):
     assert recipe.training.per_device_train_batch_size == 4
     assert recipe.plan.mode == "none"
     assert recipe.budget.device == "10GiB"
+    for_what = "# Planned for l4 with 10.0 GiB of device memory and any amount of host memory; it takes "
+    assert file.read_text().splitlines()[1].startswith(for_what)
+
+
+@pytest.mark.parametrize(
+    "asked, name",
+    [
+        (["budget=10 GiB", "--gpu", "l4"], "model0-10-GiB-l4"),
+        (["--gpu", "l4"], "model0-l4"),
+        (["budget=10GiB"], "model0-10GiB"),
+        (["budget=10GiB", "name=mine"], "mine"),
+        (["recipe=tiny", "--gpu", "l4"], "tiny-l4"),
+    ],
+)
+def test_a_written_plan_is_named_by_what_it_is_for_as_its_run_folder_will_be(
+    folder, tmp_path, capsys, asked, name
+):
+    file = tmp_path / "my.yaml"
+    assert main(["plan", f"model={folder}", "model.weights=random", KEEP, *asked, "--write", str(file)]) == 0
+    assert load_recipe(file).name == name
 
 
 def test_where_nothing_fits_the_exit_code_says_so_and_nothing_is_written(folder, tmp_path, capsys):

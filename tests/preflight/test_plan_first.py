@@ -129,6 +129,7 @@ def test_a_model_data_and_a_budget_need_no_recipe(monkeypatch, tmp_path):
     (recipe,) = seen
     assert (recipe.plan.mode, recipe.budget.device) == ("auto", "24GiB")
     assert recipe.training.gradient_accumulation_steps == 16
+    assert recipe.name == "tiny-24GiB"  # its run folder: the next model's, or budget's, is another
 
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])

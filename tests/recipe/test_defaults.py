@@ -1,4 +1,4 @@
-"""What a plan assumes of a model without a recipe."""
+"""What a plan assumes of a model without a recipe, and what it is called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from lowmem_ft.recipe.defaults import with_defaults_of_plan
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.defaults import named_as_planned, with_defaults_of_plan
 
 ROWS = "training.gradient_accumulation_steps=16"
 
@@ -32,3 +33,19 @@ def test_what_is_said_stays_as_it_is():
     settings = ["model=no/such", "data.max_length=4096", "training.per_device_train_batch_size=2"]
     assert with_defaults_of_plan(settings) == settings
     assert with_defaults_of_plan(["model=no/such"])[1] == "data.max_length=2048"
+
+
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        ("Qwen/Qwen2.5-7B", "Qwen2.5-7B-24GiB-rtx-4090"),
+        ("./models/my model/", "my-model-24GiB-rtx-4090"),
+        ("models/x.Q4_K_M.gguf", "x.Q4_K_M-24GiB-rtx-4090"),
+    ],
+)
+def test_a_plan_of_a_model_alone_is_called_by_the_model_and_what_it_is_for(model, name):
+    recipe = load_recipe(None, [f"model={model}"])
+    planned = named_as_planned(recipe, [f"model={model}"], "24GiB", "rtx-4090")
+    assert planned.name == name
+    assert named_as_planned(planned, [], "rtx-4090").name == name  # planned again
+    assert named_as_planned(recipe, ["name=mine"], "24GiB") is recipe
