@@ -82,6 +82,10 @@ def test_columns_that_find_no_room_are_named_and_the_others_are_whole(shown):
     assert lines[0].split() == ["model", "parameters", "gated", "hub", "id"]
     assert "Left out, as 80 columns have no room: licence, vocabulary, hidden, layers." in " ".join(lines)
     assert shown("models", columns=200)[0].split()[2:5] == ["layers", "hidden", "vocabulary"]
+    lines = shown("gpus")
+    assert lines[0].split()[-2:] == ["$/h", "from"]
+    assert [line.split()[0] for line in lines[1 : len(load_gpus()) + 1]] == [*load_gpus()]
+    assert "no room: at, offers." in lines[len(load_gpus()) + 2]
 
 
 def test_runs_that_find_no_room_beside_each_other_stand_below(shown, runs):

@@ -96,6 +96,11 @@ def test_no_setting_is_broken_to_whichever_side(as_text, width):
         assert words.count(LONG) == sum(LONG in side for side in row)
 
 
+def test_words_to_the_left_make_room_for_a_setting_to_the_right(as_text):
+    sentence = "the device lacks 3.00 MiB, as it does with everything else that was tried before this"
+    assert LONG in as_text(Pairs([(sentence, f"{LONG}, checkpointing.mode=full")]), 80).splitlines()[0]
+
+
 def test_a_command_in_backticks_stays_on_one_line_and_a_path_is_never_broken():
     path = "/somewhere/very-far-away/with-hyphens/and/more"
     lines = filled(f"Look at `lowmem-ft recipes NAME`, or read {path} as a whole.", 30)
