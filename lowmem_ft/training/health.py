@@ -46,6 +46,9 @@ class RunHealth:
         self._max_skipped_steps = recipe.training.max_skipped_steps
         self._updated_step = progress.step - progress.skipped_in_a_row
         self._learning_rate: float | None = None
+        self._took_the_newest = (
+            recipe.training.resume_from_checkpoint == "auto" and folder.resume_from is not None
+        )
 
     def after_step(
         self, session: Session, result: StepResult, sample_ids: Sequence[int], learning_rate: float
@@ -141,8 +144,12 @@ class RunHealth:
         )
 
     def set_aside_checkpoints(self) -> None:
-        """Rename those with suspect weights; what was there before this run has been good for its own."""
-        if self._runtime.is_main and self._learning_rate is not None:
+        """Rename those with suspect weights.
+
+        Where this call has updated none, that is the one it goes on from: its run may have been killed before it could
+        tell. One that the user has named stays, as other settings may be at fault.
+        """
+        if self._runtime.is_main and (self._learning_rate is not None or self._took_the_newest):
             set_aside_checkpoints(self._output_dir, since=self._updated_step)
 
     def way_back(self) -> str:

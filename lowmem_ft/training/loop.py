@@ -348,6 +348,7 @@ class TrainingRun:
 
     def _save_checkpoint(self) -> None:
         step = self.progress.step
+        self.health.refuse_ruined_weights(self.session)
         with (
             self.memory.during("save"),
             not_retried(f"It ran out while the checkpoint of step {step} was saved."),

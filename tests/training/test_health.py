@@ -115,6 +115,49 @@ def test_a_learning_rate_that_ruins_the_weights_is_named_with_the_step_and_the_l
     assert [folder.name for folder in run.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
+def test_a_ruined_checkpoint_of_a_run_that_was_killed_is_set_aside_by_the_run_that_goes_on(
+    tiny, tmp_path, monkeypatch
+):
+    """The weights of step 3 are finite, and nothing that comes out of them is: it was not known when it was saved."""
+    run = tmp_path / "run"
+    steps = ("training.save_steps=1", "training.save_total_limit=null", *NO_EVALUATION)
+    train(tiny("training.max_steps=2", *steps, output_dir=run))
+    again = (
+        "training.max_steps=9",
+        "training.max_skipped_steps=2",
+        "training.resume_from_checkpoint=auto",
+        *steps,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.TrainingRun, "_stop_if_interrupted", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(tiny(*again, *RUINOUS, output_dir=run))
+    assert (run / "checkpoint-3").is_dir()
+    with pytest.raises(UserError, match=rf"step 3, the last that did, .* whole is {run / 'checkpoint-2'}\."):
+        train(tiny(*again, output_dir=run))
+    assert {folder.name for folder in run.glob("*.suspect")} == {
+        "checkpoint-3.suspect",
+        "checkpoint-4.suspect",
+    }
+    train(tiny("training.max_steps=3", *again[1:], output_dir=run))
+    assert (run / "checkpoint-3").is_dir()
+
+
+def test_ruined_weights_are_not_saved(tiny, tmp_path, monkeypatch):
+    run, steps = tmp_path / "run", []
+
+    def ruin_the_second(session):
+        steps.append(session)
+        if len(steps) == 2:
+            session.unwrapped_model.model.norm.weight.fill_(math.nan)
+
+    after_each_step(monkeypatch, ruin_the_second)
+    settings = ("training.max_steps=4", "training.save_steps=1", *NO_EVALUATION)
+    with pytest.raises(UserError, match=rf"not finite since step 2 .* whole is {run / 'checkpoint-1'}\."):
+        train(tiny(*settings, output_dir=run))
+    assert [folder.name for folder in run.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
 def test_a_run_that_ends_with_skipped_steps_fails_and_keeps_its_model(tiny, tmp_path, caplog):
     run = tmp_path / "run"
     caplog.set_level("INFO")
