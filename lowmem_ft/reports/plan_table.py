@@ -118,7 +118,7 @@ def _shortfall(plan: MemoryPlan) -> Prose:
     if plan.recipe.plan.allow and not plan.interrupted:
         lines.append(f"What plan.allow names does not make it fit: {', '.join(plan.recipe.plan.allow)}.")
     if not plan.recipe.plan.allow:
-        lines.append("plan.allow=[lora, qlora] names what a plan may give up of the mathematics; see --help.")
+        lines.append("plan.allow=[lora,qlora] names what a plan may give up of the mathematics; see --help.")
     if plan.missing_host_bytes and _waits_on_host(plan.recipe):
         lines.append("offload.folder=FOLDER on a fast local disk takes the place of host memory.")
     return Prose("\n".join(lines), "red")

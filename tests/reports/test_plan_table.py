@@ -103,6 +103,9 @@ def test_words_that_were_allowed_are_not_offered_again(words_of, recipe):
     assert "names what a plan may give up" not in told
     stopped = words_of(fits=False, recipe=allowed, missing_device_bytes=GIB, interrupted=True)
     assert "does not make it fit" not in stopped
+    assert "plan.allow=[lora,qlora] names what a plan may give up" in words_of(
+        fits=False, missing_device_bytes=GIB
+    )
 
 
 def test_the_nearest_is_told_once_and_what_is_left_may_fit(words_of, estimate):
