@@ -190,6 +190,8 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None) -> Space:
     if not space.combinations and must_use is None:
         # Not even the recipe as it is, whose own rules have been asked: it is the device's that refuse it.
         reasons = [problem for rule in target.rules for problem in rule.problems(recipe)]
+        if recipe.plan.keep:
+            reasons.append(f"plan.keep holds {', '.join(recipe.plan.keep)}: without it more can be chosen.")
         raise UserError("No combination of the memory knobs can be trained there.", *reasons)
     return space
 

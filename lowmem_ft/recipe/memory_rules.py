@@ -9,6 +9,9 @@ from lowmem_ft.recipe.keys import knobs_that_need_checkpointing, memory_knobs
 from lowmem_ft.recipe.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
+WHERE_BFLOAT16_IS = "on a GPU of 2020 (Ampere) or newer"
+"""A recipe does not know its GPU, and fp16 is asked for where there is no bfloat16."""
+
 
 @reads("training.mixed_precision", "model.dtype", "adapter.name")
 def fp16_needs_float32_weights(recipe: Recipe) -> str | None:
@@ -20,7 +23,7 @@ def fp16_needs_float32_weights(recipe: Recipe) -> str | None:
     if not trained:
         return (
             f"training.mixed_precision=fp16 needs frozen weights in model.dtype=float16 or float32, got {dtype}. "
-            "Set model.dtype=float16 or training.mixed_precision=bf16."
+            f"Set model.dtype=float16, or training.mixed_precision=bf16 {WHERE_BFLOAT16_IS}."
         )
     return (
         f"training.mixed_precision=fp16 needs model.dtype=float32, got {dtype}. "
@@ -59,7 +62,7 @@ def master_needs_bfloat16_weights(recipe: Recipe) -> str | None:
     if master != "fp32" and dtype not in ("bfloat16", "auto"):
         return (
             f"optimizer.master={master} needs model.dtype=bfloat16, got {dtype}. "
-            "Set model.dtype=bfloat16 or optimizer.master=fp32."
+            f"Set optimizer.master=fp32, or model.dtype=bfloat16 {WHERE_BFLOAT16_IS}."
         )
     if master != "fp32" and recipe.adapter.name != "none":
         return (

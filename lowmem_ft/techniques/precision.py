@@ -46,7 +46,11 @@ def check_precision(
         UserError: naming every rule that is broken.
     """
     problems = [
-        *(_float16_base_problems if frozen else _float16_problems)(dtype, mixed_precision),
+        *(
+            _float16_base_problems(dtype, mixed_precision, has_bfloat16(device))
+            if frozen
+            else _float16_problems(dtype, mixed_precision)
+        ),
         *_fp16_on_cpu_problems(mixed_precision, device),
         *_bfloat16_problems(dtype, mixed_precision, device, _without_bfloat16(frozen, streamed)),
     ]
@@ -216,18 +220,18 @@ def _float16_problems(dtype: str, mixed_precision: str) -> list[str]:
     return problems
 
 
-def _float16_base_problems(dtype: str, mixed_precision: str) -> list[str]:
+def _float16_base_problems(dtype: str, mixed_precision: str, may_bfloat16: bool) -> list[str]:
     """Frozen weights may be float16, as gradients pass through them and a loss scale keeps those in range."""
     if dtype == "float16" and mixed_precision != "fp16":
         return [
             "Frozen weights in model.dtype=float16 need training.mixed_precision=fp16, whose loss scale keeps small "
-            f"gradients from vanishing; got {mixed_precision}. Set training.mixed_precision=fp16, or "
-            "model.dtype=bfloat16."
+            f"gradients from vanishing; got {mixed_precision}. Set training.mixed_precision=fp16"
+            f"{', or model.dtype=bfloat16' if may_bfloat16 else ''}."
         ]
     if dtype == "bfloat16" and mixed_precision == "fp16":
         return [
             "training.mixed_precision=fp16 needs model.dtype=float16 or float32, got bfloat16, whose range float16 "
-            "does not have. Set model.dtype=float16, or training.mixed_precision=bf16."
+            f"does not have. Set model.dtype=float16{', or training.mixed_precision=bf16' if may_bfloat16 else ''}."
         ]
     return []
 

@@ -192,7 +192,8 @@ class RunHealth:
         if self._learning_rate is None and self._resume_from is None:
             return (
                 f"Weights are not finite though those of the checkpoint are: {some_of(list(names))}. The values are "
-                f"beyond the largest of model.dtype={self._dtype}: set model.dtype=bfloat16 or float32."
+                f"beyond the largest of model.dtype={self._dtype}: set model.dtype=float32, or bfloat16 on a GPU that "
+                "computes with it."
             )
         return (
             f"Weights are not finite since step {self._updated_step}{self._at_learning_rate()}: "
