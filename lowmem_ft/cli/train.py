@@ -70,6 +70,10 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
         raise RecipeError(*problems)
     check_budget_of_run(recipe)
     check_paths_of_run(recipe)
+    if recipe.training.push_to_hub:
+        from lowmem_ft.training.hub_upload import check_upload
+
+        check_upload()
     # Before the import below, which takes seconds; what a run goes on with that is still to be planned, is known later.
     is_planned = recipe.plan.mode == "none"
     may_open = is_planned or recipe.training.resume_from_checkpoint is None

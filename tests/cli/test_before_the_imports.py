@@ -50,6 +50,7 @@ COMMANDS = [
     ["train", "recipe=tiny", "offload.optimizer=host", "offload.folder=nowhere"],
     ["train", "recipe=tiny", "training.output_dir=old_run", "plan=auto"],
     ["train", "recipe=tiny", "training.report_to=[mlflow]"],
+    ["train", "recipe=tiny", "training.push_to_hub=true"],
     ["train", "recipe=tiny", "budget=2TiB"],
     ["estimate", "recipe=tiny", "budget=2TiB"],
     ["plan", "recipe=tiny", "budget=1MiB"],
