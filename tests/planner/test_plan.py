@@ -76,8 +76,9 @@ def test_where_nothing_can_be_trained_the_device_says_why(make_recipe):
         plan(recipe, budget(8), "t4")
     first, *reasons = refused.value.problems
     assert first == "No combination of the memory knobs can be trained there."
-    assert len(reasons) == 1
+    assert len(reasons) == 2
     assert "got training.mixed_precision=bf16 on Tesla T4" in reasons[0]
+    assert reasons[1] == "plan.keep holds training.mixed_precision: without it more can be chosen."
 
 
 def settings_of(recipe) -> list[str]:
