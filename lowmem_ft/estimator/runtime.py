@@ -17,6 +17,7 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import (
+    MasterWeights,
     ModelConfig,
     compute_dtype,
     log_quantization,
@@ -142,7 +143,7 @@ class VirtualRuntime(MixedPrecision):
         if bits is not None:
             quantize_linear_layers(model, bits)
 
-    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
         """None: they would pass through the host chunk by chunk, and leave nothing."""
         return None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import shutil
 import sys
@@ -81,6 +83,19 @@ class MappedFiles:
 def is_in_file(tensor: Tensor) -> bool:
     """Whether a tensor's memory is a file's."""
     return tensor.untyped_storage().filename is not None
+
+
+def forget_pages(tensor: Tensor) -> None:
+    """Let pages that a tensor has of a file leave memory; who looks at it again reads them anew.
+
+    Args:
+        tensor: contiguous, and a part of a mapped file that nobody has written to: other memory would be zeroed.
+    """
+    if sys.platform != "linux" or not tensor.numel():
+        return
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    start -= start % mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _refuse_unusable(folder: Path) -> None:

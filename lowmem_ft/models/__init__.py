@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         weights_dtype,
     )
     from lowmem_ft.models.mapped_weights import weights_in_files
-    from lowmem_ft.models.master_weights import load_master_weights
+    from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
     from lowmem_ft.models.quantization import (
         log_quantization,
         quantization_config,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lowmem_ft.models.saving import save_model, save_tokenizer, verify_saved_model
 
 __all__ = [
+    "MasterWeights",
     "ModelConfig",
     "compute_dtype",
     "hub_id_of",
@@ -51,6 +52,7 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
+        "MasterWeights": "master_weights",
         "ModelConfig": "config",
         "compute_dtype": "loading",
         "hub_id_of": "hub_names",

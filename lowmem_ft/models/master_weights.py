@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lowmem_ft.memory.mapped_files import forget_pages
 from lowmem_ft.models.checkpoint_files import causal_lm_class, lazy_weights
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model, source_of, weights_dtype
@@ -18,7 +20,57 @@ _FINER_THAN_BFLOAT16 = {"F16", "F32", "F64"}
 """Types of safetensors with more than 8 bits of mantissa."""
 
 
-def load_master_weights(config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+class _MappedWeight:
+    """A tensor of a mapped file, in the form that ``from_pretrained(state_dict=...)`` takes.
+
+    Attributes:
+        address: of the tensor that has been taken; 0 before.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        self.get_shape, self.get_dtype = values.get_shape, values.get_dtype
+        self.address = 0
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The file's own pages, not yet in memory: safetensors reads some of them ahead."""
+        tensor = self._values[index]
+        forget_pages(tensor)
+        self.address = tensor.data_ptr()
+        return tensor
+
+
+class MasterWeights:
+    """A model in float32, on the host, to be read once, weight by weight.
+
+    Args:
+        model: with those weights.
+        in_files: addresses of the tensors that are pages of a file as they stand.
+    """
+
+    def __init__(self, model: PreTrainedModel, in_files: Set[int] = frozenset()) -> None:
+        self._model, self._in_files = model, in_files
+
+    def values(self, name: str) -> Callable[[int, int], Tensor]:
+        """A parameter's reader, which takes the first element and the one after the last of those it is to return.
+
+        What it has read of a file leaves memory at once: the checkpoint would be a second model until all is read.
+        """
+        weight = self._model.get_parameter(name).detach()
+        is_in_file, flat = weight.data_ptr() in self._in_files, weight.flatten()
+
+        def read(start: int, stop: int) -> Tensor:
+            values = flat[start:stop]
+            if not is_in_file:
+                return values
+            copied = values.clone()
+            forget_pages(values)
+            return copied
+
+        return read
+
+
+def load_master_weights(config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
     """The model once more, in float32, on the host, if the checkpoint is finer than its bfloat16 weights.
 
     A master weight that began with the rounded one would have all its lower bits zero: until the updates of many steps
@@ -29,8 +81,8 @@ def load_master_weights(config: ModelConfig, hf_config: PretrainedConfig) -> Pre
         hf_config: what ``load_model_config`` returned for it.
 
     Returns:
-        The model, its float32 weights mapped from the files and so not in memory until they are read; those of other
-        types, and of GGUF files, take 4 bytes each. None if ``load_model`` has rounded nothing, or only the smaller
+        Its weights: float32 ones are mapped from the files, and in memory while they are read; those of other types,
+        and of GGUF files, take 4 bytes each. None if ``load_model`` has rounded nothing, or only the smaller
         part of the weights (some checkpoints have norms alone in float32): it is not worth those bytes.
 
     Raises:
@@ -41,16 +93,19 @@ def load_master_weights(config: ModelConfig, hf_config: PretrainedConfig) -> Pre
     source = source_of(config)
     if "gguf_file" in source:
         in_float32 = dataclasses.replace(config, dtype="float32")
-        return load_model(
+        model = load_model(
             in_float32, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0
         )
+        return MasterWeights(model)
     del source["trust_remote_code"]  # decided when the config was read
     path = source.pop("path")
-    weights = lazy_weights(path, backend="mmap", **source)
+    mapped = lazy_weights(path, backend="mmap", **source)
+    weights = {name: _MappedWeight(values) for name, values in mapped.items()}
     if _finer_share(weights.values()) < 0.5:
         return None
     model_class: Any = causal_lm_class(hf_config, path, **source)
-    return model_class.from_pretrained(None, state_dict=weights, config=hf_config, dtype=torch.float32)
+    model = model_class.from_pretrained(None, state_dict=weights, config=hf_config, dtype=torch.float32)
+    return MasterWeights(model, {weight.address for weight in weights.values()})
 
 
 def _finer_share(weights: Iterable[Any]) -> float:

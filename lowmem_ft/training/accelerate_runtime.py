@@ -23,7 +23,13 @@ from lowmem_ft.devices import with_index
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
-from lowmem_ft.models import ModelConfig, load_master_weights, load_model, weights_in_files
+from lowmem_ft.models import (
+    MasterWeights,
+    ModelConfig,
+    load_master_weights,
+    load_model,
+    weights_in_files,
+)
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.mixed_precision import MixedPrecision
@@ -95,7 +101,7 @@ class AccelerateRuntime(MixedPrecision):
                 mixed_precision=self.mixed_precision,
             )
 
-    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
         """See :func:`lowmem_ft.models.load_master_weights`."""
         return load_master_weights(config, hf_config)
 

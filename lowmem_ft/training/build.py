@@ -264,8 +264,7 @@ def _initialize_masters(
     if finer is None:
         return
     for name, parameter in parameters.items():
-        values = finer.get_parameter(name).detach().flatten()
-        optimizer.set_weights(parameter, lambda start, stop, values=values: values[start:stop])
+        optimizer.set_weights(parameter, finer.values(name))
     logger.info("Masters begin with the checkpoint's weights, which are finer than bfloat16.")
 
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.models import ModelConfig
+from lowmem_ft.models import MasterWeights, ModelConfig
 from lowmem_ft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Runtime(Protocol):
         """The model on the device or in ``host``, its weights read from the checkpoint or, in a trace, only sized."""
         ...
 
-    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> PreTrainedModel | None:
+    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
         """The checkpoint's weights, on the host, where they are finer than the model's; else, and in a trace, None."""
         ...
 
