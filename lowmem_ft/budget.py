@@ -15,7 +15,7 @@ class Budget:
     """Memory that a run may use, as text such as ``24GiB`` (2**30 bytes each) or ``24GB`` (10**9)."""
 
     device: str | None = knob(None, "Device memory the run may use, such as 24GiB; null: all there is.")
-    host: str | None = knob(None, "Host memory (resident) the run may use, such as 64GiB; null: no limit.")
+    host: str | None = knob(None, "Host memory the run may use, such as 64GiB; null: no limit.")
     enforce: bool = knob(
         True,
         "A run above budget.device fails: on CUDA the caching allocator is capped at it, less what the process holds "

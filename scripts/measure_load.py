@@ -5,8 +5,8 @@
 Each load runs in a process of its own. Idle is that process with everything imported and the architecture built once on
 the meta device. The promise: a peak of at most the weights, the largest tensor (in fp32, which files hold or unpack to)
 and 200 MB above idle. With a folder the weights go to mapped files there, as for `offload.folder`, and what counts is
-anonymous memory, which no file can take back: at most the largest tensor, as it is read and as it is converted, and
-200 MB above idle.
+memory that no file can take back, looked at all the time: at most the largest tensor, as it is read and as it is
+converted, and 200 MB above idle.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
 from lowmem_ft.memory.meter import read_host_memory
+from lowmem_ft.memory.process_memory import held_bytes
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, weights_in_files
 from lowmem_ft.units import format_bytes
 
@@ -63,7 +64,7 @@ def in_new_process(model: str, dtype: str, folder: Path | None) -> dict[str, Any
 
 
 def measure_load(model: str, dtype: str) -> dict[str, Any]:
-    """What loading one model adds to this process's resident memory at its peak, beside what is promised."""
+    """What loading one model adds to what this process holds at its peak, beside what is promised."""
     config, hf_config = prepared(model, dtype)
     idle_bytes = read_host_memory().now_bytes
     loaded = load_model(config, hf_config, attn_implementation="sdpa", device=torch.device("cpu"), seed=0)
@@ -75,11 +76,11 @@ def measure_load(model: str, dtype: str) -> dict[str, Any]:
 
 
 def measure_load_to_files(model: str, dtype: str, folder: Path) -> dict[str, Any]:
-    """What loading one model to files adds to this process's anonymous memory at its peak (Linux)."""
+    """What loading one model to files adds to what this process holds at its peak (Linux)."""
     config, hf_config = prepared(model, dtype)
     host = HostMemory(torch.device("cpu"), files=MappedFiles(folder))
-    idle_bytes = anonymous_bytes()
-    with AnonymousPeak() as peak, weights_in_files(host):
+    idle_bytes = held_bytes()
+    with HeldPeak() as peak, weights_in_files(host):
         loaded = load_model(config, hf_config, attn_implementation="sdpa", device=host.device, seed=0)
     _, largest_bytes = sizes_of(loaded)
     return row_of(
@@ -96,21 +97,15 @@ def prepared(model: str, dtype: str) -> tuple[ModelConfig, PretrainedConfig]:
     return config, hf_config
 
 
-def anonymous_bytes() -> int:
-    """Resident memory of this process that is no file's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
-class AnonymousPeak:
-    """The most anonymous memory in a ``with`` block, looked at every two milliseconds: Linux keeps no such peak."""
+class HeldPeak:
+    """The most that the process holds in a ``with`` block, looked at every two milliseconds."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
-    def __enter__(self) -> AnonymousPeak:
+    def __enter__(self) -> HeldPeak:
         self._thread.start()
         return self
 
@@ -121,7 +116,7 @@ class AnonymousPeak:
     def _watch(self) -> None:
         is_over = False
         while not is_over:
-            self.num_bytes = max(self.num_bytes, anonymous_bytes())
+            self.num_bytes = max(self.num_bytes, held_bytes())
             is_over = self._is_over.wait(0.002)
 
 

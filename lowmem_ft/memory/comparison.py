@@ -22,8 +22,8 @@ class Peaks:
     """What a run needs or took. Bytes of its device, which on a CPU is the host: then those of the whole process.
 
     Args:
-        peak_bytes: allocated on CUDA, resident on a CPU.
-        host_peak_bytes: resident memory of the process.
+        peak_bytes: allocated on CUDA, held by the process on a CPU.
+        host_peak_bytes: host memory that the process holds.
         reserved_bytes: of the caching allocator; None on a CPU.
         by_phase: ``load``, ``step``, ``evaluation`` and ``save``, as far as they are known.
         by_category: of tensors that stay, by use.

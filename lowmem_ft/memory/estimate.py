@@ -94,7 +94,7 @@ class MemoryEstimate:
         reserved_peak_bytes: of the caching allocator's segments, as ``torch.cuda.max_memory_reserved`` counts.
         process_peak_bytes: of the process, as ``nvidia-smi`` shows: reserved, CUDA context, libraries.
         process_range: where that will lie; None: not known.
-        host_peak_bytes: resident host memory of the process.
+        host_peak_bytes: host memory of the process, without pages of files (``memory/process_memory.py``).
         host_pinned_bytes: the part of it that is pinned, at its own peak.
         host_by_part_at_peak: what the host's peak is made of, by category, and by ``process``, ``heap`` (on a
             CPU), ``loading`` and ``saving`` beside the tensors; they sum to it.

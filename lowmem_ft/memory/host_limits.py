@@ -38,10 +38,10 @@ def tightest_host_limit(
     """The limit that host memory meets first.
 
     Args:
-        budget_bytes: what the whole process may hold, resident; None: no budget.
+        budget_bytes: what the whole process may hold; None: no budget.
         root: where ``proc`` and ``sys`` lie.
         file_bytes: of files that the process has mapped as memory. The kernel drops their pages when it needs room, so
-            that they do not count as taken, though they are resident for as long as it does not.
+            that they do not count as taken of a container's memory.
 
     Returns:
         The machine's free memory, a container's limit or the budget, whichever leaves least.
@@ -60,7 +60,7 @@ def _limits(budget_bytes: int | None, root: Path, file_bytes: int) -> Iterator[H
                 f"the container has {format_bytes(free)} left of the limit in {folder}",
             )
     if budget_bytes is not None:
-        held = read_host_memory().now_bytes - min(file_bytes, _resident_file_bytes())
+        held = read_host_memory().now_bytes
         yield HostLimit(
             budget_bytes - held,
             f"the process holds {format_bytes(held)} of budget.host={format_bytes(budget_bytes)}",
@@ -87,11 +87,6 @@ def _cgroups(root: Path) -> Iterator[Path]:
             continue
         own = mount / path.lstrip("/")
         yield from (folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents)
-
-
-def _resident_file_bytes() -> int:
-    """Of this process's resident memory, what is pages of files; 0 where the system does not tell."""
-    return getattr(psutil.Process().memory_info(), "shared", 0)
 
 
 def _cgroup_bytes(folder: Path, file_bytes: int) -> int | None:

@@ -59,7 +59,7 @@ class HostMemory:
     Args:
         device: which device's tensors will wait here.
         is_limited: whether this machine's memory is what counts; false for traces of another machine.
-        budget_bytes: what the whole process may hold on the host, resident; None: all there is.
+        budget_bytes: what the whole process may hold on the host; None: all there is.
         files: hold :data:`IN_FILES` instead of RAM; None: nothing lies in files.
         on_allocation: called with each tensor and what it is for, such as by who keeps a record of a trace.
 

@@ -1,4 +1,4 @@
-"""How much memory this process holds now and at its peak: the device's on CUDA, the host's (resident) elsewhere."""
+"""How much memory this process holds now and at its peak: the device's on CUDA, the host's elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from lowmem_ft.memory.resident import peak_resident_bytes, reset_peak_resident, resident_bytes
+from lowmem_ft.memory.process_memory import held_bytes, peak_held_bytes, reset_peak
 
 _peaks_before: dict[str, int] = {}
 """The highest before the last phase began, by device: beginning one makes the system and the driver forget it."""
@@ -26,7 +26,7 @@ class MemoryReading:
 
 
 def read_device_memory(device: torch.device) -> MemoryReading:
-    """Bytes of tensors that torch has allocated on a CUDA device; on a CPU, the resident memory of the process."""
+    """Bytes of tensors that torch has allocated on a CUDA device; on a CPU, what the process holds."""
     if device.type == "cuda":
         peak = max(torch.cuda.max_memory_allocated(device), _peaks_before.get(str(device), 0))
         return MemoryReading(torch.cuda.memory_allocated(device), peak)
@@ -47,8 +47,8 @@ def free_device_bytes(device: torch.device) -> int:
 
 
 def read_host_memory() -> MemoryReading:
-    """Resident memory of this process, now and at its peak."""
-    return MemoryReading(resident_bytes(), max(peak_resident_bytes(), _peaks_before.get("host", 0)))
+    """What this process holds of the host's memory, now and at its peak (see ``memory/process_memory.py``)."""
+    return MemoryReading(held_bytes(), max(peak_held_bytes(), _peaks_before.get("host", 0)))
 
 
 def begin_phase(device: torch.device) -> bool:
@@ -63,7 +63,7 @@ def begin_phase(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     before = read_host_memory().peak_bytes
-    if not reset_peak_resident():
+    if not reset_peak():
         return False
     _peaks_before["host"] = before
     return True
@@ -90,5 +90,5 @@ def peaks_will_be_reset() -> None:
 
 
 def phase_peak_bytes(device: torch.device) -> int:
-    """The most held since :func:`begin_phase`: tensors on CUDA, resident memory of the process on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+    """The most held since :func:`begin_phase`: tensors on CUDA, what the process holds on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_held_bytes()

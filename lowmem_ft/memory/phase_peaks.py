@@ -21,7 +21,7 @@ class PhasePeaks:
     """Watches one device; phases follow one another, and one that comes again keeps its highest peak.
 
     Attributes:
-        by_phase: the most held in each: tensors on CUDA, resident memory of the process on a CPU. Empty where the
+        by_phase: the most held in each: tensors on CUDA, what the process holds on a CPU. Empty where the
             system keeps one peak for all of them.
         reserved_bytes: the most that the caching allocator held; None on a CPU.
 
@@ -63,7 +63,7 @@ class PhasePeaks:
 
     @property
     def host_peak_bytes(self) -> int:
-        """Resident memory of the process at its highest."""
+        """What the process holds of the host's memory, at its highest."""
         return read_host_memory().peak_bytes
 
     def _note_reserved(self) -> None:

@@ -53,7 +53,7 @@ class Counters(Protocol):
 
 
 class HostCounters:
-    """Resident memory of the process, which the system counts: no cost between two readings."""
+    """What the process holds, which the system counts: no cost between two readings."""
 
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
@@ -82,7 +82,7 @@ class HostCounters:
 
 
 class StorageCounters(HostCounters):
-    """Every storage on the CPU, to the byte, and resident memory.
+    """Every storage on the CPU, to the byte, and what the process holds.
 
     Args:
         tracker: which is running.

@@ -61,7 +61,8 @@ class MemoryMeter:
         print(meter.table())
 
     Phases may lie within phases; one that comes again keeps its highest peak. On CUDA the counters are those of torch's
-    allocator; inside a ``VirtualGPU`` those of its trace; on a CPU resident memory, or every storage with ``exact``.
+    allocator; inside a ``VirtualGPU`` those of its trace; on a CPU what the process holds, or with ``exact`` every
+    storage.
 
     Cost: nothing per operator. A phase's begin and end read counters, and wait for no kernel. ``exact`` on a CPU sees
     every operator; docs/monitoring.md has the seconds.

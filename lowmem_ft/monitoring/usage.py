@@ -13,7 +13,7 @@ class MemoryUsage:
         allocated_bytes: of tensors on the device.
         reserved_bytes: that the device's caching allocator holds, for tensors and for later ones.
         process_bytes: of device memory that the process holds in all, with its context and what libraries take.
-        host_bytes: resident memory of the process.
+        host_bytes: of the host's memory that the process holds.
     """
 
     allocated_bytes: int | None = None

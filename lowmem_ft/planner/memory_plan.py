@@ -26,7 +26,7 @@ class Choice:
     Args:
         overrides: what it changes of the recipe, by dotted key.
         device_bytes: of the process on the device, at the upper end of its range.
-        host_bytes: resident host memory.
+        host_bytes: host memory.
         step_seconds: of one step; None where there is no clock.
     """
 

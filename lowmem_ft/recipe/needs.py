@@ -26,7 +26,7 @@ class RecipeNeeds:
         gpu: the card's name in the catalogue; :data:`CPU` for a processor.
         memory_bytes: of the card; 0 for a processor.
         process_peak_bytes: of the process on the card; of a processor, in host memory.
-        host_peak_bytes: resident host memory.
+        host_peak_bytes: host memory.
         host_pinned_bytes: the part of it that is pinned.
     """
 

@@ -12,6 +12,7 @@ from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError, UserError
 from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
+from lowmem_ft.memory.process_memory import resident_file_bytes
 from lowmem_ft.units import MIB, format_bytes, parse_bytes
 from lowmem_ft.virtual_gpu.replay.context_overhead import allocator_cap, process_overhead_bytes
 
@@ -115,15 +116,15 @@ class BudgetWatch:
         """Compare the process's peak.
 
         Args:
-            file_bytes: the most that files of ``offload.folder`` held, see :func:`report_budget`.
+            file_bytes: the most that files of ``offload.folder`` held.
 
         Raises:
             DoesNotFitError: if the first step took a CPU's process beyond ``budget.device``.
         """
         self._warn_of_machine(file_bytes)
-        peak_bytes = read_host_memory().peak_bytes if self._limits else 0
+        peak_bytes = host_peak_bytes(file_bytes) if self._limits else 0
         for key, limit in list(self._limits.items()):
-            if peak_bytes - min(file_bytes, peak_bytes) <= parse_bytes(limit):
+            if peak_bytes <= parse_bytes(limit):
                 continue
             if self._is_first and self._budget.enforce and key == "budget.device":
                 raise DoesNotFitError(
@@ -155,26 +156,35 @@ def _limits_of_host(budget: Budget, device: torch.device) -> Iterator[tuple[str,
         yield "budget.host", budget.host
 
 
+def host_peak_bytes(file_bytes: int) -> int:
+    """What the process held at its peak, without pages of files that were resident then and have been dropped since.
+
+    Args:
+        file_bytes: the most that files of ``offload.folder`` held.
+    """
+    dropped_bytes = max(0, file_bytes - resident_file_bytes())
+    return max(0, read_host_memory().peak_bytes - dropped_bytes)
+
+
 def report_budget(budget: Budget, device: torch.device, *, file_bytes: int = 0) -> None:
     """Log the measured peaks beside the budget; on a CPU the device's memory is the host's.
 
     Args:
         budget: what was allowed.
         device: where it was trained.
-        file_bytes: the most that files of ``offload.folder`` held. Their pages are among the host's resident ones while
-            there is room, and count for no budget, as the system takes them back when there is none.
+        file_bytes: the most that files of ``offload.folder`` held: they count for no budget, as the system takes them
+            back when there is no room.
     """
-    peaks = [("host", budget.host, read_host_memory().peak_bytes)]
-    if device.type == "cuda" or budget.device is not None:
+    peaks = [("host", budget.host, host_peak_bytes(file_bytes))]
+    if device.type == "cuda":
         peaks.insert(0, ("device", budget.device, read_device_memory(device).peak_bytes))
+    elif budget.device is not None:
+        peaks.insert(0, ("device", budget.device, host_peak_bytes(file_bytes)))
     for name, limit, peak_bytes in peaks:
         peak = format_bytes(peak_bytes)
-        in_files = min(file_bytes, peak_bytes) if name == "host" or device.type == "cpu" else 0
-        if in_files:
-            peak += f" (up to {format_bytes(in_files)} of it pages of files in offload.folder)"
         if limit is None:
             logger.info("Peak %s memory: %s.", name, peak)
-        elif peak_bytes - in_files > parse_bytes(limit):
+        elif peak_bytes > parse_bytes(limit):
             logger.warning("Peak %s memory: %s, above budget.%s=%s.", name, peak, name, limit)
         else:
             logger.info("Peak %s memory: %s, within budget.%s=%s.", name, peak, name, limit)

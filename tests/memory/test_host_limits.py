@@ -49,16 +49,6 @@ def test_a_budget_counts_what_the_process_holds_already(root):
     assert tightest_host_limit(2 * GIB, root({})).available_bytes == -GIB
 
 
-def test_resident_pages_of_mapped_files_count_for_no_budget(root, monkeypatch):
-    monkeypatch.setattr(host_limits, "_resident_file_bytes", lambda: 2 * GIB)
-    assert tightest_host_limit(10 * GIB, root({}), file_bytes=5 * GIB).available_bytes == 9 * GIB
-    assert tightest_host_limit(10 * GIB, root({}), file_bytes=GIB).available_bytes == 8 * GIB
-
-
-def test_this_process_has_resident_pages_of_files():
-    assert host_limits._resident_file_bytes() > 0
-
-
 @pytest.mark.parametrize("file_bytes,left", [(0, 3), (1, 4), (3, 5)])
 def test_a_container_may_drop_pages_of_mapped_files_however_often_they_are_used(root, file_bytes, left):
     files = {

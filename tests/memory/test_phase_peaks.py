@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from lowmem_ft.memory import meter, resident
+from lowmem_ft.memory import meter, process_memory
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.memory.phase_peaks import PhasePeaks
 from lowmem_ft.units import GIB, KIB, MIB
@@ -53,7 +53,7 @@ def test_a_phase_does_not_begin_with_what_the_heap_kept_of_the_one_before():
 
 
 def test_a_system_that_keeps_one_peak_has_no_phases(monkeypatch, tmp_path):
-    monkeypatch.setattr(resident, "_CLEAR_REFS", tmp_path / "no" / "such" / "file")
+    monkeypatch.setattr(process_memory, "_CLEAR_REFS", tmp_path / "no" / "such" / "file")
     peaks = PhasePeaks(CPU)
     with peaks.during("load"):
         pass

@@ -13,7 +13,7 @@ from torch import nn
 from lowmem_ft import VirtualGPU
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory import meter as process_meter
-from lowmem_ft.memory import resident
+from lowmem_ft.memory import process_memory
 from lowmem_ft.memory.meter import begin_phase, read_device_memory, read_host_memory
 from lowmem_ft.memory.phase_peaks import PhasePeaks
 from lowmem_ft.monitoring import MemoryMeter
@@ -91,7 +91,7 @@ def test_the_peak_of_resident_memory_belongs_to_its_phase():
 
 
 def test_a_system_that_cannot_reset_its_peak_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(resident, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+    monkeypatch.setattr(process_memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     with MemoryMeter("cpu") as meter, meter.phase("one"):
         pass
     assert 0 < meter.phases[0].peak.host_bytes <= read_host_memory().peak_bytes
