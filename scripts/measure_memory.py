@@ -1,17 +1,22 @@
 """Run recipes for real and write down what each phase takes, beside what the estimator said.
 
     python scripts/measure_memory.py [--device cpu|cuda] [--rows TEXT] [--count 60] [--out rows.json] [--table]
+    python scripts/measure_memory.py --whole-runs [--model SMOLLM2] [--rows TEXT] [--out rows.json] [--table]
 
 On CUDA: random weights from 0.1B to 8B (``ground_truth/cuda_matrix.py``), torch's own counters, and NVML for the
 process. On a CPU: tiny models of every family, a sample of all the ways to train them (``ground_truth/cpu_matrix.py``),
 and every tensor counted exactly. Each row runs in a process of its own, so that no cache of another is in its peaks.
 Rows that the file already holds are not run again. ``runs/measured.json`` is the file if none is named.
+
+``--whole-runs``: what whole processes of ``lowmem-ft train`` hold without a GPU (``ground_truth/whole_runs.py``), with
+one and with two threads, three times each; SMOLLM2 is a folder with SmolLM2-135M, the demo's if left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -23,20 +28,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from demo.get_demo_model import default_cache_dir, get_demo_model
 from ground_truth.comparison import compare, estimated_peaks, table
 from ground_truth.cpu_matrix import name_of, overrides_of, sample
 from ground_truth.cuda_matrix import cuda_rows
 from ground_truth.families import FAMILIES, write_families
 from ground_truth.real_run import RealPeaks, run_for_real
+from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 from measured_on import measured_on, require_device
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.target import CPU
+from lowmem_ft.memory.comparison import estimated_peaks as whole_peaks
 from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.units import format_bytes
 
 NUM_STEPS = {"cpu": 2, "cuda": 4}
 """A CPU has no cache that some steps have to fill."""
+
+NUM_REPEATS = 3
+NUM_THREADS = (1, 2)
 
 Row = dict[str, Any]
 
@@ -52,6 +64,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--out", type=Path, default=Path("runs/measured.json"))
     parser.add_argument("--table", action="store_true", help="run nothing, print the file's errors")
+    parser.add_argument("--whole-runs", action="store_true", help="measure processes of lowmem-ft train")
+    parser.add_argument("--model", type=Path, help="a folder with SmolLM2-135M, for --whole-runs")
     parser.add_argument("--in-this-process", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.table:
@@ -60,6 +74,12 @@ def main() -> int:
         measure_here(arguments.device, arguments.in_this_process)
         return 0
     rows: list[Row] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    if arguments.whole_runs:
+        if not arguments.table:
+            model = arguments.model or get_demo_model(default_cache_dir())
+            add_whole_runs(rows, model, arguments.rows, arguments.out)
+        print_whole_runs(rows)
+        return 0
     wanted = {} if arguments.table else wanted_rows(arguments.device, arguments.count, arguments.seed)
     wanted = {name: overrides for name, overrides in wanted.items() if arguments.rows in name}
     failed = run_missing(wanted, rows, arguments.device, arguments.out)
@@ -92,6 +112,35 @@ def run_missing(wanted: dict[str, tuple[str, ...]], rows: list[Row], device: str
         replace_file(out, rows)
         print(f"[{number}/{len(missing)}] {name}: {_in_short(row)}, {seconds:.0f} s", flush=True)
     return failed
+
+
+def add_whole_runs(rows: list[Row], smollm2: Path, text: str, out: Path) -> None:
+    """Measure the whole runs that are not there, with this text in their name, and write the file after each."""
+    there = {(row["name"], row["threads"]) for row in rows}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name, threads in itertools.product(WHOLE_RUNS, NUM_THREADS):
+        if text not in name or (name, threads) in there:
+            continue
+        repeats = [run_whole(name, smollm2, threads) for _ in range(NUM_REPEATS)]
+        row: Row = {"name": name, "overrides": settings_of(name, Path("{smollm2}")), "threads": threads}
+        row |= measured_on(torch.device("cpu")) | {"measured": repeats}
+        row["hardware"] = row["hardware"].partition(",")[0]  # the threads are the run's own
+        rows.append(row)
+        replace_file(out, rows)
+
+
+def print_whole_runs(rows: list[Row]) -> None:
+    """A line for each phase of each run: estimated now, and measured from the least to the most of the repeats."""
+    for row in rows:
+        peaks = whole_peaks(estimate_whole(row["name"]))
+        for phase in ("load", "step", "peak"):
+            estimated = peaks.peak_bytes if phase == "peak" else peaks.by_phase[phase]
+            measured = [repeat[phase] for repeat in row["measured"]]
+            least, most = format_bytes(min(measured)), format_bytes(max(measured))
+            print(
+                f"{row['name']:24} {row['threads']} threads  {phase:5} {format_bytes(estimated):>9} estimated, "
+                f"{least:>9} to {most:>9} measured: {estimated / max(measured) - 1:+.1%}"
+            )
 
 
 def in_new_process(device: str, name: str, overrides: Sequence[str]) -> Row | None:

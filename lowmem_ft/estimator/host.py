@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from lowmem_ft.estimator.traced_recipe import TracedRecipe
-from lowmem_ft.memory.process_size import CUDA_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.memory.process_size import (
+    CUDA_BUILD_BYTES,
+    LIBRARIES_BYTES,
+    PROCESS_BESIDE_GPU_BYTES,
+    TOKEN_BYTES,
+)
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
@@ -13,6 +20,16 @@ ADAPTER_BYTES = 4
 
 TENSORS_IN_FLIGHT = 2
 """Weights are read one tensor at a time while the one before is still being copied."""
+
+
+def process_bytes_on_cpu(vocabulary_size: int = 0) -> int:
+    """What a process without a GPU holds beside its tensors, with this machine's build of torch.
+
+    Args:
+        vocabulary_size: tokens of its tokenizer.
+    """
+    of_build = 0 if torch.version.cuda is None else CUDA_BUILD_BYTES
+    return LIBRARIES_BYTES + of_build + TOKEN_BYTES * vocabulary_size
 
 
 def host_outside(traced: TracedRecipe, recipe: Recipe, *, on_gpu: bool) -> HostOutside:
@@ -27,7 +44,7 @@ def host_outside(traced: TracedRecipe, recipe: Recipe, *, on_gpu: bool) -> HostO
         Bytes of each.
     """
     if not on_gpu:
-        return HostOutside(process_bytes=PROCESS_BYTES)
+        return HostOutside(process_bytes=process_bytes_on_cpu(traced.vocabulary_size))
     weights = [
         allocation for allocation in traced.trace.timeline.allocations if allocation.category == "parameter"
     ]
@@ -40,7 +57,7 @@ def host_outside(traced: TracedRecipe, recipe: Recipe, *, on_gpu: bool) -> HostO
     # A file's tensors are copied to the host together.
     in_a_file = max(MAX_SHARD_BYTES, max(on_device, default=0))
     return HostOutside(
-        process_bytes=PROCESS_BYTES + CUDA_PROCESS_BYTES,
+        process_bytes=PROCESS_BESIDE_GPU_BYTES,
         loading_bytes=TENSORS_IN_FLIGHT * largest,
         saving_bytes=min(saved, in_a_file),
     )

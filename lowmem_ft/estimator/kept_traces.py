@@ -169,6 +169,7 @@ def _write(file: Path, key: TraceKey, short: ShortTrace) -> None:
         "more": short.more,
         "tokens_per_micro_batch": traced.tokens_per_micro_batch,
         "batch": traced.batch,
+        "vocabulary_size": traced.vocabulary_size,
         "copied_weight_bytes": traced.copied_weight_bytes,
     }
     arrays = arrays_of(traced.trace, short.repetition, **notes)

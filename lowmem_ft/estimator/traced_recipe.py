@@ -17,12 +17,14 @@ class TracedRecipe:
         trace: of load, steps and evaluation.
         tokens_per_micro_batch: without padding.
         batch: its shape, for people.
+        vocabulary_size: tokens of the model.
         copied_weight_bytes: memory that counts as weights and holds copies of some that are elsewhere.
     """
 
     trace: Trace
     tokens_per_micro_batch: int
     batch: str
+    vocabulary_size: int = 0
     copied_weight_bytes: int = 0
 
 

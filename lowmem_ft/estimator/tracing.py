@@ -29,7 +29,7 @@ from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.trace_key import TraceKey, trace_key
 from lowmem_ft.estimator.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
-from lowmem_ft.models import load_model_config
+from lowmem_ft.models import load_model_config, vocab_size
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.build import Plan, build_session, plan_session
@@ -245,6 +245,7 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
         trace=machine.trace(recipe.model.name_or_path or ""),
         tokens_per_micro_batch=rows * length,
         batch=f"{rows} x {length} tokens",
+        vocabulary_size=vocab_size(hf_config) or 0,
         copied_weight_bytes=_copied_weight_bytes(session.techniques),
     )
 

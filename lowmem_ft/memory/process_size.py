@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from lowmem_ft.units import MIB
+from lowmem_ft.units import KIB, MIB
 
-PROCESS_BYTES = 600 * MIB
-"""Python with the libraries of a run, beside its tensors: 526 to 555 MiB at the end of ``lowmem-ft train recipe=tiny``
-in one virtual environment and 636 in another with the same versions, of whose libraries the system maps larger pieces
-at once; 625 to 655 with a tokenizer of 49 thousand tokens, which takes a KiB a token (Linux x86-64, Python 3.11,
-torch 2.13.0+cpu, transformers 5.23.0, 2026-11-22)."""
+LIBRARIES_BYTES = 362 * MIB
+"""What Python with the libraries of a run holds beside tensors and tokenizer, without pages of files: with a build of
+torch for CPUs (``scripts/measure_memory.py --whole-runs``; see ``memory/uncertainty.py``)."""
 
-LEAST_PROCESS_BYTES = 300 * MIB
-"""Below which no process is that has imported torch and transformers: 486 MiB before the model is loaded where all
-optional packages are (as above), and less without them."""
+LEAST_PROCESS_BYTES = 250 * MIB
+"""Below which no process is that has imported torch and transformers: 297 MiB held once they, datasets and accelerate
+are there, and less without optional packages."""
 
-CUDA_PROCESS_BYTES = 1898 * MIB
-"""What CUDA's libraries add on the host: an allowance, 1.5 to 3 GiB resident in reports of users; not measured here."""
+CUDA_BUILD_BYTES = 140 * MIB
+"""What a build of torch for CUDA holds beside that where there is no GPU: 130 MiB of torch 2.11.0, 152 of 2.14.1."""
+
+TOKEN_BYTES = KIB
+"""Of a tokenizer, for each token: 44 MiB of one with 49 thousand, 128 of one with 131 thousand."""
+
+PROCESS_BESIDE_GPU_BYTES = 2498 * MIB
+"""The same with CUDA's libraries in use: an allowance, 1.5 to 3 GiB resident in reports of users; not measured here."""

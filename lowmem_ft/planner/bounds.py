@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import ModelError
-from lowmem_ft.memory.process_size import CUDA_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.memory.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.models.loading import compute_dtype
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.recipe import Recipe
@@ -107,8 +107,8 @@ def device_bytes(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
 
 
 def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Resident host memory: the process, and what waits there, unless it is in files."""
-    process = PROCESS_BYTES + CUDA_PROCESS_BYTES
+    """Host memory: the process, and what waits there, unless it is in files."""
+    process = PROCESS_BESIDE_GPU_BYTES
     if recipe.offload.folder is not None:
         return process
     waiting = _state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0

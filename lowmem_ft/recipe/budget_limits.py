@@ -9,7 +9,7 @@ import psutil
 from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
 from lowmem_ft.errors import DoesNotFitError, UserError
-from lowmem_ft.memory.process_size import CUDA_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.memory.process_size import LEAST_PROCESS_BYTES, LIBRARIES_BYTES, PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.models.model_files import least_weights
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.units import format_bytes, parse_bytes
@@ -89,7 +89,7 @@ def beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
             f"budget.device={budget.device} is more than {name} has, {format_bytes(there)}. Lower it, or name a larger "
             "GPU with --gpu.",
         )
-    least = PROCESS_BYTES if gpu is None else gpu.context_bytes
+    least = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
     if wanted <= least:
         return (
             f"budget.device={budget.device} is less than the process takes on {name} before any tensor, "
@@ -109,7 +109,7 @@ def beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool) -> Sequence[s
     if budget.host is None:
         return ()
     wanted, there = parse_bytes(budget.host), psutil.virtual_memory().total
-    least = PROCESS_BYTES + (0 if gpu is None else CUDA_PROCESS_BYTES)
+    least = LIBRARIES_BYTES if gpu is None else PROCESS_BESIDE_GPU_BYTES
     if wanted <= least:
         return (
             f"budget.host={budget.host} is less than the process itself takes, {format_bytes(least)} with its "

@@ -42,7 +42,7 @@ class RealPeaks:
     Args:
         allocated: of tensors, by phase.
         reserved: of the caching allocator's segments, by phase; empty without one.
-        process: of the whole process: on CUDA its device memory, on a CPU what is resident.
+        process: of the whole process: on CUDA its device memory, on a CPU what it holds.
         process_read_by: where that number comes from.
     """
 
@@ -67,10 +67,10 @@ class PhaseMeter(Protocol):
 
 
 class CpuMeter:
-    """Every storage on the CPU, exactly; the process by its resident memory."""
+    """Every storage on the CPU, exactly; and what the process holds."""
 
     def __init__(self, tracker: StorageTracker) -> None:
-        self.peaks = RealPeaks(process_read_by="resident set size")
+        self.peaks = RealPeaks(process_read_by="resident, without pages of files")
         self._tracker = tracker
         self._phase: Phase | None = None
 

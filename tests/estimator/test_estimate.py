@@ -12,11 +12,16 @@ import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
-from lowmem_ft.estimator.host import host_outside
+from lowmem_ft.estimator.host import host_outside, process_bytes_on_cpu
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.comparison import estimated_peaks
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.process_size import CUDA_PROCESS_BYTES, PROCESS_BYTES
+from lowmem_ft.memory.process_size import (
+    CUDA_BUILD_BYTES,
+    LIBRARIES_BYTES,
+    PROCESS_BESIDE_GPU_BYTES,
+    TOKEN_BYTES,
+)
 from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, HEAP_SHARE, RESERVED_SHARE
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.units import MIB
@@ -148,15 +153,18 @@ def test_without_an_evaluation_batch_size_it_is_that_of_training(make_recipe):
 def test_host_memory_is_the_process_and_what_is_loaded_or_saved(make_recipe):
     on_gpu = estimate_memory(make_recipe(), "l4")
     weights = 4 * on_gpu.model.parameters  # fewer than a file holds
-    base = PROCESS_BYTES + CUDA_PROCESS_BYTES
+    base = PROCESS_BESIDE_GPU_BYTES
     assert base + weights <= on_gpu.host_peak_bytes <= base + weights + MIB
-    on_cpu = estimate_memory(make_recipe(), "cpu")
-    assert on_cpu.host_peak_bytes == on_cpu.process_peak_bytes == PROCESS_BYTES + on_cpu.reserved_peak_bytes
-    assert (
-        on_cpu.process_range.low_bytes
-        < PROCESS_BYTES + on_cpu.allocated_peak_bytes
-        < on_cpu.process_peak_bytes
-    )
+    on_cpu, process = estimate_memory(make_recipe(), "cpu"), process_bytes_on_cpu(1024)
+    assert on_cpu.host_peak_bytes == on_cpu.process_peak_bytes == process + on_cpu.reserved_peak_bytes
+    assert on_cpu.process_range.low_bytes < process + on_cpu.allocated_peak_bytes < on_cpu.process_peak_bytes
+
+
+@pytest.mark.parametrize("cuda,of_build", [(None, 0), ("12.8", CUDA_BUILD_BYTES)])
+def test_a_process_is_its_libraries_by_the_build_of_torch_and_its_tokenizer(monkeypatch, cuda, of_build):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert process_bytes_on_cpu() == LIBRARIES_BYTES + of_build
+    assert process_bytes_on_cpu(50_000) - process_bytes_on_cpu() == 50_000 * TOKEN_BYTES
 
 
 def test_on_a_cpu_the_heap_keeps_something_once_a_step_has_freed_it(make_recipe):

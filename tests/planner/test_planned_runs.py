@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from ground_truth.families import FAMILIES, write_families
+from ground_truth.families import FAMILIES, VOCABULARY, write_families
 from ground_truth.real_run import run_for_real
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.memory.process_size import PROCESS_BYTES
+from lowmem_ft.estimator.host import process_bytes_on_cpu
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.memory.uncertainty import CPU_PROCESS_SHARE, RESERVED_SHARE
 from lowmem_ft.planner import plan, planning
@@ -28,10 +28,12 @@ NUM_RUNS = 44
 QUICK = (4, 5)
 """What `make test` tries."""
 
-PROCESS_HIGH_BYTES = round(PROCESS_BYTES * (1 + CPU_PROCESS_SHARE))
 
 ALLOWED_ERROR = 0.005
 """Of what tensors take against the estimate, as in ``tests/estimator/test_against_real_steps.py``."""
+
+
+PROCESS_HIGH_BYTES = round(process_bytes_on_cpu(VOCABULARY) * (1 + CPU_PROCESS_SHARE))
 
 
 class BeyondBudgetError(Exception):
