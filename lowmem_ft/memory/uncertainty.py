@@ -25,7 +25,8 @@ context, an estimate            the catalogue's formula is 18 % low on a T4, 5 %
                                 A100, 2 % high on an H100 (:data:`ESTIMATED_CONTEXT_SHARE`)
 process without a GPU           362 MiB and a KiB for each token of the vocabulary; after loading, whole runs held 4 %
                                 less to 2 % more beside their tensors (``whole-runs-cpu.json``); with builds of torch
-                                for CUDA, whose 140 MiB come on top, 2 % less to 3 % more (:data:`CPU_PROCESS_SHARE`)
+                                for CUDA, whose 140 MiB come on top, 2 % less to 3 % more: an allowance of twice that
+                                (:data:`CPU_PROCESS_SHARE`)
 heap, without a GPU             what the C library keeps of freed tensors, as a share of those below 32 MiB that are
                                 there at the peak: 6 to 9 % with adapters, 11 to 13 % with float32 weights, 25 to 57 %
                                 where bfloat16 weights are trained, and not the same when repeated
@@ -43,7 +44,7 @@ RESERVED_SHARE = 0.01
 QUANTIZED_RESERVED_SHARE = 0.06
 CONTEXT_SHARE = 0.10
 ESTIMATED_CONTEXT_SHARE = 0.25
-CPU_PROCESS_SHARE = 0.05
+CPU_PROCESS_SHARE = 0.08
 HEAP_SHARE = 0.30
 """Of the tensors that lie in the heap, counted on top of them; the range around it is from nothing to twice as much."""
 
