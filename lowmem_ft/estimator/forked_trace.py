@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import os
 import pickle
 import signal
 import sys
@@ -21,12 +20,10 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
+from lowmem_ft.estimator.cores import processes_at_once
 from lowmem_ft.estimator.traced_recipe import TracedRecipe
 
 logger = logging.getLogger(__name__)
-
-PROCESSES_VARIABLE = "LOWMEM_FT_TRACE_PROCESSES"
-"""``1``: all traces are made in one process."""
 
 PATIENCE_S = 60.0
 """A process that takes so much longer than this one did is taken for stuck."""
@@ -63,10 +60,10 @@ def forked_trace(make: Callable[[], TracedRecipe]) -> Iterator[Take]:
 
 
 def _may_fork() -> bool:
-    if os.environ.get(PROCESSES_VARIABLE) == "1" or sys.platform != "linux":
+    if sys.platform != "linux" or processes_at_once() == 1:
         return False
     is_child = multiprocessing.current_process().daemon  # which may have none of its own
-    return not is_child and not torch.cuda.is_initialized() and len(os.sched_getaffinity(0)) > 1
+    return not is_child and not torch.cuda.is_initialized()
 
 
 def _start(make: Callable[[], TracedRecipe]) -> tuple[BaseProcess, Connection] | None:

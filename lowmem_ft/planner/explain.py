@@ -166,11 +166,11 @@ class Neighbours:
         best = None
         while left > 0 and best != self._search.found.best:
             best = self._search.found.best
-            for combination in self._next_cheaper():
-                place = self.place_of(combination)
-                if place is not None and left > 0 and self._search.is_open(place):
-                    self._search.estimate(place)
-                    left -= 1
+            places = [self.place_of(combination) for combination in self._next_cheaper()]
+            open_ = [place for place in places if place is not None and self._search.is_open(place)]
+            for number, place in enumerate(open_[:left], 1):
+                self._search.estimate(place, then=open_[number:left])
+                left -= 1
                 if self._search.found.best != best:
                     break
 

@@ -16,6 +16,7 @@ from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import tracing
 from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
 from lowmem_ft.planner.candidates import candidates_of, prior_of, with_headroom
 from lowmem_ft.planner.ctrl_c import CtrlC
 from lowmem_ft.planner.explain import Findings, Neighbours, nearest
@@ -198,13 +199,18 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None) -> Space:
 
 def _plan_in(space: Space, target: Target, on_progress: OnProgress) -> MemoryPlan:
     """The best of a space, explained; Ctrl-C ends the search."""
-    with CtrlC() as ctrl_c:
-        return _searched(space, target, on_progress, ctrl_c)
+    with CtrlC() as ctrl_c, EstimatesAhead(num_processes_ahead(), target.gpu, target.budget) as ahead:
+        return _searched(space, target, on_progress, ctrl_c, ahead)
 
 
-def _searched(space: Space, target: Target, on_progress: OnProgress, ctrl_c: CtrlC) -> MemoryPlan:
+def _searched(
+    space: Space, target: Target, on_progress: OnProgress, ctrl_c: CtrlC, ahead: EstimatesAhead
+) -> MemoryPlan:
     """The best of a space, explained."""
     candidates = candidates_of(space, target.shape, target.gpu)
+
+    def recipe_of(place: int) -> Recipe:
+        return space.recipe_of(space.combinations[place])
 
     def need_of(place: int) -> Need | str:
         ctrl_c.check()
@@ -217,7 +223,7 @@ def _searched(space: Space, target: Target, on_progress: OnProgress, ctrl_c: Ctr
             )
         )
         try:
-            return _need(*target.estimate(space.recipe_of(space.combinations[place])))
+            return _need(*(ahead.take(place) or target.estimate(recipe_of(place))))
         except UserError as error:
             return " ".join(error.problems)
 
@@ -228,6 +234,7 @@ def _searched(space: Space, target: Target, on_progress: OnProgress, ctrl_c: Ctr
         prior_of(space),
         max_effort=MAX_EFFORT,
         least_promise=LEAST_PROMISE,
+        look_ahead=lambda places: ahead.guess(places, recipe_of),
     )
     neighbours = Neighbours(space, search)
     found = search.run(neighbours.place_of(space.own))

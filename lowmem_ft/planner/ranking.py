@@ -81,6 +81,14 @@ class Beliefs:
         for quantity, value in excess.items():
             self._logs[quantity].append(float(np.log(max(value, _LEAST[quantity]))))
 
+    def expected(self, place: int) -> dict[Quantity, float]:
+        """What one is expected to exceed its bounds by, and its effort, once something is known."""
+        features = self._features(np.array([place]))
+        return {
+            quantity: float(np.exp(self._posterior(features, quantity)[0][0]))
+            for quantity in get_args(Quantity)
+        }
+
     def promise(
         self,
         places: Ints,

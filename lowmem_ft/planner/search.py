@@ -9,7 +9,8 @@ Axes: N combinations, D dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +122,8 @@ class Search:
         max_effort: in common estimates, after which the search ends; None: when nothing is left that could be better.
         least_promise: it ends before where the effort is too little for all that is left, and no more is expected of
             any than to be faster by this share. What gives up less than the best is passed over likewise.
+        look_ahead: told, before each estimate, what would be asked next if it comes out as expected; what it does
+            changes nothing here.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class Search:
         *,
         max_effort: float | None = None,
         least_promise: float = 0.0,
+        look_ahead: Callable[[Iterator[int]], None] = lambda places: None,
     ) -> None:
         self._candidates = candidates
         self._limits = limits
@@ -139,6 +143,7 @@ class Search:
         self._beliefs = Beliefs(candidates.choices_ND, prior)
         self._max_effort = max_effort
         self._least_promise = least_promise
+        self._look_ahead = look_ahead
         self._open_N = np.ones(len(candidates), dtype=bool)
         self.found = Searched()
         self._exclude_by_bytes()
@@ -161,14 +166,52 @@ class Search:
             self.found.interrupted = True
         return self.conclude()
 
-    def estimate(self, place: int) -> Need | str:
-        """What one needs, which is asked once."""
+    def estimate(self, place: int, then: Sequence[int] = ()) -> Need | str:
+        """What one needs, which is asked once.
+
+        Args:
+            place: its index.
+            then: what will be asked next, whatever comes out; else the search's own choice.
+        """
         found = self.found
         if place in found.needs:
             return found.needs[place]
         if place in found.refused:
             return found.refused[place]
+        self._look_ahead(iter(then) if then else self._likely_after(place))
         need = self._need_of(place)
+        return self._learn(place, need)
+
+    def _likely_after(self, place: int | None) -> Iterator[int]:
+        """What it would choose one after the other, if each needs what is expected of it."""
+        if not self.found.needs:
+            return
+        imagined = copy.copy(self)
+        imagined._open_N = self._open_N.copy()
+        imagined._beliefs = copy.deepcopy(self._beliefs)
+        imagined.found = Searched(best=self.found.best, needs=dict(self.found.needs))
+        while place is not None:
+            imagined._learn(place, imagined._expected(place))
+            place = imagined._next()
+            if place is not None:
+                yield place
+
+    def _expected(self, place: int) -> Need:
+        """What one needs, for all that is known."""
+        candidates, limits = self._candidates, self._limits
+        excess = self._beliefs.expected(place)
+        device_bytes = float(candidates.device_bytes_N[place] + excess["device_bytes"])
+        host_bytes = float(candidates.host_bytes_N[place] + excess["host_bytes"])
+        return Need(
+            seconds=float(candidates.seconds_N[place] + excess["seconds"]),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            fits=not any(limits.missing(device_bytes, host_bytes)),
+            effort=excess["effort"],
+        )
+
+    def _learn(self, place: int, need: Need | str) -> Need | str:
+        found = self.found
         self._open_N[place] = False
         if isinstance(need, str):
             found.refused[place] = need

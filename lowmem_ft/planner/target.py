@@ -31,6 +31,8 @@ from lowmem_ft.training.build import plan_session
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
+Answer = tuple[MemoryEstimate, int]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -92,19 +94,34 @@ class Target:
         """Whether the device computes with it."""
         return self.gpu is None or self.gpu.has_bfloat16
 
-    def estimate(self, recipe: Recipe, other: Gpu | None = None) -> tuple[MemoryEstimate, int]:
-        """Of the recipe in full; without every allocation, of which forty estimates would hold too many.
+    def estimate(self, recipe: Recipe, other: Gpu | None = None) -> Answer:
+        """Of the recipe in full.
 
         Args:
             recipe: with the settings to try.
             other: a card to try it on in place of this device, with all of its memory.
 
         Returns:
-            The estimate, and the events of its trace, which say how long it took whatever else ran.
+            As :func:`estimate_in_full`.
         """
         budget = self.budget if other is None else dataclasses.replace(self.budget, device=None)
-        estimate = estimate_memory(recipe, other or self.gpu or CPU, budget=budget, kept=self.kept)
-        return dataclasses.replace(estimate, timeline=Timeline()), len(estimate.timeline.events)
+        return estimate_in_full(recipe, other or self.gpu, budget, self.kept)
+
+
+def estimate_in_full(recipe: Recipe, gpu: Gpu | None, budget: Budget, kept: KeptTraces) -> Answer:
+    """An estimate without its every allocation, of which forty would hold too many.
+
+    Args:
+        recipe: with the settings to try.
+        gpu: where; None: this machine's processor.
+        budget: what it is held against.
+        kept: traces made before.
+
+    Returns:
+        The estimate, and the events of its trace, which say how long it took whatever else ran.
+    """
+    estimate = estimate_memory(recipe, gpu or CPU, budget=budget, kept=kept)
+    return dataclasses.replace(estimate, timeline=Timeline()), len(estimate.timeline.events)
 
 
 def _or_infinite(num_bytes: int | None) -> float:

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from lowmem_ft import estimate_memory
-from lowmem_ft.estimator import forked_trace
+from lowmem_ft.estimator import cores, forked_trace
 from lowmem_ft.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothi
 PROGRAM = """
 import json, os, multiprocessing, sys, time
 from lowmem_ft import estimate_memory
-from lowmem_ft.estimator import forked_trace, tracing
+from lowmem_ft.estimator import cores, forked_trace, tracing
 from lowmem_ft.recipe import load_recipe
 
-os.environ[forked_trace.PROCESSES_VARIABLE] = "2"
-os.sched_getaffinity = lambda process: {0, 1}
+os.environ[cores.PROCESSES_VARIABLE] = "2"
+cores._cores = lambda: 2
 forked_trace.PATIENCE_S = float(sys.argv[2])
 here, depths, original = os.getpid(), [], tracing.trace_layers
 
@@ -94,6 +94,6 @@ def test_nothing_is_forked_after_a_trace(model, monkeypatch):
     """Torch would let the other process run no backward pass."""
     monkeypatch.setattr(forked_trace, "_is_first", False)
     monkeypatch.setattr(forked_trace, "_start", None)
-    monkeypatch.setenv(forked_trace.PROCESSES_VARIABLE, "2")
+    monkeypatch.setenv(cores.PROCESSES_VARIABLE, "2")
     with forked_trace.forked_trace(lambda: None) as take:
         assert take() is None

@@ -298,3 +298,28 @@ def test_memory_that_nothing_comes_near_decides_nothing():
         for free in (20e9, 22e9)
     ]
     assert np.array_equal(*promises)
+
+
+def test_it_says_what_it_will_ask_next_and_asks_the_same():
+    guessed_rightly = asked_in_all = 0
+    for seed in range(20):
+        limits = LIMITS[seed % len(LIMITS)]
+        alone, guessing = MadeUp(seed, num_dimensions=3), MadeUp(seed, num_dimensions=3)
+        alone.search(limits).run(0)
+        guesses: list[int | None] = []
+        search = Search(
+            guessing.candidates,
+            limits,
+            guessing.need_of(limits),
+            Prior.flat(guessing.sizes),
+            look_ahead=lambda places, guesses=guesses: guesses.append(next(places, None)),
+        )
+        search.run(0)
+        assert guessing.asked == alone.asked, seed
+        guessed_rightly += sum(
+            guess == asked for guess, asked in zip(guesses, guessing.asked[1:], strict=False)
+        )
+        asked_in_all += len(guessing.asked)
+        for number, guess in enumerate(guesses):
+            assert guess not in guessing.asked[: number + 1], "what is known is no guess"
+    assert guessed_rightly > asked_in_all / 4

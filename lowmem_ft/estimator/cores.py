@@ -1,0 +1,28 @@
+"""How many processes may estimate at once."""
+
+from __future__ import annotations
+
+import os
+
+from lowmem_ft.errors import UserError
+
+PROCESSES_VARIABLE = "LOWMEM_FT_TRACE_PROCESSES"
+"""The most processes that make traces at once; ``1``: all are made in one. Unset: as many as there are cores."""
+
+
+def processes_at_once() -> int:
+    """At most so many, by the cores that this process may use and by ``LOWMEM_FT_TRACE_PROCESSES``.
+
+    Raises:
+        UserError: if that variable is no number from 1.
+    """
+    asked = os.environ.get(PROCESSES_VARIABLE, "")
+    if not asked:
+        return _cores()
+    if not (asked.isdecimal() and int(asked) >= 1):
+        raise UserError(f"{PROCESSES_VARIABLE} is a number of processes from 1, got {asked!r}.")
+    return min(_cores(), int(asked))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

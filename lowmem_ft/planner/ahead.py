@@ -1,0 +1,142 @@
+"""Estimates that a search is likely to ask for, made in other processes while this one makes what it has asked.
+
+They only bring forward what the search would do anyway: it takes its decisions in the same order, on the same numbers,
+with any number of processes. A guess that it does not ask for is lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import psutil
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
+from lowmem_ft.estimator.cores import PROCESSES_VARIABLE, processes_at_once
+from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.planner.target import Answer, estimate_in_full
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.units import GIB
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+MOST_PROCESSES = 4
+"""With this one; the further ahead a guess, the less likely it is asked for."""
+
+PROCESS_BYTES = 2 * GIB
+"""Of memory that must be free for each of them."""
+
+
+class EstimatesAhead:
+    """Other processes that estimate; each starts with its first guess, and all end with the ``with`` block.
+
+    Args:
+        num_processes: beside this one; with 0 nothing is guessed.
+        gpu: what is estimated on; None: this machine's processor.
+        budget: what it is held against.
+    """
+
+    def __init__(self, num_processes: int, gpu: Gpu | None, budget: Budget) -> None:
+        self._num_processes = num_processes
+        self._gpu = gpu
+        self._budget = budget
+        self._threads = ThreadPoolExecutor(max(1, num_processes), thread_name_prefix="estimate-ahead")
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._processes: list[EstimatingProcess] = []
+        self._is_closed = False
+        self._guessed: dict[int, Future[Answer]] = {}
+
+    def guess(self, places: Iterable[int], recipe_of: Callable[[int], Recipe]) -> None:
+        """Begin estimates for as many processes as are idle.
+
+        Args:
+            places: what may be asked for, the likeliest first.
+            recipe_of: what each stands for.
+        """
+        under_way = sum(not future.done() for future in self._guessed.values())
+        new = (place for place in places if place not in self._guessed)
+        for place in itertools.islice(new, max(0, self._num_processes - under_way)):
+            self._guessed[place] = self._threads.submit(self._estimate, recipe_of(place))
+
+    def take(self, place: int) -> Answer | None:
+        """What was guessed rightly, waited for if it is under way; None if nobody is at it.
+
+        Raises:
+            UserError: what the estimate raised.
+        """
+        future = self._guessed.pop(place, None)
+        if future is None:
+            return None
+        try:
+            return future.result()
+        except ChildFailedError as error:
+            logger.info("No more estimates ahead: %s.", error)
+            self._num_processes = 0
+            return None
+
+    def close(self) -> None:
+        """End all of it, whatever is under way."""
+        with self._lock:
+            self._is_closed = True
+        for process in self._processes:
+            process.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _estimate(self, recipe: Recipe) -> Answer:
+        process = self._process()
+        process.ask(_estimate_there, recipe, self._gpu, self._budget)
+        return process.answer()
+
+    def _process(self) -> EstimatingProcess:
+        """That of the thread that asks."""
+        with self._lock:
+            if self._is_closed:
+                raise ChildFailedError("nobody waits for it")
+            if not hasattr(self._of_thread, "process"):
+                self._of_thread.process = EstimatingProcess()
+                self._processes.append(self._of_thread.process)
+        return self._of_thread.process
+
+
+def num_processes_ahead() -> int:
+    """As many as this machine has cores and memory for, beside this one.
+
+    Raises:
+        UserError: if ``LOWMEM_FT_TRACE_PROCESSES`` is no number.
+    """
+    room = psutil.virtual_memory().available // PROCESS_BYTES
+    return min(MOST_PROCESSES - 1, processes_at_once() - 1, room)
+
+
+@functools.cache
+def _kept() -> KeptTraces:
+    os.environ[PROCESSES_VARIABLE] = "1"  # there are enough already
+    return KeptTraces.of_user()
+
+
+def _estimate_there(recipe: Recipe, gpu: Gpu | None, budget: Budget) -> Answer:
+    return estimate_in_full(recipe, gpu, budget, _kept())

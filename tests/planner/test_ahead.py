@@ -1,0 +1,103 @@
+"""What other processes estimate ahead changes when an answer is there, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.errors import UserError
+from lowmem_ft.estimator.cores import PROCESSES_VARIABLE
+from lowmem_ft.planner import plan
+from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
+from lowmem_ft.planner.target import Target
+
+BUDGET = Budget(device="4GiB")
+
+
+def _without_clock(values: Any) -> Any:
+    """JSON without how long each trace took."""
+    if isinstance(values, list):
+        return [_without_clock(value) for value in values]
+    if isinstance(values, dict):
+        return {key: _without_clock(value) for key, value in values.items() if key != "trace_seconds"}
+    return values
+
+
+@pytest.fixture
+def ahead():
+    with EstimatesAhead(1, find_gpu("l4"), BUDGET) as processes:
+        yield processes
+
+
+def test_an_estimate_made_elsewhere_is_the_same_and_its_failure_costs_nothing(ahead, make_recipe):
+    recipes = {
+        0: make_recipe(),
+        1: make_recipe("checkpointing.mode=full"),
+        2: make_recipe("model.name_or_path=/gone"),
+        3: make_recipe("data.max_length=256"),
+    }
+    ahead.guess(iter([0, 1]), recipes.__getitem__)
+    assert ahead.take(1) is None, "there is one process, which is busy with the likelier guess"
+    target = Target.of(make_recipe(f"budget.device={BUDGET.device}"), "l4")
+    here, num_events = target.estimate(recipes[0])
+    answer = ahead.take(0)
+    assert answer is not None
+    assert [_without_clock(answer[0].to_json()), answer[1]] == [_without_clock(here.to_json()), num_events]
+    assert ahead.take(0) is None
+
+    ahead.guess(iter([2]), recipes.__getitem__)
+    with pytest.raises(UserError, match="/gone"):
+        ahead.take(2)
+
+    ahead.guess(iter([3]), recipes.__getitem__)
+    for process in ahead._processes:
+        process._process.kill()
+    assert ahead.take(3) is None
+    ahead.guess(iter([1]), recipes.__getitem__)
+    assert ahead.take(1) is None, "a process that fails once is not started again"
+
+
+def test_nobody_waits_for_a_guess_that_is_not_asked_for(make_recipe):
+    start = time.perf_counter()
+    with EstimatesAhead(1, find_gpu("l4"), BUDGET) as ahead:
+        ahead.guess(iter([0]), lambda place: make_recipe("data.max_length=1024"))
+        while not ahead._processes:
+            time.sleep(0.01)
+    assert ahead._processes[0]._process.poll() is not None
+    assert time.perf_counter() - start < 60, "it was not killed"
+
+
+def test_a_plan_is_the_same_with_another_process(make_recipe, monkeypatch):
+    keep = "plan.keep=[model,training,optimizer,checkpointing.every_n_layers,offload,tiling,accumulation]"
+    recipe = make_recipe(keep, "training.per_device_train_batch_size=16")
+    results, taken = [], []
+    take = EstimatesAhead.take
+    monkeypatch.setattr(
+        EstimatesAhead, "take", lambda self, place: taken.append(take(self, place)) or taken[-1]
+    )
+    for processes in ("1", "2"):
+        monkeypatch.setenv(PROCESSES_VARIABLE, processes)
+        monkeypatch.setattr("lowmem_ft.estimator.cores._cores", lambda: 2)
+        assert not any(taken)
+        values = _without_clock(plan(recipe, BUDGET, "l4").to_json())
+        del values["seconds"]
+        results.append(values)
+    assert results[0] == results[1]
+    assert any(taken), "nothing was guessed rightly"
+
+
+def test_there_are_as_many_processes_as_cores_and_memory_allow(monkeypatch):
+    monkeypatch.setattr("lowmem_ft.estimator.cores._cores", lambda: 16)
+    monkeypatch.setenv(PROCESSES_VARIABLE, "1")
+    assert num_processes_ahead() == 0
+    monkeypatch.setenv(PROCESSES_VARIABLE, "2")
+    assert num_processes_ahead() <= 1
+    monkeypatch.setenv(PROCESSES_VARIABLE, "many")
+    with pytest.raises(
+        UserError, match="LOWMEM_FT_TRACE_PROCESSES is a number of processes from 1, got 'many'"
+    ):
+        num_processes_ahead()
