@@ -15,12 +15,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nor do they read what this user has traced, or leave anything with it.
 os.environ["LOWMEM_FT_TRACE_CACHE"] = "off"
 os.environ["LOWMEM_FT_TRACE_PROCESSES"] = "1"  # the tests run on all cores
-# What is started in the background (`make test &`, nohup) ignores Ctrl-C, and so would all processes that tests start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import pytest
 import torch
 from processes import Forks
+
+# What is started in the background (`make test &`, nohup) ignores Ctrl-C, and so would all processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session):

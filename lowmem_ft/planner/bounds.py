@@ -1,8 +1,8 @@
 """What any step of a recipe takes at the least: bytes that lie still, products of matrices, bytes over the host link.
 
 Nothing here is an estimate: these numbers only spare a search the combinations that cannot do. Each holds whatever the
-other settings are (``tests/planner/test_bounds.py`` holds them against estimates), which is why activations, that grow
-and shrink with everything, have none.
+other settings are (``tests/planner/test_bounds.py`` holds them against estimates). Of activations only those count that
+autograd cannot do without: what trained matrices multiply, what checkpointed layers begin with, and logits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,25 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.clock import host_link_rate, matmul_rate
 
-DEVICE_KEYS = ("model", "adapter", "optimizer", "offload", "accumulation", "training")
-"""Groups that bounds of bytes read; those of seconds read the next ones too."""
+BYTES_KEYS = ("model", "adapter", "optimizer", "offload", "accumulation", "training")
+"""Groups that bounds of bytes read; those of seconds and of activations read the next ones too."""
 
-SECONDS_KEYS = (*DEVICE_KEYS, "checkpointing", "data")
+SECONDS_KEYS = (*BYTES_KEYS, "checkpointing", "data")
+
+ACTIVATION_KEYS = (
+    "model.dtype",
+    "adapter.name",
+    "accumulation.order",
+    "training",
+    "checkpointing",
+    "data.max_length",
+    "loss.chunk_tokens",
+    "tiling",
+    "offload.activations",
+)
+
+_LOGIT_BYTES = 8.0
+"""Of a logit of a model's own loss, in which float32 and its gradient stand side by side."""
 
 _QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
 """Of an element, without the scales."""
@@ -43,6 +58,10 @@ class ModelShape:
         products: elements of the matrices in them that every token passes; experts, of which it passes some, are not.
         products_again: of those, what the recomputation of all layers passes: it ends before each layer's last product.
         head_products: elements of the head.
+        widths: elements of a token that the matrices of all decoder layers multiply; those that several multiply once.
+        hidden_size: elements of a token between layers.
+        attention_size: elements of a token that attention gives, where the config says so; else 0.
+        vocab_size: logits of a token.
         longest_row: tokens of a row, where ``data.max_length`` is null.
         checkpoint_dtype: type of the weights, where ``model.dtype`` is auto.
     """
@@ -53,6 +72,10 @@ class ModelShape:
     products: int
     products_again: int
     head_products: int
+    widths: int
+    hidden_size: int
+    attention_size: int
+    vocab_size: int
     longest_row: int
     checkpoint_dtype: torch.dtype
 
@@ -77,8 +100,9 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         layers: list[nn.Module] = list(decoder_layers(model))
     except ModelError:
         layers = []
-    products = [list(_products(layer)) for layer in layers]
+    products = [[matrix.weight.numel() for matrix in _matrices(layer)] for layer in layers]
     head = model.get_output_embeddings()
+    text_config = model.config.get_text_config()
     return ModelShape(
         num_layers=len(layers),
         parameters=_numel(model),
@@ -86,6 +110,11 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         products=sum(map(sum, products)),
         products_again=sum(sum(of_layer) - max(of_layer, default=0) for of_layer in products),
         head_products=head.weight.numel() if isinstance(head, nn.Linear) else 0,
+        widths=sum(sum({matrix.in_features for matrix in _matrices(layer)}) for layer in layers),
+        hidden_size=getattr(text_config, "hidden_size", 0),
+        attention_size=getattr(text_config, "num_attention_heads", 0)
+        * (getattr(text_config, "head_dim", 0) or 0),
+        vocab_size=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
         longest_row=longest_row,
         checkpoint_dtype=checkpoint_dtype,
     )
@@ -95,15 +124,57 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _products(layer: nn.Module) -> Iterator[int]:
+def _matrices(layer: nn.Module) -> Iterator[nn.Linear]:
+    """Those that every token passes."""
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear) and "expert" not in name:
-            yield module.weight.numel()
+            yield module
 
 
 def device_bytes(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
-    """Bytes of the process on the device that are there at the end of each step's backward pass."""
+    """Bytes of the process on the device: at the end of a step's last backward pass, or of its last forward pass."""
+    after_backward = bytes_after_backward(recipe, shape, gpu)
+    return max(after_backward, bytes_before_backward(recipe, shape, gpu) + activation_bytes(recipe, shape))
+
+
+def bytes_after_backward(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+    """Weights, state and gradients, at the end of the last backward pass."""
     return gpu.context_bytes + _weights(recipe, shape) + _state(recipe, shape) + _gradients(recipe, shape)
+
+
+def bytes_before_backward(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+    """Weights, state, and gradients of the micro-batches before, at the end of the last forward pass."""
+    before = 0.0
+    if _sums_over_passes(recipe) and not recipe.optimizer.in_backward:
+        before = _gradients(recipe, shape)
+    return gpu.context_bytes + _weights(recipe, shape) + _state(recipe, shape) + before
+
+
+def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """What autograd keeps at the least, at the end of the last forward pass.
+
+    A trained matrix keeps what it multiplies, and a checkpointed layer what it begins with; in vertical order of all
+    micro-batches. A model's own loss holds all logits of a micro-batch.
+    """
+    training = recipe.training
+    length = recipe.data.max_length or shape.longest_row
+    tokens = training.per_device_train_batch_size * length
+    itemsize = compute_dtype(shape.dtype_of(recipe), training.mixed_precision).itemsize
+    logits = _LOGIT_BYTES * tokens * shape.vocab_size
+    if recipe.loss.chunk_tokens is not None or recipe.tiling.head > 1:
+        logits = 0.0
+    if recipe.accumulation.order == "vertical":
+        tokens *= training.gradient_accumulation_steps
+    again = _share_again(recipe, shape)
+    begins = float(shape.num_layers * shape.hidden_size)
+    if recipe.checkpointing.mode == "selective":
+        begins += shape.num_layers * shape.attention_size
+    keeps = float(shape.widths) if recipe.adapter.name == "none" and recipe.tiling.mlp == 1 else 0.0
+    if recipe.offload.activations != "none":
+        begins = 0.0
+    if recipe.offload.activations == "all":
+        keeps = 0.0
+    return tokens * itemsize * (again * begins + (1.0 - again) * keeps) + logits
 
 
 def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
@@ -201,12 +272,13 @@ def _gradients(recipe: Recipe, shape: ModelShape) -> float:
     if recipe.optimizer.in_backward:
         waits_here = _gradients_wait(recipe) and recipe.offload.optimizer == "device"
         return float(shape.parameters * itemsize) if waits_here else 0.0
-    summed = (
-        recipe.training.gradient_accumulation_steps > 1
-        and recipe.accumulation.order == "horizontal"
-        and recipe.accumulation.dtype == "float32"
-    )
+    summed = _sums_over_passes(recipe) and recipe.accumulation.dtype == "float32"
     return float(shape.parameters * (4 if summed else itemsize))
+
+
+def _sums_over_passes(recipe: Recipe) -> bool:
+    """Whether a backward pass meets the gradients of the micro-batches before."""
+    return recipe.training.gradient_accumulation_steps > 1 and recipe.accumulation.order == "horizontal"
 
 
 def _gradients_wait(recipe: Recipe) -> bool:

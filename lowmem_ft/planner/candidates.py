@@ -6,7 +6,7 @@ Axes: N combinations, D dimensions, U different choices of the dimensions that s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,26 +44,32 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
         The candidates, in the order of the space.
     """
     choices_ND = np.array(space.combinations, dtype=np.int64).reshape(len(space.combinations), -1)
-    before_N, after_N = _ranks(space, choices_ND)
 
     def each(keys: Sequence[str], of: Callable[[Recipe], float]) -> NDArray[np.float64]:
         if gpu is None:
             return np.zeros(len(choices_ND))
         return _by_what_is_read(space, choices_ND, keys, of)
 
+    at_end_N = each(bounds.BYTES_KEYS, lambda recipe: bounds.bytes_after_backward(recipe, shape, _known(gpu)))
+    in_between_N = each(
+        bounds.BYTES_KEYS, lambda recipe: bounds.bytes_before_backward(recipe, shape, _known(gpu))
+    )
+    activations_N = each(bounds.ACTIVATION_KEYS, lambda recipe: bounds.activation_bytes(recipe, shape))
+    before_N, after_N = _ranks(space, choices_ND)
     return Candidates(
         choices_ND=choices_ND,
         before_N=before_N,
         after_N=after_N,
         seconds_N=each(bounds.SECONDS_KEYS, lambda recipe: bounds.seconds(recipe, shape, _known(gpu))),
-        device_bytes_N=each(
-            bounds.DEVICE_KEYS, lambda recipe: with_headroom(bounds.device_bytes(recipe, shape, _known(gpu)))
-        ),
-        host_bytes_N=each(bounds.DEVICE_KEYS, lambda recipe: with_headroom(bounds.host_bytes(recipe, shape))),
+        device_bytes_N=with_headroom(np.maximum(at_end_N, in_between_N + activations_N)),
+        host_bytes_N=with_headroom(each(bounds.BYTES_KEYS, lambda recipe: bounds.host_bytes(recipe, shape))),
     )
 
 
-def with_headroom(num_bytes: float) -> float:
+_Bytes = TypeVar("_Bytes", float, NDArray[np.float64])
+
+
+def with_headroom(num_bytes: _Bytes) -> _Bytes:
     """The smallest limit under which so many bytes are not tight."""
     return num_bytes / (1 - TIGHT_SHARE)
 

@@ -41,6 +41,17 @@ LADDER = {
         "offload.optimizer": "host",
         "offload.parameters": "stream",
     },
+    "wide micro-batches": {"training.per_device_train_batch_size": 4},
+    "wide micro-batches in vertical order": {
+        "model.dtype": "bfloat16",
+        "optimizer.master": "none",
+        "optimizer.in_backward": True,
+        "accumulation.order": "vertical",
+        "training.per_device_train_batch_size": 2,
+        "training.gradient_accumulation_steps": 4,
+    },
+    "every other layer": {"checkpointing.mode": "selective", "checkpointing.every_n_layers": 2},
+    "the model's own loss": {"loss.chunk_tokens": None, "training.mixed_precision": "bf16"},
     "adapters beside 4 bits": {
         "adapter.name": "lora",
         "model.dtype": "bfloat16",
@@ -90,6 +101,25 @@ def test_of_combinations_at_random(make_recipe, shape):
 def test_a_rung_that_bounds_nothing_is_seen(optimizer, state_bytes, make_recipe, shape):
     """The bound of what lies still is most of what a plain run takes: it is no bound of half the model."""
     recipe = make_recipe("loss.chunk_tokens=256", *optimizer)
-    device = bounds.device_bytes(recipe, shape, find_gpu(GPU))
+    device = bounds.bytes_after_backward(recipe, shape, find_gpu(GPU))
     context = find_gpu(GPU).context_bytes
     assert device - context == shape.parameters * (4 + state_bytes + 4)
+
+
+def test_of_activations_those_count_that_backward_needs(make_recipe, shape):
+    """Two layers of width 512, an MLP of 1024, 4096 logits; a row of 512 tokens in float32."""
+    one = ["training.gradient_accumulation_steps=1", "loss.chunk_tokens=256"]
+    rows_of_4 = [*one, "training.per_device_train_batch_size=4"]
+    kept = 512 * 4 * 2 * (512 + 1024)
+    begins = 512 * 4 * 2 * 512
+    for settings, expected in (
+        (one, kept),
+        (rows_of_4, 4 * kept),
+        ([*one, "loss.chunk_tokens=null"], kept + 512 * 4096 * 8),
+        ([*one, "checkpointing.mode=full"], begins),
+        ([*one, "checkpointing.mode=full", "checkpointing.every_n_layers=2"], (begins + kept) // 2),
+        ([*one, "checkpointing.mode=selective"], 2 * begins),
+        ([*one, "checkpointing.mode=full", "offload.activations=inputs"], 0),
+        ([*one, "adapter.name=lora"], 0),
+    ):
+        assert bounds.activation_bytes(make_recipe(*settings), shape) == expected, settings
