@@ -59,6 +59,7 @@ class ModelShape:
         products_again: of those, what the recomputation of all layers passes: it ends before each layer's last product.
         head_products: elements of the head.
         widths: elements of a token that the matrices of all decoder layers multiply; those that several multiply once.
+        outputs: elements of a token that they give.
         hidden_size: elements of a token between layers.
         attention_size: elements of a token that attention gives, where the config says so; else 0.
         vocab_size: logits of a token.
@@ -73,6 +74,7 @@ class ModelShape:
     products_again: int
     head_products: int
     widths: int
+    outputs: int
     hidden_size: int
     attention_size: int
     vocab_size: int
@@ -111,6 +113,7 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         products_again=sum(sum(of_layer) - max(of_layer, default=0) for of_layer in products),
         head_products=head.weight.numel() if isinstance(head, nn.Linear) else 0,
         widths=sum(sum({matrix.in_features for matrix in _matrices(layer)}) for layer in layers),
+        outputs=sum(matrix.out_features for layer in layers for matrix in _matrices(layer)),
         hidden_size=getattr(text_config, "hidden_size", 0),
         attention_size=getattr(text_config, "num_attention_heads", 0)
         * (getattr(text_config, "head_dim", 0) or 0),
@@ -133,21 +136,21 @@ def _matrices(layer: nn.Module) -> Iterator[nn.Linear]:
 
 def device_bytes(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
     """Bytes of the process on the device: at the end of a step's last backward pass, or of its last forward pass."""
-    after_backward = bytes_after_backward(recipe, shape, gpu)
-    return max(after_backward, bytes_before_backward(recipe, shape, gpu) + activation_bytes(recipe, shape))
+    forward = bytes_before_backward(recipe, shape) + activation_bytes(recipe, shape)
+    return gpu.context_bytes + max(bytes_after_backward(recipe, shape), forward)
 
 
-def bytes_after_backward(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+def bytes_after_backward(recipe: Recipe, shape: ModelShape) -> float:
     """Weights, state and gradients, at the end of the last backward pass."""
-    return gpu.context_bytes + _weights(recipe, shape) + _state(recipe, shape) + _gradients(recipe, shape)
+    return _weights(recipe, shape) + _state(recipe, shape) + _gradients(recipe, shape)
 
 
-def bytes_before_backward(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+def bytes_before_backward(recipe: Recipe, shape: ModelShape) -> float:
     """Weights, state, and gradients of the micro-batches before, at the end of the last forward pass."""
     before = 0.0
     if _sums_over_passes(recipe) and not recipe.optimizer.in_backward:
         before = _gradients(recipe, shape)
-    return gpu.context_bytes + _weights(recipe, shape) + _state(recipe, shape) + before
+    return _weights(recipe, shape) + _state(recipe, shape) + before
 
 
 def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
@@ -156,25 +159,39 @@ def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
     A trained matrix keeps what it multiplies, and a checkpointed layer what it begins with; in vertical order of all
     micro-batches. A model's own loss holds all logits of a micro-batch.
     """
-    training = recipe.training
-    length = recipe.data.max_length or shape.longest_row
-    tokens = training.per_device_train_batch_size * length
-    itemsize = compute_dtype(shape.dtype_of(recipe), training.mixed_precision).itemsize
-    logits = _LOGIT_BYTES * tokens * shape.vocab_size
-    if recipe.loss.chunk_tokens is not None or recipe.tiling.head > 1:
-        logits = 0.0
-    if recipe.accumulation.order == "vertical":
-        tokens *= training.gradient_accumulation_steps
-    again = _share_again(recipe, shape)
-    begins = float(shape.num_layers * shape.hidden_size)
-    if recipe.checkpointing.mode == "selective":
-        begins += shape.num_layers * shape.attention_size
-    keeps = float(shape.widths) if recipe.adapter.name == "none" and recipe.tiling.mlp == 1 else 0.0
+    begins, again = begin_bytes(recipe, shape), share_again(recipe, shape)
+    is_kept = recipe.adapter.name == "none" and recipe.tiling.mlp == 1 and recipe.offload.activations != "all"
+    kept = kept_tokens(recipe, shape) * activation_itemsize(recipe, shape) * shape.widths if is_kept else 0.0
+    has_logits = recipe.loss.chunk_tokens is None and recipe.tiling.head == 1
+    logits = _LOGIT_BYTES * micro_batch_tokens(recipe, shape) * shape.vocab_size if has_logits else 0.0
+    return again * begins + (1.0 - again) * kept + logits
+
+
+def begin_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """What all layers begin with, if all are checkpointed, and attention's outputs where those are kept too."""
     if recipe.offload.activations != "none":
-        begins = 0.0
-    if recipe.offload.activations == "all":
-        keeps = 0.0
-    return tokens * itemsize * (again * begins + (1.0 - again) * keeps) + logits
+        return 0.0
+    is_selective = recipe.checkpointing.mode == "selective"
+    elements = shape.hidden_size + (shape.attention_size if is_selective else 0)
+    tokens = kept_tokens(recipe, shape)
+    return float(tokens * activation_itemsize(recipe, shape) * shape.num_layers * elements)
+
+
+def micro_batch_tokens(recipe: Recipe, shape: ModelShape) -> int:
+    """Of a micro-batch of the longest rows."""
+    return recipe.training.per_device_train_batch_size * (recipe.data.max_length or shape.longest_row)
+
+
+def kept_tokens(recipe: Recipe, shape: ModelShape) -> int:
+    """Tokens whose activations are there at once: in vertical order those of all micro-batches."""
+    is_vertical = recipe.accumulation.order == "vertical"
+    num_micro_batches = recipe.training.gradient_accumulation_steps if is_vertical else 1
+    return num_micro_batches * micro_batch_tokens(recipe, shape)
+
+
+def activation_itemsize(recipe: Recipe, shape: ModelShape) -> int:
+    """Bytes of an element of what layers compute."""
+    return compute_dtype(shape.dtype_of(recipe), recipe.training.mixed_precision).itemsize
 
 
 def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
@@ -192,12 +209,24 @@ def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
     """A step's products on the device, and its bytes over the host link, whichever takes longer."""
+    copied = copied_state_bytes(recipe, shape) + copied_weight_bytes(recipe, shape)
+    return max(product_seconds(recipe, shape, gpu), copied / host_link_rate(gpu))
+
+
+def product_seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+    """Of a step's products of matrices, at the device's best rate."""
     dtype = compute_dtype(shape.dtype_of(recipe), recipe.training.mixed_precision)
-    rate = matmul_rate(gpu, str(dtype).removeprefix("torch."))
-    copied = _state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0
-    if recipe.offload.parameters == "stream":
-        copied += _streamed_bytes(recipe, shape)
-    return max(_flops(recipe, shape) / rate, copied / host_link_rate(gpu))
+    return _flops(recipe, shape) / matmul_rate(gpu, str(dtype).removeprefix("torch."))
+
+
+def copied_state_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Of the optimizer, to the device and back in each step."""
+    return _state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0
+
+
+def copied_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Of the layers, to the device in each pass."""
+    return _streamed_bytes(recipe, shape) if recipe.offload.parameters == "stream" else 0.0
 
 
 def _flops(recipe: Recipe, shape: ModelShape) -> float:
@@ -212,12 +241,12 @@ def _flops(recipe: Recipe, shape: ModelShape) -> float:
         passes = 2.0 + 2.0 * max(0, shape.num_layers - 1) / max(1, shape.num_layers)
     head = 6.0 if recipe.adapter.name == "none" else 4.0
     return (
-        tokens * (passes * shape.products + 2.0 * _share_again(recipe, shape) * shape.products_again)
+        tokens * (passes * shape.products + 2.0 * share_again(recipe, shape) * shape.products_again)
         + learnt * head * shape.head_products
     )
 
 
-def _share_again(recipe: Recipe, shape: ModelShape) -> float:
+def share_again(recipe: Recipe, shape: ModelShape) -> float:
     """Of the layers, those that are computed twice."""
     config = recipe.checkpointing
     if config.mode == "none" or not shape.num_layers:

@@ -12,24 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.estimator.host import PROCESS_BYTES
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE
-from lowmem_ft.planner import bounds
-from lowmem_ft.planner.ranking import Prior
-from lowmem_ft.planner.search import Candidates
-from lowmem_ft.planner.space import ROWS, Rule, Space, asks_consent, with_settings
+from lowmem_ft.planner import bounds, expectations
+from lowmem_ft.planner.ranking import Prior, Quantity
+from lowmem_ft.planner.search import Candidates, Limits
+from lowmem_ft.planner.space import Rule, Space, asks_consent, with_settings
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
 
 Ints = NDArray[np.int64]
-
-_LESS_A_STEP = 0.3
-"""What the next value of a knob is expected to take off the logarithm of what moves, before anything is known."""
-
-_POWER_OF_ROWS = 0.5
-"""Of the rows of a micro-batch, with which what moves is expected to grow: not all of it does."""
-
-_SECONDS_A_CHANGE = 0.05
-"""And what a value with a cost is expected to add to that of the seconds."""
 
 
 def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Candidates:
@@ -45,24 +37,28 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
     """
     choices_ND = np.array(space.combinations, dtype=np.int64).reshape(len(space.combinations), -1)
 
-    def each(keys: Sequence[str], of: Callable[[Recipe], float]) -> NDArray[np.float64]:
+    def each(keys: Sequence[str], *of: Callable[[Recipe], float]) -> NDArray[np.float64]:
         if gpu is None:
-            return np.zeros(len(choices_ND))
+            return np.zeros((len(of), len(choices_ND)))
         return _by_what_is_read(space, choices_ND, keys, of)
 
-    at_end_N = each(bounds.BYTES_KEYS, lambda recipe: bounds.bytes_after_backward(recipe, shape, _known(gpu)))
-    in_between_N = each(
-        bounds.BYTES_KEYS, lambda recipe: bounds.bytes_before_backward(recipe, shape, _known(gpu))
+    after_N, forward_N, host_N = each(
+        bounds.BYTES_KEYS,
+        lambda recipe: bounds.bytes_after_backward(recipe, shape),
+        lambda recipe: bounds.bytes_before_backward(recipe, shape),
+        lambda recipe: bounds.host_bytes(recipe, shape),
     )
-    activations_N = each(bounds.ACTIVATION_KEYS, lambda recipe: bounds.activation_bytes(recipe, shape))
-    before_N, after_N = _ranks(space, choices_ND)
+    (activations_N,) = each(bounds.ACTIVATION_KEYS, lambda recipe: bounds.activation_bytes(recipe, shape))
+    (seconds_N,) = each(bounds.SECONDS_KEYS, lambda recipe: bounds.seconds(recipe, shape, _known(gpu)))
+    context_bytes = 0 if gpu is None else gpu.context_bytes
+    given_up_N, price_N = _ranks(space, choices_ND)
     return Candidates(
         choices_ND=choices_ND,
-        before_N=before_N,
-        after_N=after_N,
-        seconds_N=each(bounds.SECONDS_KEYS, lambda recipe: bounds.seconds(recipe, shape, _known(gpu))),
-        device_bytes_N=with_headroom(np.maximum(at_end_N, in_between_N + activations_N)),
-        host_bytes_N=with_headroom(each(bounds.BYTES_KEYS, lambda recipe: bounds.host_bytes(recipe, shape))),
+        before_N=given_up_N,
+        after_N=price_N,
+        seconds_N=seconds_N,
+        device_bytes_N=with_headroom(context_bytes + np.maximum(after_N, forward_N + activations_N)),
+        host_bytes_N=with_headroom(host_N),
     )
 
 
@@ -74,25 +70,25 @@ def with_headroom(num_bytes: _Bytes) -> _Bytes:
     return num_bytes / (1 - TIGHT_SHARE)
 
 
-def prior_of(space: Space) -> Prior:
-    """What is expected of each choice: less memory in the order of the knob's values, more time where it costs some."""
-    less, slower = [], []
-    for place, dimension in enumerate(space.dimensions):
-        is_rows = dimension.keys == ROWS
-        less.append(
-            tuple(
-                _POWER_OF_ROWS * float(np.log(choice[ROWS[0]])) if is_rows else -_LESS_A_STEP * index
-                for index, choice in enumerate(dimension.choices)
-            )
-        )
-        slower.append(
-            tuple(
-                _SECONDS_A_CHANGE * (space.price(place, index)[1] > 0)
-                for index in range(len(dimension.choices))
-            )
-        )
-    flat = Prior.flat(tuple(len(dimension.choices) for dimension in space.dimensions))
-    return Prior(seconds=tuple(slower), device_bytes=tuple(less), host_bytes=flat.host_bytes)
+def prior_of(
+    space: Space, candidates: Candidates, limits: Limits, shape: bounds.ModelShape, gpu: Gpu | None
+) -> Prior:
+    """What is expected of each combination that may fit; of a processor, of which no clock is known, bytes alone."""
+    context_bytes = PROCESS_BYTES if gpu is None else gpu.context_bytes
+    device_N, host_N, seconds_N = (np.zeros(len(candidates)) for _ in range(3))
+    for place in np.flatnonzero(candidates.may_fit(limits)).tolist():
+        recipe = space.recipe_of(space.combinations[place])
+        device_N[place] = context_bytes + expectations.device_bytes(recipe, shape)
+        if gpu is not None:
+            host_N[place] = expectations.host_bytes(recipe, shape)
+            seconds_N[place] = expectations.seconds(recipe, shape, gpu)
+    expected: dict[Quantity, tuple[NDArray[np.float64], NDArray[np.float64]]] = {
+        "device_bytes": (with_headroom(device_N), candidates.device_bytes_N)
+    }
+    if gpu is not None:
+        expected["host_bytes"] = with_headroom(host_N), candidates.host_bytes_N
+        expected["seconds"] = seconds_N, candidates.seconds_N
+    return Prior.flat(len(candidates)).expecting(expected)
 
 
 def _known(gpu: Gpu | None) -> Gpu:
@@ -139,22 +135,21 @@ def _filled(own: list[int], places: Sequence[int], values: Sequence[int]) -> lis
 
 
 def _by_what_is_read(
-    space: Space, choices_ND: Ints, keys: Sequence[str], of: Callable[[Recipe], float]
+    space: Space, choices_ND: Ints, keys: Sequence[str], of: Sequence[Callable[[Recipe], float]]
 ) -> NDArray[np.float64]:
-    """A number for each combination, computed once for those that differ in nothing it reads."""
+    """Numbers of each combination, a row for each, computed once for those that differ in nothing they read."""
     reader = Rule(keys=tuple(keys), problems=lambda recipe: ())
     places = [
         place
         for place, dimension in enumerate(space.dimensions)
         if any(reader.reads(key) for key in dimension.keys)
     ]
-    if not places:
-        return np.full(len(choices_ND), of(space.recipe))
     read_UD, inverse_N = np.unique(choices_ND[:, places], axis=0, return_inverse=True)
     values = []
     for read in read_UD.tolist():
         settings: dict[str, Any] = {}
         for place, index in zip(places, read, strict=True):
             settings |= space.dimensions[place].choices[index]
-        values.append(of(with_settings(space.recipe, settings)))
-    return np.array(values)[inverse_N.reshape(-1)]
+        recipe = with_settings(space.recipe, settings)
+        values.append([number(recipe) for number in of])
+    return np.array(values).T[:, inverse_N.reshape(-1)]

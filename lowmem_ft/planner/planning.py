@@ -231,7 +231,7 @@ def _searched(
         candidates,
         target.limits,
         need_of,
-        prior_of(space),
+        prior_of(space, candidates, target.limits, target.shape, target.gpu),
         max_effort=MAX_EFFORT,
         least_promise=LEAST_PROMISE,
         look_ahead=lambda places: ahead.guess(places, recipe_of),

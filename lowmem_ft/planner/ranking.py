@@ -21,13 +21,12 @@ Ints = NDArray[np.int64]
 
 Quantity = Literal["seconds", "device_bytes", "host_bytes", "effort"]
 
+_UNKNOWN_LEVEL = 30.0
+
 _OF_NEED: tuple[Quantity, ...] = ("seconds", "device_bytes", "host_bytes")
 
-_SPREAD: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.7, "host_bytes": 0.3, "effort": 0.7}
-"""How far a choice is thought to move the logarithm, as a standard deviation."""
-
 _NOISE: dict[Quantity, float] = {"seconds": 0.02, "device_bytes": 0.1, "host_bytes": 0.02, "effort": 0.2}
-"""What the sum over choices leaves out, likewise: seconds add up nearly, a peak lies now here, now there."""
+"""What the sum over choices leaves out, as a standard deviation: seconds add up nearly, a peak moves about."""
 
 _LIKELY = 0.9
 
@@ -39,20 +38,57 @@ _LEAST: dict[Quantity, float] = {
 }
 """Below this, what a bound is exceeded by counts as nothing."""
 
+_LEAST_SHARE = 0.01
+"""Of a bound, that it is expected to be exceeded by at the least."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """What each choice is expected to do to the logarithm, before anything is known; of each dimension a list."""
+    """What is thought of all combinations before anything is known.
 
-    seconds: tuple[tuple[float, ...], ...]
-    device_bytes: tuple[tuple[float, ...], ...]
-    host_bytes: tuple[tuple[float, ...], ...]
+    Args:
+        logs_N: logarithm of what each is expected to exceed its bound by.
+        level: how far all of them together may be off, as a standard deviation.
+        spread: how far a choice is thought to move the logarithm beside that.
+    """
+
+    logs_N: Mapping[Quantity, Floats]
+    level: Mapping[Quantity, float]
+    spread: Mapping[Quantity, float]
 
     @staticmethod
-    def flat(sizes: tuple[int, ...]) -> Prior:
-        """Nothing is expected of dimensions with so many choices each."""
-        nothing = tuple((0.0,) * size for size in sizes)
-        return Prior(seconds=nothing, device_bytes=nothing, host_bytes=nothing)
+    def flat(num_combinations: int) -> Prior:
+        """Nothing is expected of so many."""
+        quantities = get_args(Quantity)
+        return Prior(
+            logs_N=dict.fromkeys(quantities, np.zeros(num_combinations)),
+            level=dict.fromkeys(quantities, _UNKNOWN_LEVEL),
+            spread={"seconds": 0.3, "device_bytes": 0.7, "host_bytes": 0.3, "effort": 0.7},
+        )
+
+    def expecting(self, expected: Mapping[Quantity, tuple[Floats, Floats]]) -> Prior:
+        """With something to expect.
+
+        Args:
+            expected: of each combination, and its bound.
+
+        Returns:
+            A prior that holds it for about right.
+        """
+        logs_N: dict[Quantity, Floats] = {
+            quantity: np.log(np.maximum(of_N - bound_N, np.maximum(_LEAST_SHARE * bound_N, _LEAST[quantity])))
+            for quantity, (of_N, bound_N) in expected.items()
+        }
+        return Prior(
+            logs_N={**self.logs_N, **logs_N},
+            level={**self.level, **dict.fromkeys(expected, 0.5)},
+            spread={**self.spread, **dict.fromkeys(expected, 0.15)},
+        )
+
+    @property
+    def tells(self) -> bool:
+        """Whether anything is expected."""
+        return any(self.level[quantity] < _UNKNOWN_LEVEL for quantity in _OF_NEED)
 
 
 class Beliefs:
@@ -64,16 +100,18 @@ class Beliefs:
     """
 
     def __init__(self, choices_ND: Ints, prior: Prior) -> None:
-        sizes = [len(of_dimension) for of_dimension in prior.seconds]
-        offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) if sizes else np.zeros(0, int)
+        sizes = choices_ND.max(axis=0, initial=0) + 1
+        offsets = np.cumsum(sizes) - sizes
         self._places_ND = choices_ND + offsets
-        self._num_features = sum(sizes) + 1
-        self._mean_F: dict[Quantity, Floats] = {"effort": np.zeros(self._num_features)}
-        for quantity in _OF_NEED:
-            of_choices = [value for row in getattr(prior, quantity) for value in row]
-            self._mean_F[quantity] = np.array([*of_choices, 0.0])
+        self._num_features = int(sizes.sum()) + 1
+        self._prior = prior
         self._seen: list[int] = []
         self._logs: dict[Quantity, list[float]] = {quantity: [] for quantity in get_args(Quantity)}
+
+    @property
+    def knows(self) -> bool:
+        """Whether there is anything to go by."""
+        return bool(self._seen) or self._prior.tells
 
     def learn(self, place: int, excess: Mapping[Quantity, float]) -> None:
         """Take over one estimate, by what it exceeds its bounds by, and its effort."""
@@ -83,9 +121,9 @@ class Beliefs:
 
     def expected(self, place: int) -> dict[Quantity, float]:
         """What one is expected to exceed its bounds by, and its effort, once something is known."""
-        features = self._features(np.array([place]))
+        places = np.array([place])
         return {
-            quantity: float(np.exp(self._posterior(features, quantity)[0][0]))
+            quantity: float(np.exp(self._posterior(places, quantity)[0][0]))
             for quantity in get_args(Quantity)
         }
 
@@ -111,14 +149,13 @@ class Beliefs:
             Expected improvement, as a share of the best, times the chance that it fits; that chance alone where no
             clock tells seconds, so that nothing is faster than the best.
         """
-        if not self._seen:
+        if not self.knows:
             return np.zeros(len(places))
-        features_NF = self._features(places)
-        fits = self._chance(features_NF, "device_bytes", spare_device_bytes)
-        fits = fits * self._chance(features_NF, "host_bytes", spare_host_bytes)
+        fits = self._chance(places, "device_bytes", spare_device_bytes)
+        fits = fits * self._chance(places, "host_bytes", spare_host_bytes)
         if best_seconds == 0:
             return fits
-        excess, spread = self._posterior(features_NF, "seconds")
+        excess, spread = self._posterior(places, "seconds")
         expected = seconds + np.exp(excess)
         target = float(expected.max() * 1.5) if best_seconds is None else best_seconds
         # The spread of the logarithm of the whole: the bound is certain.
@@ -127,9 +164,7 @@ class Beliefs:
 
     def effort(self, places: Ints) -> Floats:
         """What estimates of some combinations are expected to take, in common ones."""
-        if not self._seen:
-            return np.ones(len(places))
-        return np.exp(self._posterior(self._features(places), "effort")[0])
+        return np.exp(self._posterior(places, "effort")[0])
 
     def _features(self, places: Ints) -> Floats:
         features = np.zeros((len(places), self._num_features))
@@ -137,27 +172,29 @@ class Beliefs:
         np.put_along_axis(features, self._places_ND[places], 1.0, axis=1)
         return features
 
-    def _posterior(self, features_NF: Floats, quantity: Quantity) -> tuple[Floats, Floats]:
+    def _posterior(self, places: Ints, quantity: Quantity) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the logarithm."""
-        seen_MF = self._features(np.array(self._seen))
-        prior_F, variance_F = self._mean_F[quantity], np.full(self._num_features, _SPREAD[quantity] ** 2)
-        variance_F[-1] = 1e3  # nothing is known of the level
-        noise = _NOISE[quantity]
+        prior, noise = self._prior, _NOISE[quantity]
+        logs_N = prior.logs_N[quantity]
+        features_NF = self._features(places)
+        seen_MF = self._features(np.array(self._seen, dtype=np.int64))
+        variance_F = np.full(self._num_features, prior.spread[quantity] ** 2)
+        variance_F[-1] = prior.level[quantity] ** 2
         precision_FF = seen_MF.T @ seen_MF / noise**2 + np.diag(1 / variance_F)
         covariance_FF = np.linalg.inv(precision_FF)
-        surprise_M = np.array(self._logs[quantity]) - seen_MF @ prior_F
-        weights_F = prior_F + covariance_FF @ (seen_MF.T @ surprise_M) / noise**2
+        surprise_M = np.array(self._logs[quantity]) - logs_N[self._seen]
+        weights_F = covariance_FF @ (seen_MF.T @ surprise_M) / noise**2
         variance_N = np.einsum("nf,nf->n", features_NF @ covariance_FF, features_NF)
-        return features_NF @ weights_F, np.sqrt(variance_N + noise**2)
+        return logs_N[places] + features_NF @ weights_F, np.sqrt(variance_N + noise**2)
 
-    def _chance(self, features_NF: Floats, quantity: Quantity, spare: Floats) -> Floats:
+    def _chance(self, places: Ints, quantity: Quantity, spare: Floats) -> Floats:
         """That a need stays within what there is; what is likely counts as certain.
 
         Else what a machine happens to have free, far from being used, would decide what is asked next.
         """
         if np.isinf(spare).all():
             return np.ones(len(spare))
-        mean, spread = self._posterior(features_NF, quantity)
+        mean, spread = self._posterior(places, quantity)
         chance = _normal_cdf((np.log(np.maximum(spare, 1.0)) - mean) / spread)
         return np.where(chance > _LIKELY, 1.0, chance)
 

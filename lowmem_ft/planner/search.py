@@ -47,6 +47,11 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.choices_ND)
 
+    def may_fit(self, limits: Limits) -> Bools:
+        """Which of them may, by their bounds."""
+        is_beyond = (self.device_bytes_N > limits.device_bytes) | (self.host_bytes_N > limits.host_bytes)
+        return ~is_beyond
+
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
@@ -144,9 +149,8 @@ class Search:
         self._max_effort = max_effort
         self._least_promise = least_promise
         self._look_ahead = look_ahead
-        self._open_N = np.ones(len(candidates), dtype=bool)
-        self.found = Searched()
-        self._exclude_by_bytes()
+        self._open_N = candidates.may_fit(limits)
+        self.found = Searched(beyond_bytes=int((~self._open_N).sum()))
 
     def run(self, first: int | None = None) -> Searched:
         """Search until nothing is left that could be better, or the effort is used up.
@@ -184,7 +188,7 @@ class Search:
 
     def _likely_after(self, place: int | None) -> Iterator[int]:
         """What it would choose one after the other, if each needs what is expected of it."""
-        if not self.found.needs:
+        if not self._beliefs.knows:
             return
         imagined = copy.copy(self)
         imagined._open_N = self._open_N.copy()
@@ -256,14 +260,6 @@ class Search:
             self.found.needs[place].seconds,
             int(candidates.after_N[place]),
         )
-
-    def _exclude_by_bytes(self) -> None:
-        candidates, limits = self._candidates, self._limits
-        beyond_N = (candidates.device_bytes_N > limits.device_bytes) | (
-            candidates.host_bytes_N > limits.host_bytes
-        )
-        self._open_N &= ~beyond_N
-        self.found.beyond_bytes = int(beyond_N.sum())
 
     def _exclude_by_seconds(self) -> None:
         """Whatever comes after the best even at its least seconds."""

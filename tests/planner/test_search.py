@@ -52,7 +52,7 @@ class MadeUp:
         return need
 
     def search(self, limits: Limits, max_effort: float | None = None) -> Search:
-        prior = Prior.flat(self.sizes)
+        prior = Prior.flat(len(self.candidates))
         return Search(self.candidates, limits, self.need_of(limits), prior, max_effort=max_effort)
 
     def best(self, limits: Limits) -> int | None:
@@ -99,7 +99,7 @@ def test_a_bound_that_holds_for_nothing_is_no_reason_to_leave_something_out():
     )
     misled = 0
     for limits in LIMITS:
-        search = Search(wrong, limits, made_up.need_of(limits), Prior.flat(made_up.sizes))
+        search = Search(wrong, limits, made_up.need_of(limits), Prior.flat(len(made_up.candidates)))
         misled += search.run(0).best != made_up.best(limits)
     assert misled, "the test of regret would not see a bound that is none"
 
@@ -155,7 +155,7 @@ def test_ctrl_c_keeps_the_best_so_far():
             raise KeyboardInterrupt
         return asked(place)
 
-    found = Search(made_up.candidates, limits, need_of, Prior.flat(made_up.sizes)).run(0)
+    found = Search(made_up.candidates, limits, need_of, Prior.flat(len(made_up.candidates))).run(0)
     assert found.interrupted
     assert found.best is not None
     assert found.needs[found.best].seconds == min(need.seconds for need in found.needs.values() if need.fits)
@@ -216,7 +216,7 @@ class Products:
                 effort=self.effort(place),
             )
 
-        prior = Prior.flat(self.sizes)
+        prior = Prior.flat(len(self.candidates))
         search = Search(
             self.candidates, self.limits, need_of, prior, max_effort=max_effort, least_promise=least_promise
         )
@@ -284,7 +284,7 @@ def test_memory_that_nothing_comes_near_decides_nothing():
     """What is free on a machine changes from one call to the next, and the same question has the same answer."""
     sizes = (3,) * 8
     choices_ND = np.array(list(itertools.product(*map(range, sizes))), dtype=np.int64)
-    beliefs = Beliefs(choices_ND, Prior.flat(sizes))
+    beliefs = Beliefs(choices_ND, Prior.flat(len(choices_ND)))
     beliefs.learn(0, {"seconds": 1.0, "device_bytes": 3e8, "host_bytes": 6e8, "effort": 1.0})
     places = np.arange(len(choices_ND))
     promises = [
@@ -311,7 +311,7 @@ def test_it_says_what_it_will_ask_next_and_asks_the_same():
             guessing.candidates,
             limits,
             guessing.need_of(limits),
-            Prior.flat(guessing.sizes),
+            Prior.flat(len(guessing.candidates)),
             look_ahead=lambda places, guesses=guesses: guesses.append(next(places, None)),
         )
         search.run(0)

@@ -1,0 +1,80 @@
+"""What a step should take, by rule of thumb: where a search begins, and nothing else.
+
+Unlike the bounds, none of this has to hold. It is of the right size for common decoders, so that the first combinations
+that are estimated lie near the limits; each estimate corrects it for those that resemble it.
+"""
+
+from __future__ import annotations
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.planner import bounds
+from lowmem_ft.planner.bounds import ModelShape
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.virtual_gpu.replay.clock import host_link_rate
+
+_KEPT_SHARE = 2.2
+"""Of what its matrices give, that a layer keeps for its backward pass."""
+
+_MLP_SHARE = 0.7
+"""Of that, what lies within the MLP."""
+
+_HOST_SHARE = 1.15
+"""Of what lies on the host, with buffers for copies and gradients."""
+
+_LOGIT_BYTES = {True: 12.0, False: 8.0}
+"""At the peak, by whether all exist at once."""
+
+
+def device_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Of the process at its peak, without its context."""
+    tokens, chunk = bounds.micro_batch_tokens(recipe, shape), recipe.loss.chunk_tokens
+    token_bytes = _kept_of_a_token(recipe, shape)
+    logits = _LOGIT_BYTES[chunk is None] * shape.vocab_size * min(tokens, chunk or tokens)
+    working = max(tokens * token_bytes, logits) + _layers_at_work(recipe, shape)
+    again, offloads_all = bounds.share_again(recipe, shape), recipe.offload.activations == "all"
+    kept = bounds.kept_tokens(recipe, shape) * shape.num_layers * token_bytes * (0.1 if offloads_all else 1.0)
+    waiting = again * bounds.begin_bytes(recipe, shape) + (1 - again) * kept
+    return working + max(
+        bounds.bytes_after_backward(recipe, shape),
+        bounds.bytes_before_backward(recipe, shape) + waiting,
+    )
+
+
+def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Of the host at its peak: beside what lies there for good, what passes through."""
+    activations = 0.0
+    if recipe.offload.activations != "none":
+        itemsize = bounds.activation_itemsize(recipe, shape)
+        activations = float(
+            bounds.kept_tokens(recipe, shape) * itemsize * shape.num_layers * shape.hidden_size
+        )
+    return _HOST_SHARE * bounds.host_bytes(recipe, shape) + activations
+
+
+def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+    """Of a step: products that are not at the best rate, or copies."""
+    training = recipe.training
+    products = bounds.product_seconds(recipe, shape, gpu) * (
+        1.38 + 0.07 / training.per_device_train_batch_size
+    )
+    products *= (1.07 if recipe.tiling.mlp > 1 else 1.0) * (1.02 if recipe.tiling.head > 1 else 1.0)
+    passes = training.gradient_accumulation_steps if recipe.accumulation.order == "horizontal" else 1
+    copied = bounds.copied_state_bytes(recipe, shape) + 2 * passes * bounds.copied_weight_bytes(recipe, shape)
+    return max(products, copied / host_link_rate(gpu))
+
+
+def _kept_of_a_token(recipe: Recipe, shape: ModelShape) -> float:
+    """Bytes that a layer keeps for its backward pass."""
+    itemsize = bounds.activation_itemsize(recipe, shape)
+    tiled = 1 - _MLP_SHARE + _MLP_SHARE / recipe.tiling.mlp
+    return _KEPT_SHARE * itemsize * tiled * shape.outputs / max(1, shape.num_layers)
+
+
+def _layers_at_work(recipe: Recipe, shape: ModelShape) -> float:
+    """Weights and gradients of some layers at once, and the largest gradient."""
+    itemsize = shape.dtype_of(recipe).itemsize
+    layer = shape.layer_parameters * itemsize / max(1, shape.num_layers)
+    head = shape.head_products * itemsize
+    if recipe.adapter.name != "none":
+        return layer
+    return 2 * head + (4 if recipe.offload.parameters == "stream" else 2) * layer
