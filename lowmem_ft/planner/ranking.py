@@ -28,6 +28,12 @@ _OF_NEED: tuple[Quantity, ...] = ("seconds", "device_bytes", "host_bytes")
 _NOISE: dict[Quantity, float] = {"seconds": 0.02, "device_bytes": 0.1, "host_bytes": 0.02, "effort": 0.2}
 """What the sum over choices leaves out, as a standard deviation: seconds add up nearly, a peak moves about."""
 
+_LEVEL: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.5, "host_bytes": 0.3}
+"""How far what is expected may be off as a whole, likewise."""
+
+_SPREAD: dict[Quantity, float] = {"seconds": 0.05, "device_bytes": 0.15, "host_bytes": 0.05}
+"""How far it may be off for one choice more than for another."""
+
 _LIKELY = 0.9
 
 _LEAST: dict[Quantity, float] = {
@@ -81,8 +87,8 @@ class Prior:
         }
         return Prior(
             logs_N={**self.logs_N, **logs_N},
-            level={**self.level, **dict.fromkeys(expected, 0.5)},
-            spread={**self.spread, **dict.fromkeys(expected, 0.15)},
+            level={**self.level, **{quantity: _LEVEL[quantity] for quantity in expected}},
+            spread={**self.spread, **{quantity: _SPREAD[quantity] for quantity in expected}},
         )
 
     @property
