@@ -15,7 +15,13 @@ class Parser(argparse.ArgumentParser):
     """As argparse's; what cannot be parsed is a ``UserError``, which the command tells and exits with 2."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
+        self._options: dict[str, str] = {}
         super().__init__(prog=prog, formatter_class=HelpFormatter, **settings)
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:  # noqa: D102
+        action = super().add_argument(*names, **settings)
+        self._options |= {name.lstrip("-"): name for name in action.option_strings if name.startswith("--")}
+        return action
 
     def error(self, message: str) -> NoReturn:  # noqa: D102
         raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} --help` shows what it takes.")
@@ -43,9 +49,5 @@ class Parser(argparse.ArgumentParser):
         return problems
 
     def _option_near(self, name: str) -> str | None:
-        options = {
-            option.lstrip("-"): option for option in self._option_string_actions if option.startswith("--")
-        }
-        return next(
-            (options[near] for near in difflib.get_close_matches(name, options, n=1, cutoff=0.75)), None
-        )
+        near = difflib.get_close_matches(name, self._options, n=1, cutoff=0.75)
+        return self._options[near[0]] if near else None

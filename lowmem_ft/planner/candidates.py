@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.estimator.host import PROCESS_BYTES
+from lowmem_ft.memory.process_size import LIBRARIES_BYTES
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.planner import bounds, expectations
 from lowmem_ft.planner.ranking import Prior, Quantity
@@ -74,7 +74,7 @@ def prior_of(
     space: Space, candidates: Candidates, limits: Limits, shape: bounds.ModelShape, gpu: Gpu | None
 ) -> Prior:
     """What is expected of each combination that may fit; of a processor, of which no clock is known, bytes alone."""
-    context_bytes = PROCESS_BYTES if gpu is None else gpu.context_bytes
+    context_bytes = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
     device_N, host_N, seconds_N = (np.zeros(len(candidates)) for _ in range(3))
     for place in np.flatnonzero(candidates.may_fit(limits)).tolist():
         recipe = space.recipe_of(space.combinations[place])
