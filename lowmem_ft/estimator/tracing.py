@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
@@ -48,7 +49,7 @@ _NO_NUMPY = ".numpy() is not supported for tensor subclasses"
 """How torch refuses to make an array of a fake tensor: a plain RuntimeError."""
 
 LONG_SECONDS = 30.0
-"""Of one trace: several times what the largest shipped recipe takes."""
+"""Of a processor, for one trace: several times what the largest shipped recipe takes, however busy the machine is."""
 
 NUM_STEPS = 2
 """State is made in the first step, so the second is the first to hold all of it."""
@@ -253,13 +254,19 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
 @contextlib.contextmanager
 def _said_if_long(recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[None]:
     said = (recipe.model.name_or_path, hf_config.model_type, row_length(recipe, hf_config))
-    timer = threading.Timer(LONG_SECONDS, _say_that_it_takes_long, said)
-    timer.daemon = True
-    timer.start()
+    began, over = time.process_time(), threading.Event()
+
+    def watch() -> None:
+        while (left := LONG_SECONDS - (time.process_time() - began)) > 0:
+            if over.wait(left):
+                return
+        _say_that_it_takes_long(*said)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
 
 
 @functools.cache  # once, of all traces of a model

@@ -173,3 +173,11 @@ def test_a_trace_that_takes_long_says_so_once(monkeypatch, tmp_path, caplog):
     assert len(said) == 1
     assert f"{tmp_path} (llama)" in said[0]
     assert "data.max_length=6)" in said[0]
+
+
+def test_a_trace_that_waits_for_a_busy_machine_is_not_called_long(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr("lowmem_ft.estimator.tracing.LONG_SECONDS", 0.005)
+    monkeypatch.setattr("lowmem_ft.estimator.tracing.time.process_time", lambda: 1.0)
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    estimate_memory(load_recipe("tiny", [f"model={tmp_path}"]), "l4")
+    assert not [record for record in caplog.records if "is taking long" in record.getMessage()]
