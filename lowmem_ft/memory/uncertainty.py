@@ -37,8 +37,15 @@ heap, without a GPU             what the C library keeps of freed tensors, as a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from lowmem_ft.units import MIB
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_Bytes = TypeVar("_Bytes", float, "NDArray[np.float64]")
 
 RESERVED_SHARE = 0.01
 QUANTIZED_RESERVED_SHARE = 0.06
@@ -95,4 +102,9 @@ def uncertainty_on_cpu() -> Uncertainty:
 
 def is_tight(needed_bytes: int, limit_bytes: int | None) -> bool:
     """Whether less than :data:`TIGHT_SHARE` of a limit is left; never without one."""
-    return limit_bytes is not None and needed_bytes > limit_bytes * (1 - TIGHT_SHARE)
+    return limit_bytes is not None and with_headroom(needed_bytes) > limit_bytes
+
+
+def with_headroom(num_bytes: _Bytes) -> _Bytes:
+    """The smallest limit under which so many bytes are not tight."""
+    return num_bytes / (1 - TIGHT_SHARE)

@@ -6,14 +6,14 @@ Axes: N combinations, D dimensions, U different choices of the dimensions that s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.process_size import LIBRARIES_BYTES
-from lowmem_ft.memory.uncertainty import TIGHT_SHARE
+from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import bounds, expectations
 from lowmem_ft.planner.ranking import Prior, Quantity
 from lowmem_ft.planner.search import Candidates, Limits
@@ -60,14 +60,6 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
         device_bytes_N=with_headroom(context_bytes + np.maximum(after_N, forward_N + activations_N)),
         host_bytes_N=with_headroom(host_N),
     )
-
-
-_Bytes = TypeVar("_Bytes", float, NDArray[np.float64])
-
-
-def with_headroom(num_bytes: _Bytes) -> _Bytes:
-    """The smallest limit under which so many bytes are not tight."""
-    return num_bytes / (1 - TIGHT_SHARE)
 
 
 def prior_of(

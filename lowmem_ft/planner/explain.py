@@ -59,7 +59,7 @@ class Findings:
             return ""
         over_device, over_host = self.limits.missing(need.device_bytes, need.host_bytes)
         parts = [
-            f"{format_bytes(round(over))} too much for the {where}"
+            f"{format_bytes(over)} too much for the {where}"
             for over, where in ((over_device, "device"), (over_host, "host"))
             if over
         ]
@@ -140,7 +140,7 @@ class Findings:
         if not offers:
             return None
         extra, seconds, place = min(offers)
-        return Purchase(of=of, extra_bytes=round(extra), step_seconds=seconds, overrides=self.changes(place))
+        return Purchase(of=of, extra_bytes=extra, step_seconds=seconds, overrides=self.changes(place))
 
 
 class Neighbours:
@@ -216,7 +216,7 @@ class Neighbours:
             float(candidates.device_bytes_N[place]), float(candidates.host_bytes_N[place])
         )
         parts = [
-            f"at least {format_bytes(round(over))} too much for the {where}"
+            f"at least {format_bytes(over)} too much for the {where}"
             for over, where in ((over_device, "device"), (over_host, "host"))
             if over
         ]

@@ -16,8 +16,9 @@ from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import tracing
 from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
-from lowmem_ft.planner.candidates import candidates_of, prior_of, with_headroom
+from lowmem_ft.planner.candidates import candidates_of, prior_of
 from lowmem_ft.planner.ctrl_c import CtrlC
 from lowmem_ft.planner.explain import Findings, Neighbours, nearest
 from lowmem_ft.planner.memory_plan import Counts, MemoryPlan
@@ -250,11 +251,12 @@ def _searched(
 
 
 def _need(estimate: MemoryEstimate, num_events: int) -> Need:
-    peak = with_headroom(estimate.process_peak_bytes)
+    peak, high_bytes = with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes
+    host = with_headroom(estimate.host_peak_bytes)
     return Need(
         seconds=0.0 if estimate.step is None else estimate.step.seconds,
-        device_bytes=max(peak, estimate.process_high_bytes),
-        host_bytes=with_headroom(estimate.host_peak_bytes),
+        device_bytes=max(peak, high_bytes),
+        host_bytes=max(host, high_bytes) if estimate.is_of_cpu else host,
         fits=estimate.fits and not estimate.tight,
         effort=max(1.0, num_events / COMMON_EVENTS),
         estimate=estimate,
@@ -308,8 +310,8 @@ def _explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
         ),
         left_seconds=found.left_seconds,
         interrupted=found.interrupted,
-        missing_device_bytes=round(over_device),
-        missing_host_bytes=round(over_host),
+        missing_device_bytes=over_device,
+        missing_host_bytes=over_host,
         given_up=tuple(
             word
             for word in space.recipe.plan.allow

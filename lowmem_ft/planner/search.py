@@ -10,6 +10,7 @@ Axes: N combinations, D dimensions.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,9 +82,10 @@ class Limits:
     device_bytes: float = float("inf")
     host_bytes: float = float("inf")
 
-    def missing(self, device_bytes: float, host_bytes: float) -> tuple[float, float]:
-        """Bytes that are missing on the device and on the host."""
-        return max(0.0, device_bytes - self.device_bytes), max(0.0, host_bytes - self.host_bytes)
+    def missing(self, device_bytes: float, host_bytes: float) -> tuple[int, int]:
+        """Bytes that are missing on the device and on the host: with as many more there are enough."""
+        over = device_bytes - self.device_bytes, host_bytes - self.host_bytes
+        return math.ceil(max(0.0, over[0])), math.ceil(max(0.0, over[1]))
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import re
 import signal
 
@@ -15,6 +16,7 @@ from lowmem_ft.estimator import estimate_memory, tracing
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.space import space_of
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
+from lowmem_ft.recipe.keys import recipe_groups
 from lowmem_ft.training import train
 
 KEEP = (
@@ -144,7 +146,7 @@ def test_where_nothing_fits_the_nearest_and_a_card_are_named(make_recipe, at_onc
     result = plan(make_recipe(KEEP), budget(20), "l4")
     assert not result.fits
     assert rows(result.recipe) == 1
-    assert result.missing_device_bytes == round(31 * 2**30 / 0.94 - 20 * 2**30)
+    assert result.missing_device_bytes == math.ceil(31 * 2**30 / 0.94 - 20 * 2**30)
     gpu = lowmem_ft.catalog.gpus.find_gpu(result.smallest_gpu)
     assert gpu.memory_bytes * 0.94 >= 31 * 2**30
     smaller = [
@@ -153,6 +155,29 @@ def test_where_nothing_fits_the_nearest_and_a_card_are_named(make_recipe, at_onc
         if card.has_bfloat16 and 31 * 2**30 / 0.94 <= card.memory_bytes < gpu.memory_bytes
     ]
     assert not smaller
+
+
+def test_whoever_adds_what_is_missing_of_the_headroom_has_a_plan(make_recipe, at_once):
+    """Which is no whole number of bytes: less than half of one counts as well."""
+    at_once(lambda recipe: 2.0)
+    enough = 2 * 2**30 / 0.94
+    assert 0 < enough % 1 < 0.5
+    for limit in (math.floor(enough), math.floor(enough) - 1000):
+        result = plan(make_recipe(KEEP), Budget(device=f"{limit}B", host="32GiB"), "l4")
+        assert not result.fits
+        more = Budget(device=f"{limit + result.missing_device_bytes}B", host="32GiB")
+        assert plan(make_recipe(KEEP), more, "l4").fits
+        assert limit + result.missing_device_bytes == math.ceil(enough)
+
+
+def test_of_a_processor_the_upper_end_counts_for_the_host_too(make_recipe):
+    everything = f"plan.keep=[{','.join(recipe_groups())}]"
+    estimate = estimate_memory(make_recipe(), "cpu")
+    limit = estimate.process_high_bytes - 1000
+    assert estimate.host_peak_bytes / 0.94 < limit
+    result = plan(make_recipe(everything), Budget(host=f"{limit}B"), "cpu")
+    assert not result.fits
+    assert result.missing_host_bytes == 1000
 
 
 @pytest.mark.parametrize(
