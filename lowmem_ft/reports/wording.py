@@ -70,6 +70,8 @@ def verdict(estimate: MemoryEstimate) -> str:
         where = f"in {format_bytes(limit)} of {estimate.gpu.name}"
     if not estimate.fits:
         return f"does not fit {where}: {shortfall(estimate)}{_beside_others(estimate)}"
+    if estimate.is_of_cpu and headroom is None and estimate.budget.host_bytes is None:  # nothing to fit in
+        return f"needs {format_bytes(estimate.process_peak_bytes)} {where}"
     how = f"fits {'tightly ' if estimate.tight else ''}{where}"
     if headroom is not None:
         how += f" with {format_bytes(headroom)} to spare{_beside_others(estimate)}"
