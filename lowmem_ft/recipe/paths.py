@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from lowmem_ft.models.hub_names import require_within_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
 from lowmem_ft.models.model_files import architecture_fields, check_weight_files, damage, refuse_unfit
 from lowmem_ft.packages import is_installed
+from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from lowmem_ft.user_paths import expand_user
@@ -45,7 +47,7 @@ def check_paths_of_run(recipe: Recipe) -> None:
     _raise_all(
         [
             *_packages_of_step(recipe),
-            recipe.training.require_packages,
+            *(functools.partial(require_tracker, name) for name in recipe.training.report_to),
             lambda: _require_flash_attention(recipe.model),
             *of_model,
             *_checks_of_data(recipe),

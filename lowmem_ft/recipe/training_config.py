@@ -117,16 +117,17 @@ class TrainingConfig:
         """What is wrong with these values in themselves; empty if nothing is."""
         return [*_not_positive(self), *_out_of_range(self)]
 
-    def require_packages(self) -> None:
-        """Refuse trackers that are not there.
 
-        Raises:
-            MissingPackageError: if one is not installed.
-        """
-        for name in self.report_to:
-            require_package(
-                f"training.report_to={name}", name, "tensorboard" if name == "tensorboard" else "track"
-            )
+def require_tracker(name: str) -> None:
+    """Refuse a tracker that is not there.
+
+    Args:
+        name: of ``training.report_to``.
+
+    Raises:
+        MissingPackageError: if it is not installed.
+    """
+    require_package(f"training.report_to={name}", name, "tensorboard" if name == "tensorboard" else "track")
 
 
 def _not_positive(config: TrainingConfig) -> Iterator[str]:

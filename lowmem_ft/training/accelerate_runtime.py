@@ -31,6 +31,7 @@ from lowmem_ft.models import (
     weights_in_files,
 )
 from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.session import Session
@@ -58,7 +59,8 @@ class AccelerateRuntime(MixedPrecision):
             MissingPackageError: if a tracker of ``training.report_to`` is not installed.
             UserError: if the launch asks for a kind of parallelism that the step does not support.
         """
-        config.require_packages()
+        for tracker in config.report_to:
+            require_tracker(tracker)
         AcceleratorState._reset_state()  # of an Accelerator in this process that has a precision
         accelerator = Accelerator(
             # The step has its own autocast: Accelerate's copies all outputs to fp32, logits too. Never None, or

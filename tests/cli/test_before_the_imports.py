@@ -197,6 +197,17 @@ def test_a_package_that_is_not_installed_is_told_without_them(
     assert f"the package {package}, which is not installed. Run: pip install" in told
 
 
+def test_all_trackers_that_are_not_installed_are_told_at_once(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lowmem_ft.packages.is_installed", lambda package: package == "trackio")
+    assert main(["train", "recipe=tiny", "training.report_to=[tensorboard,trackio,wandb]"]) == 2
+    told = capfd.readouterr().err.split()
+    assert [word for word in told if word.startswith("training.report_to=")] == [
+        "training.report_to=tensorboard",
+        "training.report_to=wandb",
+    ]
+
+
 def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
     """Where wandb ran, it leaves one; Python takes it for a package without a file."""
     (tmp_path / "no_such_package").mkdir()
