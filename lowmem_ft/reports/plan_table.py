@@ -205,7 +205,7 @@ def _search_words(plan: MemoryPlan) -> str:
         words += f"{counts.beyond_seconds:,} with more changes or dearer ones."
     else:
         words += (
-            f"{counts.beyond_bytes:,} too large even without activations, {counts.beyond_seconds:,} too slow in "
+            f"{counts.beyond_bytes:,} too large at the very least, {counts.beyond_seconds:,} too slow in "
             "matrix products or host copies alone."
         )
     if plan.interrupted:
