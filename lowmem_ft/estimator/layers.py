@@ -83,9 +83,9 @@ class ShallowModel:
 def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     """The smallest stand-in whose trace can be extended to the model's; None if that would not be less work.
 
-    What a recipe says in numbers of layers must not reach beyond the stand-in. ``checkpointing.skip_last_layers``
-    counts as a margin and as a period, since what these layers keep lives on in the turns of others.
-    ``offload.resident_layers`` are layers of another kind, which repeat by themselves.
+    What a recipe says in numbers of layers must not reach beyond the stand-in. The last layers that it treats otherwise
+    (``offload.resident_layers``, ``checkpointing.skip_last_layers``) repeat by themselves. Where it says both, the
+    smaller number counts as a margin and as a period, as all other numbers of layers do.
 
     Args:
         recipe: for what it says about layers.
@@ -100,12 +100,14 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
         return None
     name = next(name for name, module in model.named_modules() if module is stack)
     lead, period = _repetition([_signature(layer) for layer in stack])
-    counts = [value for _, value in _layer_counts(recipe, "period")]
+    (counts_last, num_last), *others = sorted(
+        _layer_counts(recipe, "last"), key=lambda count: count[1], reverse=True
+    ) or [("", 0)]
+    counts = [value for _, value in (*_layer_counts(recipe, "period"), *others)]
     period = math.lcm(period, *counts)
     if _sends_for_the_next_layer(recipe):
         lead += period
     repeated, edge = 2 * period, max(period, LAST_LAYERS) + sum(counts)
-    counts_last, num_last = max(_layer_counts(recipe, "last"), key=lambda count: count[1], default=("", 0))
     first_of_last = len(stack) - num_last
     short = _shortened(first_of_last, lead + repeated + edge, period)
     short_last = _shortened(num_last, repeated + edge, period)

@@ -37,7 +37,7 @@ class CheckpointingConfig:
         "Leave the last n layers alone: backward reaches them first, so their activations live shortest.",
         costs="memory: the activations of n layers",
         effects={0: Effect(cost="time")},
-        counts_layers="period",
+        counts_layers="last",
     )
 
     @property
