@@ -30,7 +30,6 @@ class CheckpointingConfig:
         costs="memory: the layers in between keep their activations",
         effects={1: Effect(cost="time")},
         counts_layers="period",
-        tries=(1, 2),
     )
     skip_last_layers: int = knob(
         0,
@@ -38,6 +37,7 @@ class CheckpointingConfig:
         costs="memory: the activations of n layers",
         effects={0: Effect(cost="time")},
         counts_layers="last",
+        tries=(48, 32, 24, 16, 8, 4, 0),
     )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
@@ -48,14 +47,33 @@ def test_a_shallow_model_is_traced_whole():
     assert shallow(gemma(20)) is None
 
 
-@pytest.mark.parametrize("key", ["checkpointing.every_n_layers", "checkpointing.skip_last_layers"])
-def test_what_the_recipe_says_in_layers_is_a_period_and_a_margin(key):
+def test_what_the_recipe_says_in_layers_is_a_period_and_a_margin():
     plain = shallow(llama(48))
-    found = shallow(llama(48), "checkpointing.mode=full", f"{key}=4")
+    found = shallow(llama(48), "checkpointing.mode=full", "checkpointing.every_n_layers=4")
     assert plain is not None
     assert found is not None
     assert found.layers.period % 4 == 0
     assert found.num_layers >= plain.num_layers + 4
+
+
+def test_the_last_layers_that_are_not_checkpointed_repeat_by_themselves():
+    found, other = (
+        shallow(llama(48), "checkpointing.mode=full", f"checkpointing.skip_last_layers={n}") for n in (12, 24)
+    )
+    assert found is not None
+    assert other is not None
+    assert (found.layers, found.num_layers) == (other.layers, other.num_layers)
+    assert found.num_layers <= 10
+    recipe = found.recipe(load_recipe(None, ["model=any", "checkpointing.mode=full"]))
+    assert recipe.checkpointing.skip_last_layers == found.num_last < 12
+
+
+def test_of_two_kinds_of_last_layers_the_fewer_are_a_margin():
+    settings = ("checkpointing.skip_last_layers=2", "offload.resident_layers=20")
+    found = shallow(llama(64), *STREAMED, *settings)
+    assert found is not None
+    assert found.counts_last == "offload.resident_layers"
+    assert found.layers.period == 2
 
 
 STREAMED = ("adapter.name=lora", "checkpointing.mode=full", "offload.parameters=stream")

@@ -44,10 +44,7 @@ def make_recipe(folder) -> Callable[..., Recipe]:
     return make
 
 
-SMALL = [
-    "plan.keep=[model.dtype,training.mixed_precision,optimizer,checkpointing.every_n_layers,offload,tiling,"
-    "loss.chunk_tokens]"
-]
+SMALL = ["plan.keep=[model.dtype,training.mixed_precision,optimizer,offload,tiling,loss.chunk_tokens]"]
 """Leaves micro-batches, checkpointing and order to choose."""
 
 

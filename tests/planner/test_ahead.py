@@ -72,7 +72,7 @@ def test_nobody_waits_for_a_guess_that_is_not_asked_for(make_recipe):
 
 
 def test_a_plan_is_the_same_with_another_process(make_recipe, monkeypatch):
-    keep = "plan.keep=[model,training,optimizer,checkpointing.every_n_layers,offload,tiling,accumulation]"
+    keep = "plan.keep=[model,training,optimizer,offload,tiling,accumulation]"
     recipe = make_recipe(keep, "training.per_device_train_batch_size=16")
     results, taken = [], []
     take = EstimatesAhead.take

@@ -19,10 +19,7 @@ from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.keys import recipe_groups
 from lowmem_ft.training import train
 
-KEEP = (
-    "plan.keep=[model,training.mixed_precision,optimizer,checkpointing.every_n_layers,offload,tiling,loss,"
-    "accumulation.dtype]"
-)
+KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation.dtype]"
 """Leaves micro-batches, checkpointing and their order to choose."""
 
 
@@ -425,9 +422,7 @@ def test_what_is_kept_may_make_it_impossible(make_recipe, at_once):
 
 def test_a_real_plan_is_the_fastest_that_really_fits(make_recipe):
     """By the real estimator, over a space small enough to look at everything."""
-    keep = (
-        "plan.keep=[model,training,optimizer,checkpointing.every_n_layers,offload,tiling,loss,accumulation]"
-    )
+    keep = "plan.keep=[model,training,optimizer,offload,tiling,loss,accumulation]"
     recipe = make_recipe(keep, "training.per_device_train_batch_size=16", "loss.chunk_tokens=128")
     space = space_of(recipe, num_layers=2, has_bfloat16=True)
     everything = [estimate_memory(space.recipe_of(one), "l4") for one in space.combinations]
