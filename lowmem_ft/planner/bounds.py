@@ -61,7 +61,6 @@ class ModelShape:
         widths: elements of a token that the matrices of all decoder layers multiply; those that several multiply once.
         outputs: elements of a token that they give.
         hidden_size: elements of a token between layers.
-        attention_size: elements of a token that attention gives, where the config says so; else 0.
         vocab_size: logits of a token.
         longest_row: tokens of a row, where ``data.max_length`` is null.
         checkpoint_dtype: type of the weights, where ``model.dtype`` is auto.
@@ -76,7 +75,6 @@ class ModelShape:
     widths: int
     outputs: int
     hidden_size: int
-    attention_size: int
     vocab_size: int
     longest_row: int
     checkpoint_dtype: torch.dtype
@@ -104,7 +102,6 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         layers = []
     products = [[matrix.weight.numel() for matrix in _matrices(layer)] for layer in layers]
     head = model.get_output_embeddings()
-    text_config = model.config.get_text_config()
     return ModelShape(
         num_layers=len(layers),
         parameters=_numel(model),
@@ -114,9 +111,7 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         head_products=head.weight.numel() if isinstance(head, nn.Linear) else 0,
         widths=sum(sum({matrix.in_features for matrix in _matrices(layer)}) for layer in layers),
         outputs=sum(matrix.out_features for layer in layers for matrix in _matrices(layer)),
-        hidden_size=getattr(text_config, "hidden_size", 0),
-        attention_size=getattr(text_config, "num_attention_heads", 0)
-        * (getattr(text_config, "head_dim", 0) or 0),
+        hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         vocab_size=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
         longest_row=longest_row,
         checkpoint_dtype=checkpoint_dtype,
@@ -168,13 +163,14 @@ def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def begin_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """What all layers begin with, if all are checkpointed, and attention's outputs where those are kept too."""
+    """What all layers begin with, if all are checkpointed.
+
+    Not what selective checkpointing keeps of attention: nothing where that draws dropout, or has no fused kernel.
+    """
     if recipe.offload.activations != "none":
         return 0.0
-    is_selective = recipe.checkpointing.mode == "selective"
-    elements = shape.hidden_size + (shape.attention_size if is_selective else 0)
-    tokens = kept_tokens(recipe, shape)
-    return float(tokens * activation_itemsize(recipe, shape) * shape.num_layers * elements)
+    elements = kept_tokens(recipe, shape) * shape.num_layers * shape.hidden_size
+    return float(elements * activation_itemsize(recipe, shape))
 
 
 def micro_batch_tokens(recipe: Recipe, shape: ModelShape) -> int:
