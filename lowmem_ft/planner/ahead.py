@@ -16,13 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import psutil
-
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.cores import PROCESSES_VARIABLE, processes_at_once
 from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.planner.target import Answer, estimate_in_full
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.units import GIB
@@ -74,8 +74,7 @@ class EstimatesAhead:
     def take(self, place: int) -> Answer | None:
         """What was guessed rightly, waited for if it is under way; None if nobody is at it.
 
-        Raises:
-            UserError: what the estimate raised.
+        Nor where it was refused: model types that this program alone has registered are not known there.
         """
         future = self._guessed.pop(place, None)
         if future is None:
@@ -85,6 +84,8 @@ class EstimatesAhead:
         except ChildFailedError as error:
             logger.info("No more estimates ahead: %s.", error)
             self._num_processes = 0
+            return None
+        except UserError:
             return None
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ def num_processes_ahead() -> int:
     Raises:
         UserError: if ``LOWMEM_FT_TRACE_PROCESSES`` is no number.
     """
-    room = psutil.virtual_memory().available // PROCESS_BYTES
+    room = tightest_host_limit(None).available_bytes // PROCESS_BYTES
     return min(MOST_PROCESSES - 1, processes_at_once() - 1, room)
 
 

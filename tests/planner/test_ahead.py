@@ -11,9 +11,12 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.cores import PROCESSES_VARIABLE
-from lowmem_ft.planner import plan
+from lowmem_ft.memory.host_limits import HostLimit
+from lowmem_ft.planner import ahead as ahead_module
+from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
 from lowmem_ft.planner.target import Target
+from lowmem_ft.units import GIB
 
 BUDGET = Budget(device="4GiB")
 
@@ -50,8 +53,7 @@ def test_an_estimate_made_elsewhere_is_the_same_and_its_failure_costs_nothing(ah
     assert ahead.take(0) is None
 
     ahead.guess(iter([2]), recipes.__getitem__)
-    with pytest.raises(UserError, match="/gone"):
-        ahead.take(2)
+    assert ahead.take(2) is None, "who asks meets the reason, if it is one here too"
 
     ahead.guess(iter([3]), recipes.__getitem__)
     for process in ahead._processes:
@@ -62,13 +64,12 @@ def test_an_estimate_made_elsewhere_is_the_same_and_its_failure_costs_nothing(ah
 
 
 def test_nobody_waits_for_a_guess_that_is_not_asked_for(make_recipe):
-    start = time.perf_counter()
     with EstimatesAhead(1, find_gpu("l4"), BUDGET) as ahead:
         ahead.guess(iter([0]), lambda place: make_recipe("data.max_length=1024"))
         while not ahead._processes:
             time.sleep(0.01)
-    assert ahead._processes[0]._process.poll() is not None
-    assert time.perf_counter() - start < 60, "it was not killed"
+    assert ahead._processes[0]._process.returncode, "it was not killed"
+    assert ahead._guessed[0].exception() is not None, "it was waited for"
 
 
 def test_a_plan_is_the_same_with_another_process(make_recipe, monkeypatch):
@@ -79,9 +80,8 @@ def test_a_plan_is_the_same_with_another_process(make_recipe, monkeypatch):
     monkeypatch.setattr(
         EstimatesAhead, "take", lambda self, place: taken.append(take(self, place)) or taken[-1]
     )
-    for processes in ("1", "2"):
-        monkeypatch.setenv(PROCESSES_VARIABLE, processes)
-        monkeypatch.setattr("lowmem_ft.estimator.cores._cores", lambda: 2)
+    for num_processes in (0, 1):
+        monkeypatch.setattr(planning, "num_processes_ahead", lambda number=num_processes: number)
         assert not any(taken)
         values = _without_clock(plan(recipe, BUDGET, "l4").to_json())
         del values["seconds"]
@@ -91,11 +91,20 @@ def test_a_plan_is_the_same_with_another_process(make_recipe, monkeypatch):
 
 
 def test_there_are_as_many_processes_as_cores_and_memory_allow(monkeypatch):
+    """Of a container's memory, which is less than the machine's."""
+
+    def with_room(num_bytes: int) -> int:
+        limit = HostLimit(num_bytes, "the container")
+        monkeypatch.setattr(ahead_module, "tightest_host_limit", lambda budget_bytes: limit)
+        return num_processes_ahead()
+
+    monkeypatch.delenv(PROCESSES_VARIABLE, raising=False)
     monkeypatch.setattr("lowmem_ft.estimator.cores._cores", lambda: 16)
+    assert [with_room(GIB), with_room(5 * GIB), with_room(500 * GIB)] == [0, 2, 3]
+    monkeypatch.setenv(PROCESSES_VARIABLE, "2")
+    assert num_processes_ahead() == 1
     monkeypatch.setenv(PROCESSES_VARIABLE, "1")
     assert num_processes_ahead() == 0
-    monkeypatch.setenv(PROCESSES_VARIABLE, "2")
-    assert num_processes_ahead() <= 1
     monkeypatch.setenv(PROCESSES_VARIABLE, "many")
     with pytest.raises(
         UserError, match="LOWMEM_FT_TRACE_PROCESSES is a number of processes from 1, got 'many'"
