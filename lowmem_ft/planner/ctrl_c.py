@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 
 class CtrlC:
     """Remembers a Ctrl-C within its ``with`` block, beside the ``KeyboardInterrupt`` that it raises as ever.
 
-    It does nothing outside the main thread, which alone gets signals, or where the program has a handler of its own.
+    SIGTERM likewise, where the program lets it raise that. It does nothing outside the main thread, which alone gets
+    signals.
     """
 
     def __init__(self) -> None:
         self._was_pressed = False
-        self._is_ours = False
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def __enter__(self) -> CtrlC:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._press)
-            self._is_ours = True
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._press)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._press:  # a handler may have put another in its place
+                signal.signal(number, handler)
 
     def check(self) -> None:
         """Raise what a finalizer has dropped.
@@ -40,5 +46,8 @@ class CtrlC:
             raise KeyboardInterrupt
 
     def _press(self, number: int, frame: FrameType | None) -> None:
-        self._was_pressed = True
-        raise KeyboardInterrupt
+        try:
+            self._handlers[number](number, frame)
+        except KeyboardInterrupt:
+            self._was_pressed = True
+            raise

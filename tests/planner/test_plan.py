@@ -11,6 +11,7 @@ import pytest
 
 import lowmem_ft
 from lowmem_ft.budget import Budget
+from lowmem_ft.cli.stopping import sigterm_as_ctrl_c
 from lowmem_ft.errors import RecipeError, UserError
 from lowmem_ft.estimator import estimate_memory, tracing
 from lowmem_ft.planner import plan, planning
@@ -313,23 +314,25 @@ def test_ctrl_c_gives_the_best_so_far(make_recipe, at_once, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_in_a_finalizer_is_not_lost(make_recipe, at_once):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_finalizer_is_not_lost(number, make_recipe, at_once):
     """Python prints an exception there and goes on; a trace runs thousands of them."""
     asked = at_once(lambda recipe: 1.0, seconds=made_up_seconds)
 
     class Pressed:
         def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     def on_progress(progress) -> None:
         if progress.estimated == 3:
             Pressed()
 
-    before = signal.getsignal(signal.SIGINT)
-    result = plan(make_recipe(KEEP), budget(8), "l4", on_progress=on_progress)
+    before = signal.getsignal(number)
+    with sigterm_as_ctrl_c():
+        result = plan(make_recipe(KEEP), budget(8), "l4", on_progress=on_progress)
     assert result.interrupted
     assert len(asked) == 4
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
 
 
 def test_json_has_the_published_names(make_recipe, at_once):
