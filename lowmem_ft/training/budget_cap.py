@@ -162,8 +162,8 @@ def host_peak_bytes(file_bytes: int) -> int:
     Args:
         file_bytes: the most that files of ``offload.folder`` held.
     """
-    dropped_bytes = max(0, file_bytes - resident_file_bytes())
-    return max(0, read_host_memory().peak_bytes - dropped_bytes)
+    dropped_bytes, memory = max(0, file_bytes - resident_file_bytes()), read_host_memory()
+    return max(memory.now_bytes, memory.peak_bytes - dropped_bytes)
 
 
 def report_budget(budget: Budget, device: torch.device, *, file_bytes: int = 0) -> None:

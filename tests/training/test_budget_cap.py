@@ -17,6 +17,7 @@ from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.training import budget_cap
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
+from lowmem_ft.units import GIB
 from lowmem_ft.virtual_gpu.replay.context_overhead import BITSANDBYTES_BYTES, NCCL_BYTES_OF_TWO
 
 CPU = torch.device("cpu")
@@ -40,11 +41,25 @@ def test_peaks_stand_beside_the_budget(budget, said, caplog):
     assert all(text in message for text, message in zip(said, caplog.messages, strict=True))
 
 
-@pytest.mark.parametrize("file_bytes,verdict", [(2**50, "within"), (1, "above")])
-def test_pages_of_mapped_files_count_for_no_budget(file_bytes, verdict, caplog):
+@pytest.fixture
+def peak_of_8_with_2_left(monkeypatch):
+    """GiB that the process held and holds; no page of a file is resident."""
+    monkeypatch.setattr(budget_cap, "read_host_memory", lambda: MemoryReading(2 * GIB, 8 * GIB))
+    monkeypatch.setattr(budget_cap, "resident_file_bytes", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    "budget,file_bytes,said",
+    [
+        ("3GiB", 6 * GIB, "Peak host memory: 2.00 GiB, within"),
+        ("3GiB", 1, "Peak host memory: 8.00 GiB, above"),
+        ("1GiB", 20 * GIB, "Peak host memory: 2.00 GiB, above"),  # of which few were there at the peak
+    ],
+)
+def test_pages_of_mapped_files_count_for_no_budget(budget, file_bytes, said, caplog, peak_of_8_with_2_left):
     with caplog.at_level(logging.INFO):
-        report_budget(Budget(host="1KiB"), CPU, file_bytes=file_bytes)
-    assert f"{verdict} budget.host=1KiB." in caplog.text
+        report_budget(Budget(host=budget), CPU, file_bytes=file_bytes)
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -169,6 +184,6 @@ def test_growing_beyond_a_budget_later_is_said_once_and_at_once(caplog, monkeypa
     assert caplog.messages == ["Host memory has grown to 1.95 KiB, above budget.device=1KiB."]
 
 
-def test_pages_of_files_and_a_gpus_budget_do_not_count_for_the_host():
-    BudgetWatch(Budget(device="1KiB"), CPU).after_step(file_bytes=2**50)
+def test_pages_of_files_and_a_gpus_budget_do_not_count_for_the_host(peak_of_8_with_2_left):
+    BudgetWatch(Budget(device="3GiB"), CPU).after_step(file_bytes=6 * GIB)
     BudgetWatch(Budget(device="1KiB"), torch.device("cuda", 0)).after_step()
