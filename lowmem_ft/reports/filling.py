@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import re
 import textwrap
+import unicodedata
 
 _GLUE = "\x00"
 """Stands for a blank inside of a command while lines are filled."""
+
+_SECOND_HALF = "\x01"
+"""Stands behind a character that takes two columns, such as those of Chinese, while lines are filled."""
 
 
 def filled(text: str, width: int, *, indent: str = "", hanging: str | None = None) -> list[str]:
@@ -17,7 +21,7 @@ def filled(text: str, width: int, *, indent: str = "", hanging: str | None = Non
 
     Args:
         text: of one line or several.
-        width: columns of a line.
+        width: columns of a line; at the least one.
         indent: what each line of the text begins with.
         hanging: what its further lines begin with; None: the same.
 
@@ -30,13 +34,13 @@ def filled(text: str, width: int, *, indent: str = "", hanging: str | None = Non
     for line in text.splitlines():
         lines += textwrap.wrap(
             _glued(line, room),
-            width,
+            max(1, width),
             initial_indent=indent,
             subsequent_indent=hanging,
             break_on_hyphens=False,
             break_long_words=False,
         ) or [""]
-    return [line.replace(_GLUE, " ") for line in lines]
+    return [line.replace(_GLUE, " ").replace(_SECOND_HALF, "") for line in lines]
 
 
 def longest_word(text: str, room: int) -> int:
@@ -62,7 +66,11 @@ def shell_lines(command: str, width: int, *, indent: str = "  ") -> list[str]:
 
 
 def _glued(text: str, room: int) -> str:
-    """The text with the blanks of commands in backticks replaced, where these have room on a line."""
+    """The text, a column for each character, and commands in backticks without blanks where they have room."""
+    if not text.isascii():
+        text = "".join(
+            char + _SECOND_HALF * (unicodedata.east_asian_width(char) in ("W", "F")) for char in text
+        )
 
     def glue(command: re.Match[str]) -> str:
         return command[0].replace(" ", _GLUE) if len(command[0]) <= room else command[0]

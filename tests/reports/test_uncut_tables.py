@@ -110,3 +110,17 @@ def test_a_command_in_backticks_stays_on_one_line_and_a_path_is_never_broken():
 def test_a_long_command_goes_on_as_a_shell_takes_it():
     lines = shell_lines("lowmem-ft train recipe=tiny training.seed=3 data.packing=true", 44)
     assert lines == ["  lowmem-ft train recipe=tiny \\", "      training.seed=3 data.packing=true"]
+
+
+def test_in_a_window_too_narrow_for_anything_words_stand_below_each_other(as_text):
+    assert filled("train recipe=tiny", 0) == ["train", "recipe=tiny"]
+    assert shell_lines("train recipe=tiny", 1) == ["  train \\", "      recipe=tiny"]
+    words = (LONG, "the device lacks 3.00 MiB")
+    assert "".join(as_text(Pairs([words]), 9).split()) == "".join(words).replace(" ", "")
+
+
+def test_characters_of_two_columns_count_as_two(as_text):
+    path, rest = "/模型/七十亿参数", ["as", "a", "whole", "model"]
+    lines = filled(" ".join([path, *rest]), 20)
+    assert lines == [f"{path} as", "a whole model"], "18 columns and 13"
+    assert path in as_text(Pairs([("model", f"was {path}")]), 30)
