@@ -95,7 +95,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{folder} is no complete checkpoint: it has no readable {MANIFEST}, which is written last."
-            f"{_inside(folder)}"
         ) from error
     if known_format != FORMAT:
         raise CheckpointError(
@@ -130,12 +129,6 @@ def _step_in(manifest: dict[str, Any]) -> int:
     if step < 0:
         raise ValueError(step)
     return step
-
-
-def _inside(folder: Path) -> str:
-    """A hint for the folder of a run that was named in place of one of its checkpoints."""
-    newest = next(iter(_newest_first(folder)), None)
-    return "" if newest is None else f" Did you mean {newest}?"
 
 
 def refuse_end_before(checkpoint: Path | None, taken: int, num_steps: int) -> None:

@@ -207,10 +207,17 @@ def _named_checkpoint(checkpoint: Path) -> Path:
     try:
         read_manifest(checkpoint)
     except CheckpointError as error:
-        whole = find_checkpoint(checkpoint.parent)
-        hint = " Name another one." if whole is None else f" The newest complete one beside it is {whole}."
-        raise CheckpointError(f"{error}{hint}") from error
+        raise CheckpointError(f"{error} {_another(checkpoint)}") from error
     return checkpoint
+
+
+def _another(named: Path) -> str:
+    """What to name in place of a folder that is no complete checkpoint: one inside of it, as of a run, or beside it."""
+    if inside := find_checkpoint(named):
+        return f"Did you mean {inside}?"
+    if beside := find_checkpoint(named.parent):
+        return f"The newest complete one beside it is {beside}."
+    return "Name another one."
 
 
 def _inputs(recipe: Recipe) -> dict[str, str | None]:
@@ -238,9 +245,11 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
     if not run_files(path):
         return
     is_finished = (path / MODEL_FOLDER).exists()
-    if recipe.training.resume_from_checkpoint == "auto":
+    checkpoint = None
+    if recipe.training.resume_from_checkpoint == "auto":  # there is none, or it would go on from it
         refuse_to_continue_another(recipe, path)
-    checkpoint = find_checkpoint(path)
+    else:
+        checkpoint = find_checkpoint(path)
     was_to_go_on = recipe.training.resume_from_checkpoint is not None
     if was_to_go_on and checkpoint is None and not is_finished and may_continue(recipe, path):
         return  # a run that was stopped before its first checkpoint begins again, where it began

@@ -95,11 +95,6 @@ def test_one_with_the_name_of_another_step_is_passed_over_and_its_own_name_told(
     read_manifest(run / "the-best")  # any other name will do
 
 
-def test_a_run_that_is_named_in_place_of_its_checkpoint_gets_a_hint(run):
-    with pytest.raises(CheckpointError, match=rf"Did you mean {run / 'checkpoint-2'}\?"):
-        read_manifest(run)
-
-
 @pytest.mark.parametrize("content", [b"[]", b"{}", b"\0"])
 def test_a_damaged_random_state_is_named(run, going_on, content):
     file = run / "checkpoint-2" / "random-state-0.json"

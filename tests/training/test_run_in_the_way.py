@@ -115,3 +115,20 @@ def test_in_place_of_a_checkpoint_that_is_not_whole_the_newest_whole_one_is_name
     named = tiny(f"training.resume_from_checkpoint={run}/checkpoint-4", output_dir=run)
     with pytest.raises(UserError, match=rf"The newest complete one beside it is {run}/checkpoint-2"):
         RunFolder.open(named)
+
+
+def test_in_place_of_a_run_the_newest_whole_checkpoint_in_it_is_named(finished, tiny, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "checkpoint-4").mkdir()
+    with pytest.raises(UserError, match=rf"written last\. Did you mean {run}/checkpoint-2\?$"):
+        RunFolder.open(tiny(f"training.resume_from_checkpoint={run}", output_dir=run))
+
+
+def test_a_checkpoint_that_is_passed_over_is_told_once(finished, tiny, tmp_path, caplog):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    without_model(run)
+    damaged(run)
+    RunFolder.open(tiny(*STEPS, GO_ON, output_dir=run))
+    assert caplog.text.count("Passing over it.") == 1
