@@ -106,12 +106,11 @@ def log_start(recipe: Recipe, runtime: RunRuntime, progress: Progress, num_steps
     if runtime.device.type == "cpu":
         warn_of_idle_cores(runtime.num_processes)
     examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * runtime.num_processes
+    left = f"steps {progress.step + 1} to {num_steps}, {counted(examples, 'example')} a step"
     logger.info(
-        "Training on %s (torch %s), %s: steps %d to %d, %s a step.",
+        "Training on %s (torch %s), %s: %s.",
         runtime.device,
         torch.__version__,
         counted(runtime.num_processes, "process", "processes"),
-        progress.step + 1,
-        num_steps,
-        counted(examples, "example"),
+        left if progress.step < num_steps else f"no step is left of {num_steps}",
     )

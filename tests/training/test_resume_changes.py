@@ -45,11 +45,13 @@ def records(run: Path) -> list[str]:
     return [line for line in (run / "metrics.jsonl").read_text().splitlines() if "measured" not in line]
 
 
-def test_a_finished_run_ends_as_it_did(tiny, metrics, tmp_path):
+def test_a_finished_run_ends_as_it_did(tiny, metrics, tmp_path, caplog):
     run = tmp_path / "run"
     first = train(tiny(*SHORT, output_dir=run))
     before = records(run)
+    caplog.set_level("INFO")
     again = train(tiny(*SHORT, AUTO, output_dir=run))
+    assert "1 process: no step is left of 6." in caplog.text
     assert (again.steps, again.loss, again.evaluation) == (first.steps, first.loss, first.evaluation)
     assert records(run) == before
     assert "training loss of the last step" in (run / "model" / "README.md").read_text()
