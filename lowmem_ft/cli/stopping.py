@@ -10,8 +10,11 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
+
+from lowmem_ft.training.interruption import ONE_REQUEST_SECONDS
 
 NOTHING_DONE = "before it was done: nothing is written."
 
@@ -21,19 +24,27 @@ _terminated: list[int] = []
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM raise ``KeyboardInterrupt``; the second one ends the process, whatever it does.
+    """Let SIGTERM raise ``KeyboardInterrupt``; a later one ends the process, whatever it does.
+
+    One that follows at once is the same request: a job's scheduler tells each process, and a launcher passes it on.
 
     It does nothing outside the main thread, which alone gets signals, or where the program has a handler of its own. A
     process that was forked is ended as ever: pools end their workers so.
     """
     process_id = os.getpid()
 
+    first_seconds = 0.0
+
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != process_id:
+        nonlocal first_seconds
+        is_forked, now = os.getpid() != process_id, time.monotonic()
+        if not is_forked and not _terminated:
+            first_seconds = now
+            _terminated.append(number)
+            raise KeyboardInterrupt
+        if is_forked or now - first_seconds > ONE_REQUEST_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        _terminated.append(number)
-        raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

@@ -189,6 +189,37 @@ def test_a_command_that_takes_sigterm_for_an_answer_ends_with_its_exit_code(trai
     assert train_command.main(["recipe=tiny"]) == 0
 
 
+def test_sigterm_that_a_launcher_passes_on_is_no_second_one(trained, monkeypatch, capfd):
+    def told_twice(recipe, folder):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(preflight, "train", told_twice)
+    assert train_command.main(["recipe=tiny"]) == 143
+    assert "Stopped by SIGTERM" in capfd.readouterr().err
+
+
+TOLD_AGAIN = """
+import signal
+from lowmem_ft.cli import stopping
+
+stopping.ONE_REQUEST_SECONDS = -1
+with stopping.sigterm_as_ctrl_c():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.raise_signal(signal.SIGTERM)
+        print("still there")
+"""
+
+
+def test_a_later_sigterm_ends_the_process_whatever_it_does():
+    ended = subprocess.run([sys.executable, "-c", TOLD_AGAIN], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "")
+
+
 def test_a_worker_that_a_pool_ends_by_sigterm_ends_in_silence(trained, monkeypatch, capfd):
     def in_a_worker(recipe, folder):
         if (worker := os.fork()) == 0:
