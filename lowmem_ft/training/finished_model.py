@@ -55,6 +55,8 @@ def log_finished_model(target: Path, recipe: Recipe) -> None:
     """Say where the model of a run is whose weights are good, and what loads it."""
     if recipe.adapter.name == "none":
         logger.info("The model is in %s; from_pretrained loads it.", target)
+    elif recipe.model.weights == "random":
+        logger.info("The adapter is in %s; its base had random weights, which are not kept.", target)
     else:
         logger.info(
             "The adapter is in %s; peft.AutoPeftModelForCausalLM loads it with its base, `lowmem-ft merge %s OUT_DIR` "
