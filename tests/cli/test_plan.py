@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -121,9 +122,9 @@ def test_a_written_plan_is_a_recipe(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     "asked, name",
     [
-        (["budget=10 GiB", "--gpu", "l4"], "model0-10-GiB-l4"),
-        (["--gpu", "l4"], "model0-l4"),
-        (["budget=10GiB"], "model0-10GiB"),
+        (["budget=10 GiB", "--gpu", "l4"], "{model}-10-GiB-l4"),
+        (["--gpu", "l4"], "{model}-l4"),
+        (["budget=10GiB"], "{model}-10GiB"),
         (["budget=10GiB", "name=mine"], "mine"),
         (["recipe=tiny", "--gpu", "l4"], "tiny-l4"),
     ],
@@ -133,7 +134,7 @@ def test_a_written_plan_is_named_by_what_it_is_for_as_its_run_folder_will_be(
 ):
     file = tmp_path / "my.yaml"
     assert main(["plan", f"model={folder}", "model.weights=random", KEEP, *asked, "--write", str(file)]) == 0
-    assert load_recipe(file).name == name
+    assert load_recipe(file).name == name.format(model=Path(folder).name)
 
 
 def test_where_nothing_fits_the_exit_code_says_so_and_nothing_is_written(folder, tmp_path, capsys):
