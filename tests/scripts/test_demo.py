@@ -13,6 +13,7 @@ TINY = REPOSITORY / "recipes" / "tiny"
 def demo(monkeypatch, tmp_path):
     """The demo as a module, writing its run below a temporary folder."""
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "demo")
+    monkeypatch.delitem(sys.modules, "demo", raising=False)  # the folder, from which other scripts import
     import demo
 
     monkeypatch.setattr(demo, "RUN_DIR", tmp_path / "runs" / "demo")
