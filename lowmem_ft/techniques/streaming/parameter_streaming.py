@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig
@@ -84,7 +84,7 @@ def enable_parameter_streaming(
         A handle whose ``remove()`` leaves a plain model on the host, with the weights as trained.
 
     Raises:
-        ModelError: if the model's layers cannot be found.
+        ModelError: if the model's layers cannot be found, or if one that is not checkpointed has experts in one tensor.
         UserError: if more layers are to stay than there are.
         DoesNotFitError: if the host has too little memory left.
     """
@@ -97,6 +97,8 @@ def enable_parameter_streaming(
         )
     if problems:
         raise UserError(*problems)
+    num_streamed = len(layers) - config.resident_layers
+    _refuse_slices_kept_for_backward(list(layers)[:num_streamed])
     # Beside the model as it was loaded, of which each layer is let go once it is copied.
     largest = max(sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers)
     host.check(
@@ -107,7 +109,7 @@ def enable_parameter_streaming(
     )
     streaming = ParameterStreaming(
         model,
-        list(layers)[: len(layers) - config.resident_layers],
+        list(layers)[:num_streamed],
         device=device,
         host=host,
         trained=trained,
@@ -117,7 +119,7 @@ def enable_parameter_streaming(
         "Parameter streaming: %s wait in %s; %d of %d layers visit the device in turn, in slots of %s",
         format_bytes(streaming.host_bytes),
         host.place_of("parameter"),
-        len(layers) - config.resident_layers,
+        num_streamed,
         len(layers),
         format_bytes(streaming.layers.slot_bytes),
     )
@@ -250,6 +252,23 @@ def _outer_parts(
     if isinstance(table, nn.Embedding) and is_streamed(table.weight):
         embedding = StreamedEmbedding(table, device, head.held_gradient if head is not None else lambda: None)
     return embedding, head
+
+
+def _refuse_slices_kept_for_backward(layers: Sequence[nn.Module]) -> None:
+    """Of a whole weight autograd keeps the parameter, and finds there what visits in backward; of a slice, the slot.
+
+    In a checkpointed layer the slices are taken again in the visit in which they are needed.
+    """
+    for layer in layers:
+        if getattr(layer, "gradient_checkpointing", False):
+            continue
+        for name, parameter in layer.named_parameters():
+            if parameter.dim() > 2 and "expert" in name:
+                raise ModelError(
+                    f"offload.parameters=stream needs every layer of {type(layer).__name__} checkpointed, as the "
+                    f"experts' weights are slices of one tensor ({name}). Set checkpointing.mode=full, "
+                    "every_n_layers=1 and skip_last_layers=0."
+                )
 
 
 def _weights_of(embedding: StreamedEmbedding | None, head: StreamedHead | None) -> set[nn.Parameter]:

@@ -452,6 +452,16 @@ def test_a_model_without_decoder_layers_is_refused_with_the_key():
         streamed(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_in_one_tensor_need_checkpointing(family):
+    """Autograd would keep slices of a slot in which another layer visits by then."""
+    model = tiny_model(family)
+    enable_checkpointing(model, CheckpointingConfig(mode="full", skip_last_layers=1))
+    with pytest.raises(ModelError, match=r"slices of one tensor \(mlp\.experts\..*checkpointing\.mode=full"):
+        streamed(model)
+    streamed(model, OffloadConfig(parameters="stream", resident_layers=1))
+
+
 def test_too_little_host_memory_is_refused():
     host = HostMemory(CPU, budget_bytes=1)
     with pytest.raises(DoesNotFitError, match=r"offload\.parameters=stream needs .* more host memory"):
