@@ -98,7 +98,8 @@ def enable_parameter_streaming(
     if problems:
         raise UserError(*problems)
     num_streamed = len(layers) - config.resident_layers
-    _refuse_slices_kept_for_backward(list(layers)[:num_streamed])
+    if device.type != "cpu":  # where the experts' products keep no slices: tests/invariants
+        _refuse_slices_kept_for_backward(list(layers)[:num_streamed])
     # Beside the model as it was loaded, of which each layer is let go once it is copied.
     largest = max(sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers)
     host.check(

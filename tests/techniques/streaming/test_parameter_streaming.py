@@ -455,11 +455,18 @@ def test_a_model_without_decoder_layers_is_refused_with_the_key():
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_in_one_tensor_need_checkpointing(family):
     """Autograd would keep slices of a slot in which another layer visits by then."""
-    model = tiny_model(family)
+    with torch.device("meta"):
+        model = tiny_model(family)
     enable_checkpointing(model, CheckpointingConfig(mode="full", skip_last_layers=1))
-    with pytest.raises(ModelError, match=r"slices of one tensor \(mlp\.experts\..*checkpointing\.mode=full"):
-        streamed(model)
-    streamed(model, OffloadConfig(parameters="stream", resident_layers=1))
+    with VirtualGPU("a100-80gb") as gpu:
+        place_module(model, CPU, lambda name, tensor: None)
+        host = HostMemory(gpu.device, is_limited=False)
+        with pytest.raises(
+            ModelError, match=r"slices of one tensor \(mlp\.experts\..*checkpointing\.mode=full"
+        ):
+            enable_parameter_streaming(model, STREAM, device=gpu.device, host=host, trained=False)
+        config = OffloadConfig(parameters="stream", resident_layers=1)
+        enable_parameter_streaming(model, config, device=gpu.device, host=host, trained=False)
 
 
 def test_too_little_host_memory_is_refused():
