@@ -13,8 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
@@ -27,9 +25,6 @@ from lowmem_ft.planner.target import Answer, estimate_in_full
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.units import GIB
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 logger = logging.getLogger(__name__)
 
 MOST_PROCESSES = 4
@@ -40,7 +35,7 @@ PROCESS_BYTES = 2 * GIB
 
 
 class EstimatesAhead:
-    """Other processes that estimate; each starts with its first guess, and all end with the ``with`` block.
+    """Other processes that estimate; each starts with its first guess, and all end with :meth:`close`.
 
     Args:
         num_processes: beside this one; with 0 nothing is guessed.
@@ -95,17 +90,6 @@ class EstimatesAhead:
         for process in self._processes:
             process.close()
         self._threads.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _estimate(self, recipe: Recipe) -> Answer:
         process = self._process()

@@ -200,7 +200,8 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None) -> Space:
 
 def _plan_in(space: Space, target: Target, on_progress: OnProgress) -> MemoryPlan:
     """The best of a space, explained; Ctrl-C ends the search."""
-    with CtrlC() as ctrl_c, EstimatesAhead(num_processes_ahead(), target.gpu, target.budget) as ahead:
+    others = EstimatesAhead(num_processes_ahead(), target.gpu, target.budget)
+    with CtrlC() as ctrl_c, contextlib.closing(others) as ahead:
         return _searched(space, target, on_progress, ctrl_c, ahead)
 
 

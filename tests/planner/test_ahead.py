@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -32,7 +33,7 @@ def _without_clock(values: Any) -> Any:
 
 @pytest.fixture
 def ahead():
-    with EstimatesAhead(1, find_gpu("l4"), BUDGET) as processes:
+    with contextlib.closing(EstimatesAhead(1, find_gpu("l4"), BUDGET)) as processes:
         yield processes
 
 
@@ -64,7 +65,7 @@ def test_an_estimate_made_elsewhere_is_the_same_and_its_failure_costs_nothing(ah
 
 
 def test_nobody_waits_for_a_guess_that_is_not_asked_for(make_recipe):
-    with EstimatesAhead(1, find_gpu("l4"), BUDGET) as ahead:
+    with contextlib.closing(EstimatesAhead(1, find_gpu("l4"), BUDGET)) as ahead:
         ahead.guess(iter([0]), lambda place: make_recipe("data.max_length=1024"))
         while not ahead._processes:
             time.sleep(0.01)

@@ -187,3 +187,5 @@ def test_growing_beyond_a_budget_later_is_said_once_and_at_once(caplog, monkeypa
 def test_pages_of_files_and_a_gpus_budget_do_not_count_for_the_host(peak_of_8_with_2_left):
     BudgetWatch(Budget(device="3GiB"), CPU).after_step(file_bytes=6 * GIB)
     BudgetWatch(Budget(device="1KiB"), torch.device("cuda", 0)).after_step()
+    with pytest.raises(DoesNotFitError):  # the same without pages of files
+        BudgetWatch(Budget(device="3GiB"), CPU).after_step()
