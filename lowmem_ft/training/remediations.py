@@ -60,11 +60,14 @@ class Remediation:
 
     def applied_to(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings."""
+        values: dict[str, dict[str, Any]] = {}
         for key, value in self.settings.items():
             group, _, name = key.partition(".")
-            changed = dataclasses.replace(getattr(recipe, group), **{name: value})
-            recipe = dataclasses.replace(recipe, **{group: changed})
-        return recipe
+            values.setdefault(group, {})[name] = value
+        changed = {
+            group: dataclasses.replace(getattr(recipe, group), **new) for group, new in values.items()
+        }
+        return dataclasses.replace(recipe, **changed)
 
     def price(self, recipe: Recipe) -> tuple[int, int]:
         """What it costs a recipe, to sort by: what is paid, then rounding; other mathematics is above all of it."""

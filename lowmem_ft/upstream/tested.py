@@ -5,6 +5,7 @@ Nothing here imports a library: it is asked for once the program has.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -35,6 +36,7 @@ _warned: set[str] = set()
 _MINOR = re.compile(r"(\d+)\.(\d+)")
 
 
+@functools.cache
 def installed_version(library: str) -> str | None:
     """Such as ``2.13.0+cpu``; None if the library is not installed."""
     try:
