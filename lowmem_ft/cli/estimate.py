@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.estimate_files import report_console, write_json, write_pictures
-from lowmem_ft.cli.estimate_model import estimate_model, gpus_asked_for
-from lowmem_ft.cli.estimate_options import ALL_GPUS, NO_SNAPSHOT_OF_CPU, names_model_alone, parse
+from lowmem_ft.cli.estimate_model import estimate_model, gpus_asked_for, refuse_pictures
+from lowmem_ft.cli.estimate_options import ALL_GPUS, CPU, NO_SNAPSHOT_OF_CPU, names_model_alone, parse
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
@@ -36,11 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 if it fits (on one GPU at least), else 3.
     """
     options, recipe_name, settings = parse(sys.argv[1:] if argv is None else argv)
+    is_model_alone = recipe_name is None and names_model_alone(settings)
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import refuse_budget_beyond_all
-    from lowmem_ft.recipe.paths import check_model_files, check_packages
+    from lowmem_ft.recipe.paths import check_model_files, check_packages, check_sizes_of_model
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
@@ -50,14 +51,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             refuse_budget_beyond_all(recipe)
         check_model_files(recipe, architecture_only=True)
         check_packages(recipe)
+        if is_model_alone:
+            refuse_pictures(recipe, options)
+        else:
+            check_sizes_of_model(recipe)
+            _check_named_device(recipe, options)
         import lowmem_ft.estimator  # noqa: F401 - imports the libraries whose logs are taken over
 
     take_over_library_logs()
-    if recipe_name is None and names_model_alone(settings):
+    if is_model_alone:
         gpus = gpus_asked_for(recipe, options)
         if gpus:
             return estimate_model(recipe, settings, gpus, options)
     return (_estimate_on_all if options.gpu == ALL_GPUS else _estimate_on_one)(recipe, options)
+
+
+def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
+    """What can be told of a device that is named; torch alone knows what this machine has."""
+    from lowmem_ft.catalog.gpus import find_gpu
+    from lowmem_ft.recipe.device_checks import check_device_of_estimate
+
+    if options.gpu == CPU or (options.gpu is None and recipe.training.use_cpu):
+        check_device_of_estimate(recipe, None)
+    elif options.gpu not in (None, ALL_GPUS):
+        check_device_of_estimate(recipe, find_gpu(options.gpu))
 
 
 def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.estimate_files import report_console, write_json
-from lowmem_ft.cli.estimate_options import ALL_GPUS, names_model_alone
+from lowmem_ft.cli.estimate_options import ALL_GPUS, CPU, names_model_alone
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
 
@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from lowmem_ft.catalog.gpu import Gpu
     from lowmem_ft.estimator import MethodEstimate
     from lowmem_ft.recipe import Recipe
+
+
+def refuse_pictures(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Refuse to draw a model alone.
+
+    Raises:
+        UserError: if a picture is asked for.
+    """
+    model = recipe.model.name_or_path
+    if options.gpu != CPU and (options.plot is not None or options.snapshot is not None):
+        raise UserError(
+            f"--plot and --snapshot show one run, got model={model} alone, which is estimated in three ways. "
+            f"Name one of them, such as recipe=7b-lora model={model}."
+        )
 
 
 def gpus_asked_for(recipe: Recipe, options: argparse.Namespace) -> list[Gpu]:
@@ -52,11 +66,6 @@ def estimate_model(
     from lowmem_ft.reports.wording import short_name
 
     model = recipe.model.name_or_path or ""
-    if options.plot is not None or options.snapshot is not None:
-        raise UserError(
-            f"--plot and --snapshot show one run, got model={model} alone, which is estimated in three ways. "
-            f"Name one of them, such as recipe=7b-lora model={model}."
-        )
     is_all = options.gpu == ALL_GPUS
     short = short_name(model)
     with progress_line(f"{short}: reading its architecture") as say:

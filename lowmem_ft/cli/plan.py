@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import check_budget_of_plan
     from lowmem_ft.recipe.defaults import named_as_planned, with_defaults_of_plan
-    from lowmem_ft.recipe.paths import check_model_files, check_packages
+    from lowmem_ft.recipe.paths import check_model_files, check_packages, check_sizes_of_model
 
     set_up_logging()
     asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe = load_recipe(recipe_name, asked)
         check_budget_of_plan(recipe, options.gpu)
         check_model_files(recipe, architecture_only=True)
+        check_sizes_of_model(recipe, is_planned=True)
         check_packages(recipe)
         import lowmem_ft.planner
         from lowmem_ft.reports.wording import short_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.exit_codes import explains_user_errors, is_main_process
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.stopping import if_stopped
 from lowmem_ft.errors import RecipeError, UserError
@@ -58,6 +58,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import check_budget_of_run
     from lowmem_ft.recipe.defaults import named_as_planned
+    from lowmem_ft.recipe.device_checks import check_device_of_run
     from lowmem_ft.recipe.paths import check_paths_of_run
     from lowmem_ft.training.distributed_rules import launched_processes, problems_with_processes
     from lowmem_ft.training.run_folder import RunFolder
@@ -70,18 +71,27 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
         raise RecipeError(*problems)
     check_budget_of_run(recipe)
     check_paths_of_run(recipe)
+    if recipe.plan.mode == "none":
+        check_device_of_run(recipe)
     if recipe.training.push_to_hub:
         from lowmem_ft.training.hub_upload import check_upload
 
         check_upload()
-    # Before the import below, which takes seconds; what a run goes on with that is still to be planned, is known later.
+    # Before the imports below, which take seconds; what a run goes on with that is still to be planned, is known later.
     is_planned = recipe.plan.mode == "none"
     may_open = is_planned or recipe.training.resume_from_checkpoint is None
     folder = RunFolder.open(recipe) if may_open else None
 
-    from lowmem_ft.preflight import train
+    # It imports datasets, which takes a second or two, but neither torch nor transformers.
+    from lowmem_ft.data.first_look import check_small_local_data
 
     take_over_library_logs()
+    if is_main_process():
+        check_small_local_data(recipe.data)
+
+    from lowmem_ft.preflight import train
+
+    take_over_library_logs()  # of what this imported
     train(recipe, folder if is_planned else None)
 
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lowmem_ft.data.batch import IGNORED_LABEL, Batch, LabelledRows, merged
+    from lowmem_ft.data.batch import Batch, LabelledRows, merged
     from lowmem_ft.data.collating import Collator
     from lowmem_ft.data.config import DataConfig
     from lowmem_ft.data.cutting import half_of, half_of_rows, pieces
     from lowmem_ft.data.loading import PreparedData, load_data
     from lowmem_ft.data.position import DataPosition
+    from lowmem_ft.data.row import IGNORED_LABEL
     from lowmem_ft.data.stream import DataStream, Window, eval_batches
     from lowmem_ft.data.summary import DataSummary
 
@@ -41,7 +42,7 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "IGNORED_LABEL": "batch",
+        "IGNORED_LABEL": "row",
         "Batch": "batch",
         "Collator": "collating",
         "DataConfig": "config",

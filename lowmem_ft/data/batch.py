@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
+from lowmem_ft.data.row import IGNORED_LABEL
+
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-IGNORED_LABEL = -100
-"""The label of a token that carries no loss (torch's and transformers' ``ignore_index``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lowmem_ft.data.batch import IGNORED_LABEL, Batch
-from lowmem_ft.data.row import Row
-
-LENGTH_MULTIPLE = 8
-"""Row lengths are rounded up to it: tensor cores want it, and the allocator meets fewer sizes."""
+from lowmem_ft.data.batch import Batch
+from lowmem_ft.data.row import IGNORED_LABEL, LENGTH_MULTIPLE, Row
 
 
 @dataclass(frozen=True, kw_only=True)

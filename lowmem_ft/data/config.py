@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lowmem_ft.errors import DataError
 from lowmem_ft.knob import Effect, knob
 
 FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca", "text"]
@@ -97,6 +98,21 @@ class DataConfig:
     def problems(self) -> list[str]:
         """What is wrong with these values in themselves, before any file is looked at; empty if nothing is."""
         return [message for broken, message in self._rules() if broken]
+
+    def refuse_positions(self, limit: int | None) -> None:
+        """Refuse rows that are longer than a model takes.
+
+        Args:
+            limit: of the model, in tokens; None: it has none.
+
+        Raises:
+            DataError: if they are.
+        """
+        if self.max_length is not None and limit is not None and self.max_length > limit:
+            raise DataError(
+                f"data.max_length is at most what the model takes, {limit} tokens, got {self.max_length}. "
+                f"Set data.max_length={limit} or less, or null for the model's limit."
+            )
 
     def _rules(self) -> list[tuple[bool, str]]:
         at_least_one = {

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lowmem_ft.data.batch import IGNORED_LABEL, LabelledRows
+from lowmem_ft.data.batch import LabelledRows
+from lowmem_ft.data.row import IGNORED_LABEL
 
 
 def pieces(rows: LabelledRows, max_tokens: int | None) -> list[LabelledRows]:

@@ -19,8 +19,9 @@ structure is an error that names it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -108,7 +109,8 @@ def recognise_format(
         The format, with its columns.
 
     Raises:
-        DataError: if overrides contradict each other, a named column is absent, or no format matches.
+        DataError: if overrides contradict each other, a named column is absent, no format matches, or raw text is
+            asked for an answer.
     """
     name, reason, wanted = choose_format(config, columns, source)
     logger.info("Format of %s: %s (%s).", source, name, reason)
@@ -143,7 +145,23 @@ def choose_format(
             f"The format {name} takes its parts from different columns, got {parts}. Columns of {source}: "
             f"{', '.join(columns)}."
         )
+    if name == "text" and config.loss_on not in ("auto", "all"):
+        raise DataError(
+            f"data.loss_on={config.loss_on} needs examples with a prompt and an answer, got the format text. "
+            "Set data.loss_on=all."
+        )
     return name, reason, wanted
+
+
+@contextlib.contextmanager
+def naming_example(sample_id: int, source: str) -> Iterator[None]:
+    """Has an error about a row say which one it is."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(
+            *(f"Example {sample_id} of {source}: {problem}" for problem in error.problems)
+        ) from error
 
 
 def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
@@ -155,9 +173,6 @@ def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
 
     Returns:
         The choice.
-
-    Raises:
-        DataError: if raw text is asked for an answer.
     """
     name = example_format.name
     if config.loss_on == "auto":
@@ -165,11 +180,6 @@ def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
         chosen = by_format.get(name, "completion")
         logger.info("Loss on: %s (data.loss_on=auto, format %s).", chosen, name)
         return chosen
-    if name == "text" and config.loss_on != "all":
-        raise DataError(
-            f"data.loss_on={config.loss_on} needs examples with a prompt and an answer, got the format text. "
-            "Set data.loss_on=all."
-        )
     return config.loss_on
 
 

@@ -25,7 +25,8 @@ from lowmem_ft.data.examples import (
 from lowmem_ft.data.formats import choose_loss_on, recognise_format
 from lowmem_ft.data.packing import pack_best_fit
 from lowmem_ft.data.row import TokenizedExample
-from lowmem_ft.data.sources import READING_ERRORS, Source, open_rows, reading_error
+from lowmem_ft.data.sources import READING_ERRORS, Source, reading_error
+from lowmem_ft.data.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import (
     SUMMARISED,
     DataSummary,
@@ -127,7 +128,7 @@ def _load_mapped(
     limits: LengthLimits,
     seed: int,
 ) -> PreparedData:
-    train_source, eval_source = _sources(config)
+    train_source, eval_source = sources_of(config)
     train_table, eval_table = _tokenize(config, train_source, tokenizer, vocab_size, is_train=True), None
     if eval_source is not None:
         eval_table = _tokenize(config, eval_source, tokenizer, vocab_size, is_train=False)
@@ -156,7 +157,7 @@ def _load_streamed(
     vocab_size: int | None,
     limits: LengthLimits,
 ) -> PreparedData:
-    train_source, eval_source = _sources(config)
+    train_source, eval_source = sources_of(config)
     train = _stream(config, train_source, tokenizer, vocab_size, limits, is_train=True)
     _look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT), tokenizer)
     evaluation = (
@@ -177,44 +178,8 @@ def _max_length(config: DataConfig, max_positions: int | None) -> int | None:
                 "Set data.max_length."
             )
         return max_positions
-    if max_positions is not None and config.max_length > max_positions:
-        raise DataError(
-            f"data.max_length is at most what the model takes, {max_positions} tokens, got {config.max_length}. "
-            f"Set data.max_length={max_positions} or less, or null for the model's limit."
-        )
+    config.refuse_positions(max_positions)
     return config.max_length
-
-
-def _sources(config: DataConfig) -> tuple[Source, Source | None]:
-    assert config.path is not None
-    train = Source(
-        path=config.path,
-        split=config.split,
-        name=config.name,
-        revision=config.revision,
-        data_files=config.data_files,
-        streaming=config.streaming,
-        sample_by=config.sample_by,
-    )
-    if config.eval_path is not None:
-        return train, Source(
-            path=config.eval_path,
-            split=config.eval_split or "train",
-            setting="data.eval_path",
-            split_setting="data.eval_split",
-            streaming=config.streaming,
-            sample_by=config.sample_by,
-        )
-    if config.eval_split is not None:
-        return train, replace(train, split=config.eval_split, split_setting="data.eval_split")
-    return train, None
-
-
-def _open(config: DataConfig, source: Source, *, is_train: bool) -> Any:
-    rows: Any = open_rows(source)
-    if config.max_samples is None or not is_train:
-        return rows
-    return rows.take(config.max_samples if config.streaming else min(config.max_samples, len(rows)))
 
 
 def _tokenization(
@@ -258,7 +223,7 @@ def _tokenize(
     is_train: bool,
 ) -> datasets.Dataset:
     """The tokenized table of a split, dropped examples included, from the cache if it was made before."""
-    rows = _open(config, source, is_train=is_train)
+    rows = open_split(config, source, is_train=is_train)
     try:
         tokenization = _tokenization(config, source, tokenizer, vocab_size, rows[0])
         rows = rows.select_columns(list(tokenization.example_format.columns))
@@ -283,11 +248,7 @@ def _hold_out(table: datasets.Dataset, size: float, seed: int) -> tuple[datasets
     """The table in two parts; the pieces of one document stay together."""
     sample_ids = column(table, "sample_id")
     candidates = np.unique(sample_ids)
-    count = int(size) if size >= 1 else max(1, round(size * len(candidates)))
-    if count >= len(candidates):
-        raise DataError(
-            f"data.eval_size leaves at least one example to train on, got {size:g} of {len(candidates)}. Set it lower."
-        )
+    count = num_held_out(size, len(candidates))
     chosen = np.random.default_rng([seed, len(candidates)]).choice(candidates, count, replace=False)
     is_held_out = np.isin(sample_ids, chosen)
     return table.select(np.flatnonzero(~is_held_out)), table.select(np.flatnonzero(is_held_out))
@@ -327,7 +288,7 @@ def _stream(
     *,
     is_train: bool,
 ) -> StreamedExamples:
-    rows = _open(config, source, is_train=is_train)
+    rows = open_split(config, source, is_train=is_train)
     first_row = next(_batches(rows, source, batch_rows=1), None)
     if first_row is None:
         raise DataError(f"{source.setting} holds no example: {source}. Name data with at least one row.")

@@ -7,6 +7,12 @@ from typing import TypeAlias
 
 import numpy as np
 
+IGNORED_LABEL = -100
+"""The label of a token that carries no loss (torch's and transformers' ``ignore_index``)."""
+
+LENGTH_MULTIPLE = 8
+"""Row lengths are rounded up to it: tensor cores want it, and the allocator meets fewer sizes."""
+
 
 @dataclass(frozen=True)
 class TokenizedExample:

@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.data.batch import IGNORED_LABEL
-from lowmem_ft.data.collating import LENGTH_MULTIPLE
-from lowmem_ft.data.row import TokenizedExample
+from lowmem_ft.data.row import IGNORED_LABEL, LENGTH_MULTIPLE, TokenizedExample
 from lowmem_ft.errors import DataError
 from lowmem_ft.units import counted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

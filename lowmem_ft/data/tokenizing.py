@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.config import LossOn
-from lowmem_ft.data.formats import ExampleFormat, Row
+from lowmem_ft.data.formats import ExampleFormat, Row, naming_example
 from lowmem_ft.data.masking import MarkedText, mark_learnt
 from lowmem_ft.data.summary import Outcome
 from lowmem_ft.errors import DataError
@@ -91,13 +91,9 @@ class Tokenization:
         }
 
     def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
-        try:
+        with naming_example(sample_id, self.source):
             example = self.example_format.read(row)
             return None if example is None else mark_learnt(example, self.tokenizer, self.loss_on)
-        except DataError as error:
-            raise DataError(
-                *(f"Example {sample_id} of {self.source}: {problem}" for problem in error.problems)
-            ) from error
 
     def _encode(self, marked: list[MarkedText | None]) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Token ids and the learnt mask of each text."""

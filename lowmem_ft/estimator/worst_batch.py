@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from transformers import PretrainedConfig
 
-from lowmem_ft.data.batch import IGNORED_LABEL, Batch
+from lowmem_ft.data.batch import Batch
 from lowmem_ft.data.collating import Collator
-from lowmem_ft.data.row import TokenizedExample
+from lowmem_ft.data.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.errors import DataError
 from lowmem_ft.models import max_positions
 from lowmem_ft.recipe import Recipe
@@ -68,11 +68,7 @@ def row_length(recipe: Recipe, hf_config: PretrainedConfig) -> int:
             "An estimate needs the length of rows, but data.max_length is null and the model has no limit. "
             "Set data.max_length."
         )
-    if length is not None and limit is not None and length > limit:
-        raise DataError(
-            f"data.max_length is at most what the model takes, {limit} tokens, got {length}. "
-            f"Set data.max_length={limit} or less, or null for the model's limit."
-        )
+    recipe.data.refuse_positions(limit)
     return limit if length is None else length  # type: ignore[return-value]
 
 

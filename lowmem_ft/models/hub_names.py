@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lowmem_ft.catalog import find_architecture, load_architectures
 from lowmem_ft.errors import ModelError, did_you_mean
 from lowmem_ft.hub import OFFLINE_ADVICE, hub_is_reachable
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.local_paths import not_a_tokenizer
 from lowmem_ft.user_paths import expand_user
 
 
@@ -42,17 +45,34 @@ def require_within_reach(config: ModelConfig) -> None:
         ModelError: if no file of it can be had.
     """
     name = config.name_or_path or ""
-    path = expand_user(name)
-    if not name or path.exists() or path.suffix == ".gguf":
+    if expand_user(name).suffix == ".gguf":
         return
+    if not _may_be_had(name, [config.gguf_file or "config.json"], config.revision):
+        raise out_of_reach(hub_id_of(name))
+
+
+def require_tokenizer_within_reach(config: ModelConfig) -> None:
+    """The same of ``model.tokenizer_name_or_path``.
+
+    Raises:
+        ModelError: if no file of it can be had.
+    """
+    name = config.tokenizer_name_or_path or ""
+    if not _may_be_had(name, ["tokenizer.json", "tokenizer_config.json", "config.json"], None):
+        raise not_a_tokenizer(
+            name, "it is neither a local folder nor in the hub's cache, and the hub is out of reach."
+        )
+
+
+def _may_be_had(name: str, files: Sequence[str], revision: str | None) -> bool:
+    """Whether a hub id is cached or the hub can be asked for it; paths, and what is no id, pass."""
+    if not name or expand_user(name).exists():
+        return True
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(
-            hub_id_of(name), config.gguf_file or "config.json", revision=config.revision
-        )
+        cached = (try_to_load_from_cache(hub_id_of(name), file, revision=revision) for file in files)
+        return any(isinstance(found, str) for found in cached) or hub_is_reachable()
     except HFValidationError:
-        return  # transformers says what is wrong with the name
-    if not isinstance(cached, str) and not hub_is_reachable():
-        raise out_of_reach(hub_id_of(name))
+        return True  # transformers says what is wrong with the name

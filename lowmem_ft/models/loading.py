@@ -33,7 +33,7 @@ from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config, lazy_weights
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hub_names import hub_id_of, nearest_names, out_of_reach
-from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
+from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path, not_a_tokenizer
 from lowmem_ft.models.model_files import limit_of_positions, refuse_quantized
 from lowmem_ft.models.quantization import (
     keep_one_layout,
@@ -108,18 +108,17 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.tokenizer_name_or_path:
         source = _tokenizer_source(config.tokenizer_name_or_path)
     path = source.pop("path")
-    way_out = "Set model.tokenizer_name_or_path to a folder or hub id that has one."
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
         lacks_files = "Couldn't instantiate the backend tokenizer" in str(error)
         reason = "it has no tokenizer.json." if lacks_files else _first_line(error)
-        raise ModelError(f"No tokenizer could be read from {path}: {reason} {way_out}") from error
+        raise not_a_tokenizer(path, reason) from error
     # Where there are no files, transformers makes up one that knows its special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(
             f"A tokenizer needs a vocabulary, but {path} has none: every text would be unknown or empty to the model. "
-            f"{way_out}"
+            "Set model.tokenizer_name_or_path to a folder or hub id that has one."
         )
     return tokenizer
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 from lowmem_ft.errors import ModelError
@@ -15,6 +17,8 @@ _GGUF_HEADER_BYTES = 24
 _LATEST_GGUF = 3
 _LEAST_BYTES_OF_AN_ENTRY = 13
 """The length of its name, its type, and a value of one byte."""
+
+_LOOKED_AT_BYTES = 256
 
 _OF_A_TOKENIZER = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
 """How the names of files begin that a tokenizer is read from."""
@@ -58,21 +62,47 @@ def check_tokenizer_path(config: ModelConfig) -> None:
     """Refuse a tokenizer's path that is no folder with a tokenizer in it; hub ids and GGUF files pass.
 
     Raises:
-        ModelError: if it looks like a path and no folder is there, or a folder holds no file of a tokenizer.
+        ModelError: if it looks like a path and no folder is there, or a folder holds no file of a tokenizer, or a
+            damaged one.
     """
     name = config.tokenizer_name_or_path or ""
     path = expand_user(name or config.name_or_path or "")
     if path.is_dir() and (name or not config.gguf_file):
         if not any(file.name.startswith(_OF_A_TOKENIZER) for file in path.iterdir()):
-            raise ModelError(
-                f"No tokenizer could be read from {path}: it holds no tokenizer.json. "
-                "Set model.tokenizer_name_or_path to a folder or hub id that has one."
-            )
+            raise not_a_tokenizer(path, "it holds no tokenizer.json.")
+        _refuse_damaged_tokenizer(path)
     elif name and (path.is_file() or looks_like_a_path(name)):
         raise ModelError(
             f"model.tokenizer_name_or_path={name} is no folder.{neighbours(path)} Pass a folder with tokenizer.json, "
             "or a hub id."
         )
+
+
+def not_a_tokenizer(path: str | Path, reason: str) -> ModelError:
+    """The error about a place that no tokenizer can be read from."""
+    return ModelError(
+        f"No tokenizer could be read from {path}: {reason} "
+        "Set model.tokenizer_name_or_path to a folder or hub id that has one."
+    )
+
+
+def _refuse_damaged_tokenizer(folder: Path) -> None:
+    """A tokenizer.json can have many megabytes: its two ends tell whether it is whole."""
+    whole, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if whole.is_file():
+        with whole.open("rb") as raw:
+            begin = raw.read(_LOOKED_AT_BYTES)
+            raw.seek(-min(_LOOKED_AT_BYTES, whole.stat().st_size), os.SEEK_END)
+            end = raw.read()
+        if not begin.lstrip().startswith(b"{") or not end.rstrip().endswith(b"}"):
+            raise not_a_tokenizer(folder, "its tokenizer.json is cut off, or no JSON object.")
+    if settings.is_file():
+        try:
+            is_object = isinstance(json.loads(settings.read_text("utf-8")), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise not_a_tokenizer(folder, "its tokenizer_config.json is no JSON object.")
 
 
 def looks_like_a_path(name: str) -> bool:

@@ -50,9 +50,16 @@ def architecture_fields(config: ModelConfig) -> dict[str, Any]:
         return {} if found is None else dict(found.config_of(name))
     try:
         fields = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # transformers says what is wrong with it
     return fields if isinstance(fields, dict) else {}
+
+
+def text_fields(config: ModelConfig) -> dict[str, Any]:
+    """The same of a model's text part, where it has several: those of the whole are below them."""
+    fields = architecture_fields(config)
+    text = fields.get("text_config")
+    return {**fields, **(text if isinstance(text, dict) else {})}
 
 
 def least_weights(config: ModelConfig) -> tuple[int, int]:
@@ -60,9 +67,7 @@ def least_weights(config: ModelConfig) -> tuple[int, int]:
 
     A layer counts with one matrix of its MLP alone: whatever the architecture, it has more.
     """
-    fields = architecture_fields(config)
-    text = fields.get("text_config")
-    fields = {**fields, **(text if isinstance(text, dict) else {})}
+    fields = text_fields(config)
     rows, width, depth, inner = (
         value if isinstance(value := fields.get(name), int) and value > 0 else 0
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
@@ -87,20 +92,37 @@ def refuse_unfit(config: ModelConfig) -> None:
     """Refuse a model whose ``config.json`` says that it cannot be trained here.
 
     Raises:
-        ModelError: if it is or has an encoder, its weights are quantised, or its sizes are none.
+        ModelError: if it is no JSON, is or has an encoder, its weights are quantised, or its sizes are none.
     """
     fields, name = architecture_fields(config), config.name_or_path or ""
+    _refuse_unreadable(config)
     _refuse_encoder(name, fields)
     refuse_quantized(name, fields.get("quantization_config"))
     wrong = [
-        f"{field} from 1 to {largest:,}, got {size}"
+        f"{field} from 1 to {largest:,}, got {size!r}"
         for field, largest in _LARGEST.items()
-        if isinstance(size := fields.get(field), int) and not 1 <= size <= largest
+        if isinstance(size := fields.get(field), str) or (isinstance(size, int) and not 1 <= size <= largest)
     ]
     if wrong:
         raise ModelError(
             f"A model has {' and '.join(wrong)} in the config.json of {name}. Correct it, or take the config.json of "
             "the model's original repository."
+        )
+
+
+def _refuse_unreadable(config: ModelConfig) -> None:
+    """A local config.json is looked at here; what is wrong with one of the hub's, transformers says."""
+    file = expand_user(config.name_or_path or "") / "config.json"
+    if config.is_gguf or not file.is_file():
+        return
+    way_out = "take the config.json of the model's original repository."
+    try:
+        fields = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} is not a valid JSON file: {error}. Mend it, or {way_out}") from error
+    if not isinstance(fields, dict) or not {"model_type", "auto_map"} & fields.keys():
+        raise ModelError(
+            f"A config.json must give model_type; {config.name_or_path}'s lacks it. Add the field, or {way_out}"
         )
 
 

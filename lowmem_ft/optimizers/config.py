@@ -120,6 +120,20 @@ class OptimizerConfig:
             *_out_of_range(self),
         ]
 
+    def problems_on(self, device_type: str, kernels: str) -> list[str]:
+        """What is wrong with the optimizer on a device.
+
+        Args:
+            device_type: as torch has it.
+            kernels: the device type whose kernels it runs: another, where it stands for one that is not here.
+        """
+        if self.row.devices is None or kernels in self.row.devices:
+            return []
+        return [
+            f"optimizer.name={self.name} runs on {', '.join(self.row.devices)}, got device {device_type}. "
+            f"Set optimizer.name={self.row.elsewhere}."
+        ]
+
     def require_packages(self) -> None:
         """Refuse an optimizer of bitsandbytes without the package.
 

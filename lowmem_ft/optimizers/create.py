@@ -71,7 +71,7 @@ def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
         UserError: naming every hyperparameter that is out of range or that the optimizer does not have, a device
             it does not run on, and bitsandbytes if it is needed and not installed.
     """
-    problems = [*config.problems(), *_wrong_device(config, device)]
+    problems = [*config.problems(), *config.problems_on(device.type, kernels_of(device))]
     try:
         config.require_packages()
     except MissingPackageError as missing:
@@ -137,16 +137,6 @@ def _built(
         return build_bitsandbytes(groups, form, **defaults)
     rule = config.row.update_rule()
     return ChunkedOptimizer(groups, rule, defaults, state=config.state, master=config.master, seed=seed)
-
-
-def _wrong_device(config: OptimizerConfig, device: torch.device) -> list[str]:
-    row = config.row
-    if row.devices is None or kernels_of(device) in row.devices:
-        return []
-    return [
-        f"optimizer.name={config.name} runs on {', '.join(row.devices)}, got device {device.type}. "
-        f"Set optimizer.name={row.elsewhere}."
-    ]
 
 
 def _check_master(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.model_files import architecture_fields, limit_of_positions
+from lowmem_ft.models.model_files import limit_of_positions, text_fields
 from lowmem_ft.recipe.tree import Recipe
 
 TOKENS = 2048
@@ -51,6 +51,5 @@ def named_as_planned(recipe: Recipe, settings: Sequence[str], *where: str) -> Re
 
 
 def _length(model: str | None) -> int:
-    fields = architecture_fields(ModelConfig(name_or_path=model))
-    limit = limit_of_positions({**fields, **(fields.get("text_config") or {})}.get)
+    limit = limit_of_positions(text_fields(ModelConfig(name_or_path=model)).get)
     return TOKENS if limit is None else min(TOKENS, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lowmem_ft.data.config import DataConfig
@@ -14,9 +14,16 @@ from lowmem_ft.data.formats import choose_format
 from lowmem_ft.data.hub_datasets import require_dataset_within_reach
 from lowmem_ft.errors import DataError, UserError, machine_problem
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.hub_names import require_within_reach
+from lowmem_ft.models.hub_names import require_tokenizer_within_reach, require_within_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
-from lowmem_ft.models.model_files import architecture_fields, check_weight_files, damage, refuse_unfit
+from lowmem_ft.models.model_files import (
+    architecture_fields,
+    check_weight_files,
+    damage,
+    limit_of_positions,
+    refuse_unfit,
+    text_fields,
+)
 from lowmem_ft.packages import is_installed
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.recipe.tree import Recipe
@@ -43,7 +50,12 @@ def check_paths_of_run(recipe: Recipe) -> None:
     """
     of_model: list[Callable[[], object]] = []
     if not _goes_on_from_a_checkpoint(recipe):
-        of_model = [lambda: check_model_files(recipe), lambda: check_tokenizer_path(recipe.model)]
+        of_model = [
+            lambda: check_model_files(recipe),
+            lambda: check_tokenizer_path(recipe.model),
+            lambda: require_tokenizer_within_reach(recipe.model),
+            lambda: check_sizes_of_model(recipe, is_planned=recipe.plan.mode != "none"),
+        ]
     _raise_all(
         [
             *_packages_of_step(recipe),
@@ -66,7 +78,7 @@ def check_packages(recipe: Recipe) -> None:
 
 
 def check_model_files(recipe: Recipe, *, architecture_only: bool = False) -> None:
-    """Refuse a model that is not there, not whole, or no decoder, and settings that it is too small for.
+    """Refuse a model that is not there, not whole, or no decoder.
 
     Args:
         recipe: names the model.
@@ -80,12 +92,31 @@ def check_model_files(recipe: Recipe, *, architecture_only: bool = False) -> Non
     refuse_unfit(config)
     if not architecture_only:
         check_weight_files(config)
-    fields = architecture_fields(config)
-    if not (architecture_only and fields):
+    if not (architecture_only and architecture_fields(config)):
         require_within_reach(config)
-    vocabulary = fields.get("vocab_size")
+
+
+def check_sizes_of_model(recipe: Recipe, *, is_planned: bool = False) -> None:
+    """Refuse settings that a model is too small for, as far as its files or the catalogue tell its sizes.
+
+    Args:
+        recipe: names the model.
+        is_planned: which layers are checkpointed is still to be chosen.
+
+    Raises:
+        UserError: if anything is wrong.
+    """
+    fields = text_fields(recipe.model)
+    vocabulary, num_layers = fields.get("vocab_size"), fields.get("num_hidden_layers")
+    checks: list[Callable[[], object]] = [
+        lambda: recipe.data.refuse_positions(limit_of_positions(fields.get))
+    ]
     if isinstance(vocabulary, int):
-        recipe.tiling.refuse_vocabulary(vocabulary)
+        checks.append(lambda: recipe.tiling.refuse_vocabulary(vocabulary))
+    problems = []
+    if isinstance(num_layers, int) and not is_planned:
+        problems = recipe.checkpointing.problems_with(num_layers)
+    _raise_all(checks, problems)
 
 
 def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig:
@@ -149,8 +180,8 @@ def require_writable(folder: Path, setting: str) -> None:
         ) from error
 
 
-def _raise_all(checks: list[Callable[[], object]]) -> None:
-    problems: list[str] = []
+def _raise_all(checks: list[Callable[[], object]], problems: Sequence[str] = ()) -> None:
+    problems = [*problems]
     for check in checks:
         try:
             check()

@@ -13,13 +13,11 @@ from transformers.utils import is_flash_attn_2_available
 from lowmem_ft.devices import compute_capability as compute_capability_of
 from lowmem_ft.devices import is_virtual, kernels_of
 from lowmem_ft.errors import MissingPackageError, ModelError, UserError
+from lowmem_ft.techniques.device_rules import attention_problem, flash_attention_obstacle
 
 AttentionImplementation = Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"]
 
 _KEY = "model.attn_implementation"
-_HALF = (torch.float16, torch.bfloat16)
-_AMPERE = (8, 0)
-"""The first compute capability that flash-attn 2 has kernels for."""
 
 _SUPPORT_FLAGS = {
     "flash_attention_2": "_supports_flash_attn",
@@ -87,22 +85,11 @@ def choose_attention(
             f"{_KEY}={requested} needs an architecture that supports it; {config.model_type} supports "
             f"{', '.join(supported)}. Set {_KEY} to one of these, or to auto."
         )
-    if requested == "flash_attention_2":
-        obstacle = _flash_attention_obstacle(device, compute_dtype, compute_capability)
-        if obstacle:
-            raise UserError(f"{_KEY}=flash_attention_2 needs {obstacle}. Set {_KEY}=sdpa, or auto.")
-        if not is_virtual(device) and not is_flash_attn_2_available():
-            raise MissingFlashAttentionError
-    if requested == "flex_attention" and is_virtual(device):
-        raise UserError(
-            f"{_KEY}=flex_attention compiles a kernel on the GPU itself, and what that takes cannot be foreseen "
-            f"without one. Set {_KEY}=sdpa to estimate, or auto."
-        )
-    if requested == "flex_attention" and device.type == "cpu":
-        raise UserError(
-            f"{_KEY}=flex_attention needs an accelerator to train, because torch has no backward of it on the CPU; "
-            f"got device cpu. Set {_KEY}=sdpa, or auto."
-        )
+    facts = _facts(device, compute_dtype, compute_capability)
+    if problem := attention_problem(requested, **facts):
+        raise UserError(problem)
+    if requested == "flash_attention_2" and not is_virtual(device) and not is_flash_attn_2_available():
+        raise MissingFlashAttentionError
     return AttentionChoice(implementation=requested, reason=f"asked for by {_KEY}")
 
 
@@ -125,7 +112,7 @@ def _leanest(
     packing: bool,
     compute_capability: tuple[int, int] | None,
 ) -> AttentionChoice:
-    no_flash = _flash_attention_obstacle(device, compute_dtype, compute_capability)
+    no_flash = flash_attention_obstacle(**_facts(device, compute_dtype, compute_capability))
     if "flash_attention_2" not in supported:
         no_flash = f"an architecture that supports it, got {config.model_type}"
     elif no_flash is None and is_virtual(device):
@@ -148,15 +135,16 @@ def _leanest(
     )
 
 
-def _flash_attention_obstacle(
+def _facts(
     device: torch.device, compute_dtype: torch.dtype, compute_capability: tuple[int, int] | None
-) -> str | None:
-    """What flash-attn 2 needs and does not find, as the end of a sentence; None if nothing stands in its way."""
-    if kernels_of(device) != "cuda":
-        return f"a CUDA device, got device {device.type}"
-    if compute_dtype not in _HALF:
-        return f"bfloat16 or float16 computation, got {str(compute_dtype).removeprefix('torch.')}"
-    major, minor = compute_capability or compute_capability_of(device)
-    if (major, minor) < _AMPERE:
-        return f"compute capability 8.0 or later (Ampere), got {major}.{minor}"
-    return None
+) -> dict[str, Any]:
+    """What the rules of ``device_rules.py`` ask of a device."""
+    kernels = kernels_of(device)
+    if kernels == "cuda":
+        compute_capability = compute_capability or compute_capability_of(device)
+    return {
+        "device_type": device.type,
+        "kernels": kernels,
+        "compute_type": str(compute_dtype).removeprefix("torch."),
+        "compute_capability": compute_capability,
+    }

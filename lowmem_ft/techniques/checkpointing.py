@@ -60,13 +60,7 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Techn
 
 
 def _chosen_layers(config: CheckpointingConfig, num_layers: int) -> range:
-    problems = config.problems()
-    if config.skip_last_layers >= num_layers:
-        problems.append(
-            f"checkpointing.skip_last_layers must be from 0 to {num_layers - 1} with a model of {num_layers} layers, "
-            f"got {config.skip_last_layers}. To checkpoint no layer set checkpointing.mode=none."
-        )
-    if problems:
+    if problems := [*config.problems(), *config.problems_with(num_layers)]:
         raise UserError(*problems)
     return range(0, num_layers - config.skip_last_layers, config.every_n_layers)
 

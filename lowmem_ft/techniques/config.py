@@ -62,6 +62,15 @@ class CheckpointingConfig:
             )
         return problems
 
+    def problems_with(self, num_layers: int) -> list[str]:
+        """What is wrong with these values for a model of so many layers; empty if nothing is."""
+        if self.mode == "none" or self.skip_last_layers < num_layers:
+            return []
+        return [
+            f"checkpointing.skip_last_layers must be from 0 to {num_layers - 1} with a model of {num_layers} layers, "
+            f"got {self.skip_last_layers}. To checkpoint no layer set checkpointing.mode=none."
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:

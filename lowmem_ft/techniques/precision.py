@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.devices import has_bfloat16, name_of
 from lowmem_ft.errors import UserError
+from lowmem_ft.techniques.device_rules import precision_problems
 from lowmem_ft.techniques.technique import Technique
 
 logger = logging.getLogger(__name__)
@@ -45,15 +46,15 @@ def check_precision(
     Raises:
         UserError: naming every rule that is broken.
     """
-    problems = [
-        *(
-            _float16_base_problems(dtype, mixed_precision, has_bfloat16(device))
-            if frozen
-            else _float16_problems(dtype, mixed_precision)
-        ),
-        *_fp16_on_cpu_problems(mixed_precision, device),
-        *_bfloat16_problems(dtype, mixed_precision, device, _without_bfloat16(frozen, streamed)),
-    ]
+    problems = precision_problems(
+        dtype,
+        mixed_precision,
+        is_cpu=device.type == "cpu",
+        has_bfloat16=has_bfloat16(device),
+        device_name=name_of(device),
+        frozen=frozen,
+        streamed=streamed,
+    )
     if problems:
         raise UserError(*problems)
     if frozen and dtype == "bfloat16" and mixed_precision == "no":
@@ -203,70 +204,6 @@ def enable_lost_update_meter(optimizer: Optimizer) -> LostUpdateMeter:
         The meter; ``remove()`` takes it off, and its fractions stay readable.
     """
     return LostUpdateMeter(optimizer)
-
-
-def _float16_problems(dtype: str, mixed_precision: str) -> list[str]:
-    problems = []
-    if dtype == "float16":
-        problems.append(
-            "Weights to be trained are float32 or bfloat16, got model.dtype=float16: its range is too small for "
-            "updates. Set model.dtype=float32, with training.mixed_precision=fp16 for speed."
-        )
-    if mixed_precision == "fp16" and dtype != "float32":
-        problems.append(
-            "training.mixed_precision=fp16 needs float32 weights, for the loss scaler has to unscale their gradients "
-            f"in float32; got model.dtype={dtype}. Set model.dtype=float32."
-        )
-    return problems
-
-
-def _float16_base_problems(dtype: str, mixed_precision: str, may_bfloat16: bool) -> list[str]:
-    """Frozen weights may be float16, as gradients pass through them and a loss scale keeps those in range."""
-    if dtype == "float16" and mixed_precision != "fp16":
-        return [
-            "Frozen weights in model.dtype=float16 need training.mixed_precision=fp16, whose loss scale keeps small "
-            f"gradients from vanishing; got {mixed_precision}. Set training.mixed_precision=fp16"
-            f"{', or model.dtype=bfloat16' if may_bfloat16 else ''}."
-        ]
-    if dtype == "bfloat16" and mixed_precision == "fp16":
-        return [
-            "training.mixed_precision=fp16 needs model.dtype=float16 or float32, got bfloat16, whose range float16 "
-            f"does not have. Set model.dtype=float16{', or training.mixed_precision=bf16' if may_bfloat16 else ''}."
-        ]
-    return []
-
-
-def _fp16_on_cpu_problems(mixed_precision: str, device: torch.device) -> list[str]:
-    if mixed_precision != "fp16" or device.type != "cpu":
-        return []
-    return [
-        "training.mixed_precision=fp16 needs a GPU, got device cpu. Set training.mixed_precision=bf16 or "
-        "training.mixed_precision=no."
-    ]
-
-
-def _without_bfloat16(frozen: bool, streamed: bool) -> str:
-    """The way out for a device that has no bfloat16."""
-    if frozen:
-        return "Set model.dtype=float16 and training.mixed_precision=fp16."
-    float32 = "Set model.dtype=float32, optimizer.master=fp32 and training.mixed_precision="
-    return (
-        f"{float32}no." if streamed else f"{float32}fp16, or training.mixed_precision=no to train in float32."
-    )
-
-
-def _bfloat16_problems(dtype: str, mixed_precision: str, device: torch.device, way_out: str) -> list[str]:
-    settings = {
-        "model.dtype=bfloat16": dtype == "bfloat16",
-        "training.mixed_precision=bf16": mixed_precision == "bf16",
-    }
-    asked = " and ".join(setting for setting, is_set in settings.items() if is_set)
-    if not asked or has_bfloat16(device):
-        return []
-    return [
-        "bfloat16 needs a GPU that computes with it (NVIDIA: Ampere, 2020, or newer), got "
-        f"{asked} on {name_of(device)}. {way_out}"
-    ]
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def test_what_is_learnt_by_default_and_what_cannot_be():
     assert choose_loss_on(DataConfig(), recognise(["text"])) == "all"
     assert recognise(["text"]).read({"text": "a"}) == Document("a")
     with pytest.raises(DataError, match=r"data\.loss_on=assistant needs examples with a prompt"):
-        choose_loss_on(DataConfig(loss_on="assistant"), recognise(["text"]))
+        recognise(["text"], loss_on="assistant")
 
 
 def test_preferences_are_refused_with_what_can_be_learnt_of_them():

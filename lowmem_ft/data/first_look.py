@@ -1,0 +1,76 @@
+"""Local data, opened before torch and transformers are imported, which takes longer than reading small files.
+
+It is read as the run itself will read it, by ``datasets``, whose cache then has it: there is no second reader that
+might think otherwise. What only a tokenizer can tell is told later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.files import is_saved_dataset, known_files, local_files, reader_of
+from lowmem_ft.data.formats import ExampleFormat, choose_format, naming_example
+from lowmem_ft.data.sources import Source, reading_error
+from lowmem_ft.data.splits import num_held_out, open_split, sources_of
+from lowmem_ft.data.summary import DataSummary, Outcome
+from lowmem_ft.user_paths import expand_user
+
+MOST_BYTES = 64 * 2**20
+"""Of files that are read first: about a second. Larger ones would keep what is wrong with a model waiting."""
+
+NUM_ROWS = 1000
+"""Of a split, that are looked at one by one."""
+
+
+def check_small_local_data(config: DataConfig) -> None:
+    """Refuse local data that cannot be read, whose first rows are not of its format, or of which nothing is left.
+
+    Args:
+        config: names the data; hub names, files of more than 64 MiB, and streams, which datasets reads with torch at
+            hand, pass.
+
+    Raises:
+        DataError: if any of it is unfit.
+    """
+    if config.streaming:
+        return
+    train, evaluation = sources_of(config)
+    for source in (train, evaluation):
+        if source is not None and _is_small(source):
+            _check(config, source, is_train=source is train)
+
+
+def _is_small(source: Source) -> bool:
+    folder = expand_user(source.path)
+    if is_saved_dataset(folder):
+        files = [file for file in folder.rglob("*") if file.is_file()]
+    elif folder.is_dir():
+        files = known_files(folder)
+    else:
+        files = [Path(file) for file in local_files(source.path, setting=source.setting) or ()]
+    if len({reader_of(file) for file in files}) > 1 and not is_saved_dataset(folder):
+        return False  # datasets reads those of one kind, which is said once
+    return 0 < sum(file.stat().st_size for file in files) <= MOST_BYTES
+
+
+def _check(config: DataConfig, source: Source, *, is_train: bool) -> None:
+    rows = open_split(config, source, is_train=is_train)
+    try:
+        first = list(islice(rows, NUM_ROWS))
+    except UnicodeDecodeError as error:  # Arrow takes any bytes for text; only reading a row decodes them
+        raise reading_error(error, source) from error
+    name, _, columns = choose_format(config, list(first[0]), str(source))
+    example_format = ExampleFormat(
+        name=name, columns=tuple(columns.values()), system_prompt=config.system_prompt
+    )
+    num_empty = 0
+    for index, row in enumerate(first):
+        with naming_example(index, str(source)):
+            num_empty += example_format.read(row) is None
+    if num_empty == len(rows):
+        DataSummary(outcomes=Counter({Outcome.EMPTY: num_empty})).require_examples(str(source))
+    if is_train and config.eval_size is not None:
+        num_held_out(config.eval_size, len(rows))

@@ -1,0 +1,62 @@
+"""Which rows a run trains on, and which it holds out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.sources import Source, open_rows
+from lowmem_ft.errors import DataError
+
+
+def sources_of(config: DataConfig) -> tuple[Source, Source | None]:
+    """Where the training rows come from, and the held-out ones where they have a source of their own."""
+    assert config.path is not None
+    train = Source(
+        path=config.path,
+        split=config.split,
+        name=config.name,
+        revision=config.revision,
+        data_files=config.data_files,
+        streaming=config.streaming,
+        sample_by=config.sample_by,
+    )
+    if config.eval_path is not None:
+        return train, Source(
+            path=config.eval_path,
+            split=config.eval_split or "train",
+            setting="data.eval_path",
+            split_setting="data.eval_split",
+            streaming=config.streaming,
+            sample_by=config.sample_by,
+        )
+    if config.eval_split is not None:
+        return train, replace(train, split=config.eval_split, split_setting="data.eval_split")
+    return train, None
+
+
+def open_split(config: DataConfig, source: Source, *, is_train: bool) -> Any:
+    """The rows of a source, of the training data no more than ``data.max_samples``."""
+    rows: Any = open_rows(source)
+    if config.max_samples is None or not is_train:
+        return rows
+    return rows.take(config.max_samples if config.streaming else min(config.max_samples, len(rows)))
+
+
+def num_held_out(size: float, num_examples: int) -> int:
+    """How many examples ``data.eval_size`` holds out of so many.
+
+    Args:
+        size: a number of examples, or below 1 a share of them.
+        num_examples: to choose from.
+
+    Raises:
+        DataError: if none would be left to train on.
+    """
+    count = int(size) if size >= 1 else max(1, round(size * num_examples))
+    if count >= num_examples:
+        raise DataError(
+            f"data.eval_size leaves at least one example to train on, got {size:g} of {num_examples}. Set it lower."
+        )
+    return count

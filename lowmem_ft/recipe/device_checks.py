@@ -1,0 +1,77 @@
+"""What a processor, or a card of the catalogue, cannot run: told before torch is imported."""
+
+from __future__ import annotations
+
+from lowmem_ft.catalog import Gpu
+from lowmem_ft.errors import DataError, UserError
+from lowmem_ft.models.model_files import architecture_fields, limit_of_positions, text_fields
+from lowmem_ft.recipe.run_rules import oversized_steps
+from lowmem_ft.recipe.tree import Recipe
+from lowmem_ft.techniques.device_rules import attention_problem, float16_problems, precision_problems
+
+_COMPUTE_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def check_device_of_estimate(recipe: Recipe, gpu: Gpu | None) -> None:
+    """Refuse what a device cannot run, or that is too large to be traced.
+
+    Args:
+        recipe: to be estimated.
+        gpu: the card; None: a processor.
+
+    Raises:
+        UserError: lists all that is wrong.
+    """
+    if problems := _problems_on(recipe, gpu):
+        raise UserError(*problems)
+    length = recipe.data.max_length or limit_of_positions(text_fields(recipe.model).get)
+    if length is not None and (problems := oversized_steps(recipe, length)):
+        raise DataError(*problems)
+
+
+def check_device_of_run(recipe: Recipe) -> None:
+    """Refuse what no device can train, or the processor cannot where it is asked for: only torch knows of others.
+
+    Raises:
+        UserError: lists all that is wrong.
+    """
+    problems: list[str] = []
+    if recipe.training.use_cpu:
+        problems = _problems_on(recipe, None)
+    elif recipe.adapter.name == "none" and (dtype := _dtype(recipe)) is not None:
+        problems = float16_problems(dtype, recipe.training.mixed_precision)
+    if problems:
+        raise UserError(*problems)
+
+
+def _problems_on(recipe: Recipe, gpu: Gpu | None) -> list[str]:
+    device_type, kernels = ("cpu", "cpu") if gpu is None else ("vgpu", "cuda")
+    problems = recipe.optimizer.problems_on(device_type, kernels)
+    dtype, mixed_precision = _dtype(recipe), recipe.training.mixed_precision
+    if dtype is None:
+        return problems
+    problems += precision_problems(
+        dtype,
+        mixed_precision,
+        is_cpu=gpu is None,
+        has_bfloat16=gpu is None or gpu.has_bfloat16,
+        device_name="cpu" if gpu is None else gpu.full_name,
+        frozen=recipe.adapter.name != "none",
+        streamed=recipe.offload.parameters == "stream",
+    )
+    attention = attention_problem(
+        recipe.model.attn_implementation,
+        device_type=device_type,
+        kernels=kernels,
+        compute_type=_COMPUTE_TYPES.get(mixed_precision, dtype),
+        compute_capability=None if gpu is None else gpu.compute_capability,
+    )
+    return [*problems, attention] if attention else problems
+
+
+def _dtype(recipe: Recipe) -> str | None:
+    """The type of the weights; None where it is the checkpoint's own and its files do not tell."""
+    if recipe.model.dtype != "auto":
+        return recipe.model.dtype
+    fields = architecture_fields(recipe.model)
+    return fields.get("dtype") or fields.get("torch_dtype")

@@ -1,0 +1,156 @@
+"""What a device asks of types and kernels, in facts that are known of a card which is only named.
+
+Nothing here imports torch, so that a recipe which the card cannot run is told before it is.
+"""
+
+from __future__ import annotations
+
+_ATTENTION = "model.attn_implementation"
+_AMPERE = (8, 0)
+"""The first compute capability that flash-attn 2 has kernels for."""
+
+
+def precision_problems(
+    dtype: str,
+    mixed_precision: str,
+    *,
+    is_cpu: bool,
+    has_bfloat16: bool,
+    device_name: str,
+    frozen: bool,
+    streamed: bool,
+) -> list[str]:
+    """What is wrong with weights and autocast that a device cannot compute with, or that would train wrongly.
+
+    Args:
+        dtype: ``model.dtype`` with ``auto`` resolved: ``float32``, ``bfloat16`` or ``float16``.
+        mixed_precision: ``training.mixed_precision``: ``no``, ``bf16`` or ``fp16``.
+        is_cpu: whether the device is the processor.
+        has_bfloat16: whether it computes with bfloat16.
+        device_name: for messages.
+        frozen: whether these weights stay as they are, beside adapters in float32.
+        streamed: whether they visit the device in turn: trained ones then cannot do with a loss scale.
+
+    Returns:
+        A sentence for each rule that is broken.
+    """
+    problems = (
+        _float16_base_problems(dtype, mixed_precision, has_bfloat16)
+        if frozen
+        else float16_problems(dtype, mixed_precision)
+    )
+    if mixed_precision == "fp16" and is_cpu:
+        problems.append(
+            f"training.mixed_precision=fp16 needs a GPU, got device {device_name}. Set training.mixed_precision=bf16 "
+            "or training.mixed_precision=no."
+        )
+    settings = {
+        "model.dtype=bfloat16": dtype == "bfloat16",
+        "training.mixed_precision=bf16": mixed_precision == "bf16",
+    }
+    asked = " and ".join(setting for setting, is_set in settings.items() if is_set)
+    if asked and not has_bfloat16:
+        problems.append(
+            "bfloat16 needs a GPU that computes with it (NVIDIA: Ampere, 2020, or newer), got "
+            f"{asked} on {device_name}. {_without_bfloat16(frozen, streamed)}"
+        )
+    return problems
+
+
+def attention_problem(
+    implementation: str,
+    *,
+    device_type: str,
+    kernels: str,
+    compute_type: str,
+    compute_capability: tuple[int, int] | None,
+) -> str | None:
+    """What is wrong with a kernel that is asked for by name on a device, or on a virtual one; None if nothing is.
+
+    Args:
+        implementation: ``model.attn_implementation``.
+        device_type: as torch has it.
+        kernels: the device type whose kernels it runs: another, where it stands for one that is not here.
+        compute_type: that queries and keys will have, such as ``bfloat16``.
+        compute_capability: of a CUDA device.
+    """
+    if implementation == "flash_attention_2":
+        obstacle = flash_attention_obstacle(
+            device_type=device_type,
+            kernels=kernels,
+            compute_type=compute_type,
+            compute_capability=compute_capability,
+        )
+        return (
+            f"{_ATTENTION}=flash_attention_2 needs {obstacle}. Set {_ATTENTION}=sdpa, or auto."
+            if obstacle
+            else None
+        )
+    if implementation == "flex_attention" and kernels != device_type:
+        return (
+            f"{_ATTENTION}=flex_attention compiles a kernel on the GPU itself, and what that takes cannot be foreseen "
+            f"without one. Set {_ATTENTION}=sdpa to estimate, or auto."
+        )
+    if implementation == "flex_attention" and device_type == "cpu":
+        return (
+            f"{_ATTENTION}=flex_attention needs an accelerator to train, because torch has no backward of it on the "
+            f"CPU; got device cpu. Set {_ATTENTION}=sdpa, or auto."
+        )
+    return None
+
+
+def flash_attention_obstacle(
+    *, device_type: str, kernels: str, compute_type: str, compute_capability: tuple[int, int] | None
+) -> str | None:
+    """What flash-attn 2 needs and does not find, as the end of a sentence; None if nothing stands in its way."""
+    if kernels != "cuda":
+        return f"a CUDA device, got device {device_type}"
+    if compute_type not in ("float16", "bfloat16"):
+        return f"bfloat16 or float16 computation, got {compute_type}"
+    assert compute_capability is not None
+    major, minor = compute_capability
+    if (major, minor) < _AMPERE:
+        return f"compute capability 8.0 or later (Ampere), got {major}.{minor}"
+    return None
+
+
+def float16_problems(dtype: str, mixed_precision: str) -> list[str]:
+    """What is wrong with the types of trained weights on any device: float16 has too small a range."""
+    problems = []
+    if dtype == "float16":
+        problems.append(
+            "Weights to be trained are float32 or bfloat16, got model.dtype=float16: its range is too small for "
+            "updates. Set model.dtype=float32, with training.mixed_precision=fp16 for speed."
+        )
+    if mixed_precision == "fp16" and dtype != "float32":
+        problems.append(
+            "training.mixed_precision=fp16 needs float32 weights, for the loss scaler has to unscale their gradients "
+            f"in float32; got model.dtype={dtype}. Set model.dtype=float32."
+        )
+    return problems
+
+
+def _float16_base_problems(dtype: str, mixed_precision: str, may_bfloat16: bool) -> list[str]:
+    """Frozen weights may be float16, as gradients pass through them and a loss scale keeps those in range."""
+    if dtype == "float16" and mixed_precision != "fp16":
+        return [
+            "Frozen weights in model.dtype=float16 need training.mixed_precision=fp16, whose loss scale keeps small "
+            f"gradients from vanishing; got {mixed_precision}. Set training.mixed_precision=fp16"
+            f"{', or model.dtype=bfloat16' if may_bfloat16 else ''}."
+        ]
+    if dtype == "bfloat16" and mixed_precision == "fp16":
+        return [
+            "training.mixed_precision=fp16 needs model.dtype=float16 or float32, got bfloat16, whose range float16 "
+            f"does not have. Set model.dtype=float16{', or training.mixed_precision=bf16' if may_bfloat16 else ''}."
+        ]
+    return []
+
+
+def _without_bfloat16(frozen: bool, streamed: bool) -> str:
+    """The way out for a device that has no bfloat16."""
+    if frozen:
+        return "Set model.dtype=float16 and training.mixed_precision=fp16."
+    float32 = "Set model.dtype=float32, optimizer.master=fp32 and training.mixed_precision="
+    return (
+        f"{float32}no." if streamed else f"{float32}fp16, or training.mixed_precision=no to train in float32."
+    )
