@@ -64,9 +64,7 @@ class Remediation:
         for key, value in self.settings.items():
             group, _, name = key.partition(".")
             values.setdefault(group, {})[name] = value
-        changed = {
-            group: dataclasses.replace(getattr(recipe, group), **new) for group, new in values.items()
-        }
+        changed = {group: dataclasses.replace(getattr(recipe, group), **new) for group, new in values.items()}
         return dataclasses.replace(recipe, **changed)
 
     def price(self, recipe: Recipe) -> tuple[int, int]:
