@@ -1,7 +1,8 @@
 """What a step should take, by rule of thumb: where a search begins, and nothing else.
 
 Unlike the bounds, none of this has to hold. It is of the right size for common decoders, so that the first combinations
-that are estimated lie near the limits; each estimate corrects it for those that resemble it.
+that are estimated lie near the limits; each estimate corrects it for those that resemble it. The shares were set by
+hand against estimates of Llama-3.1-8B in budgets of 12 to 80 GiB; a wrong one costs estimates, never the plan.
 """
 
 from __future__ import annotations
