@@ -5,10 +5,14 @@ accelerate launch -m lowmem_ft train recipe=NAME|PATH [key=value ...]
 
 from __future__ import annotations
 
-import sys
+from lowmem_ft.starting import end_at_ctrl_c
 
-from lowmem_ft.cli import main
-from lowmem_ft.cli.cpu_processes import start_requested_cpu_processes
+end_at_ctrl_c()
+
+import sys  # noqa: E402
+
+from lowmem_ft.cli import main  # noqa: E402
+from lowmem_ft.cli.cpu_processes import start_requested_cpu_processes  # noqa: E402
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["train"]:

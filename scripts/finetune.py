@@ -7,10 +7,14 @@ It is ``accelerate launch -m lowmem_ft train`` as a file, for a clone of the rep
 
 from __future__ import annotations
 
-import sys
+from lowmem_ft.starting import end_at_ctrl_c
 
-from lowmem_ft.cli.cpu_processes import start_requested_cpu_processes
-from lowmem_ft.cli.train import main
+end_at_ctrl_c()
+
+import sys  # noqa: E402
+
+from lowmem_ft.cli.cpu_processes import start_requested_cpu_processes  # noqa: E402
+from lowmem_ft.cli.train import main  # noqa: E402
 
 if __name__ == "__main__":
     start_requested_cpu_processes([__file__], sys.argv[1:])

@@ -58,7 +58,7 @@ def test_recipes_catalogue_and_command_come_with_it(installed):
     inside = installed.unpacked / "lowmem_ft"
     assert (inside / "py.typed").is_file()
     (entry_points,) = installed.unpacked.glob("*.dist-info/entry_points.txt")
-    assert "lowmem-ft = lowmem_ft.cli:main" in entry_points.read_text()
+    assert "lowmem-ft = lowmem_ft.__main__:main" in entry_points.read_text()
     listed = installed("-m", "lowmem_ft", "recipes").stdout
     names = [line.split()[0] for line in listed.splitlines() if not line.startswith(" ")]
     assert names == list(shipped_recipes())

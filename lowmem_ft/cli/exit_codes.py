@@ -13,9 +13,7 @@ from typing import Protocol, TextIO
 from lowmem_ft.cli.stopping import sigterm_as_ctrl_c, stop_behind, stopped_by, was_terminated, words_of
 from lowmem_ft.errors import Interrupted, UserError, machine_problem
 from lowmem_ft.reports.filling import filled
-
-SIGNALLED = 128
-"""With a signal's number on top, the exit code of a process that it ended, as shells have it."""
+from lowmem_ft.starting import SIGNALLED, is_main_process, raise_at_ctrl_c
 
 EXIT_NOBODY_READS = 141
 """128 + SIGPIPE: stdout was closed, as by ``| head``."""
@@ -41,6 +39,7 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
 
 def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
     try:
+        raise_at_ctrl_c()
         exit_code = command(argv)
         sys.stdout.flush()
         return exit_code
@@ -58,11 +57,6 @@ def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[st
         if isinstance(error, UserError):
             return _tell(error)
         raise
-
-
-def is_main_process() -> bool:
-    """Whether this is the process of a launch that speaks for all, by the variables every launcher sets."""
-    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
 def _is_read(output: TextIO) -> bool:

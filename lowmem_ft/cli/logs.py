@@ -8,8 +8,8 @@ import rich
 from rich.console import ConsoleRenderable
 from rich.logging import RichHandler
 
-from lowmem_ft.cli.exit_codes import is_main_process
 from lowmem_ft.reports.prose import Prose
+from lowmem_ft.starting import is_main_process
 
 
 def set_up_logging() -> None:

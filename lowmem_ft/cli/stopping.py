@@ -14,9 +14,8 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from lowmem_ft.starting import NOTHING_DONE
 from lowmem_ft.training.interruption import ONE_REQUEST_SECONDS
-
-NOTHING_DONE = "before it was done: nothing is written."
 
 _terminated: list[int] = []
 """SIGTERM, once it has come to this process: a search takes the exception for the wish to hear the best so far."""

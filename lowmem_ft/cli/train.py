@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lowmem_ft.cli.exit_codes import explains_user_errors, is_main_process
+from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.stopping import if_stopped
 from lowmem_ft.errors import RecipeError, UserError
+from lowmem_ft.starting import is_main_process
 
 _EXAMPLES = """\
 examples:
