@@ -23,16 +23,19 @@ def is_installed(package: str) -> bool:
     return True
 
 
-def require_package(asked_for_by: str, package: str, extra: str | None = None) -> None:
+def require_package(
+    asked_for_by: str, package: str, extra: str | None = None, *, stand_in: str | None = None
+) -> None:
     """Refuse what needs a package that is not there.
 
     Args:
         asked_for_by: the setting, for the message.
         package: as pip has it.
         extra: of ours that brings it along.
+        stand_in: another package that does as well, if it is there.
 
     Raises:
         MissingPackageError: if it is not installed.
     """
-    if not is_installed(package):
+    if not is_installed(package) and (stand_in is None or not is_installed(stand_in)):
         raise MissingPackageError(asked_for_by, package, extra)

@@ -127,7 +127,11 @@ def require_tracker(name: str) -> None:
     Raises:
         MissingPackageError: if it is not installed.
     """
-    require_package(f"training.report_to={name}", name, "tensorboard" if name == "tensorboard" else "track")
+    asked_for_by = f"training.report_to={name}"
+    if name == "tensorboard":  # accelerate writes its files with either
+        require_package(asked_for_by, name, "tensorboard", stand_in="tensorboardX")
+    else:
+        require_package(asked_for_by, name, "track")
 
 
 def _not_positive(config: TrainingConfig) -> Iterator[str]:

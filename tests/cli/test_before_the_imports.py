@@ -14,7 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from lowmem_ft.cli import main
+from lowmem_ft.errors import MissingPackageError
 from lowmem_ft.packages import is_installed
+from lowmem_ft.recipe.training_config import require_tracker
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "pyarrow", "pandas"}
 
@@ -206,6 +208,15 @@ def test_all_trackers_that_are_not_installed_are_told_at_once(tmp_path, monkeypa
         "training.report_to=tensorboard",
         "training.report_to=wandb",
     ]
+
+
+def test_tensorboardx_stands_in_for_tensorboard_as_it_does_in_accelerate(monkeypatch):
+    installed = {"tensorboardX"}
+    monkeypatch.setattr("lowmem_ft.packages.is_installed", lambda package: package in installed)
+    require_tracker("tensorboard")
+    installed.clear()
+    with pytest.raises(MissingPackageError, match="the package tensorboard, which is not installed"):
+        require_tracker("tensorboard")
 
 
 def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
