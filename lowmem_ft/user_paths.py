@@ -1,4 +1,4 @@
-"""Paths as users write them, and what to say of one where nothing is."""
+"""Paths as users write and read them, and what to say of one where nothing is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,25 @@ from lowmem_ft.errors import did_you_mean
 def expand_user(path: str | os.PathLike[str]) -> Path:
     """A path whose leading ``~`` stands for a home folder, as in a shell: the ``~name`` of no user stays as it is."""
     return Path(os.path.expanduser(path))
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are that come with this package."""
+    package = Path(__file__).resolve().parent
+    inside_wheel, in_source_tree = package / "recipes", package.parent / "recipes"
+    return inside_wheel if inside_wheel.is_dir() else in_source_tree
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """A path for people: what lies beside our recipes by the package's name, not by where Python keeps its libraries.
+
+    Args:
+        path: as a recipe has it; one of the user's own stays as it is.
+    """
+    folder = recipes_folder()
+    if Path(path).is_absolute() and Path(path).is_relative_to(folder):
+        return str(Path(__package__, folder.name, Path(path).relative_to(folder)))
+    return os.fspath(path)
 
 
 def neighbours(missing: Path) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from datetime import datetime
 
 import rich
-from rich.console import ConsoleRenderable
+from rich.cells import cell_len
 from rich.logging import RichHandler
+from rich.text import Text
 
-from lowmem_ft.reports.prose import Prose
+from lowmem_ft.reports.filling import filled
 from lowmem_ft.starting import is_main_process
 
 
@@ -21,7 +23,7 @@ def set_up_logging() -> None:
     console = rich.get_console()
     handler: logging.Handler
     if console.is_terminal:
-        handler = TerminalHandler(console=console, show_path=False, log_time_format="[%X]")
+        handler = TerminalHandler(console=console)
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:  # a file or a pipe: rich would wrap each line at 80 columns
         handler = logging.StreamHandler()
@@ -32,10 +34,38 @@ def set_up_logging() -> None:
 
 
 class TerminalHandler(RichHandler):
-    """Breaks lines as the reports do, where nothing is copied across."""
+    """Breaks lines as the reports do, where nothing is copied across.
 
-    def render_message(self, record: logging.LogRecord, message: str) -> ConsoleRenderable:  # noqa: D102
-        return Prose(message, highlighter=self.highlighter)
+    A path that is wider than the column of messages begins further left; one wider than the terminal goes beyond it.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
+        try:
+            self.console.print(self._text(record), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+    def _text(self, record: logging.LogRecord) -> Text:
+        time = datetime.fromtimestamp(record.created).strftime("[%X]")
+        is_same = time == self._last_time
+        self._last_time = time
+        before = Text.assemble(
+            (" " * len(time) if is_same else time, "log.time"), " ", self.get_level_text(record), " "
+        )
+        margin, width = before.cell_len, self.console.width
+        for number, line in enumerate(filled(self.format(record), width - margin)):
+            indent = max(0, min(margin, width - cell_len(line)))
+            if number == 0 and indent < margin:
+                before.rstrip()
+            if number or indent < margin:
+                before.append("\n" + " " * indent)
+            message = Text(line, "log.message")
+            if self.highlighter is not None:
+                self.highlighter.highlight(message)
+            before.append_text(message)
+        return before
+
+    _last_time: str | None = None
 
 
 def take_over_library_logs() -> None:

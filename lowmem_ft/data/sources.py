@@ -37,7 +37,7 @@ from lowmem_ft.data.files import (
 from lowmem_ft.data.hub_datasets import not_to_be_had
 from lowmem_ft.errors import DataError
 from lowmem_ft.hub import hub_is_reachable
-from lowmem_ft.user_paths import expand_user
+from lowmem_ft.user_paths import expand_user, shown_path
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Source:
     sample_by: SampleBy = "line"
 
     def __str__(self) -> str:
-        return f"{self.path} ({self.split})"
+        return f"{shown_path(self.path)} ({self.split})"
 
     def is_split_into_lines(self) -> bool:
         """Whether each row is a line of a text file."""

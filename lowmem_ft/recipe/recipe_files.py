@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowmem_ft.errors import RecipeError, did_you_mean
-from lowmem_ft.user_paths import expand_user, neighbours
+from lowmem_ft.user_paths import expand_user, neighbours, recipes_folder
 
 MOST_NAMED = 5
 """Files of a folder that an error names."""
@@ -30,13 +30,6 @@ class RecipeFile:
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with the package, by name."""
     return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
-
-
-def recipes_folder() -> Path:
-    """Where they are."""
-    package = Path(__file__).resolve().parents[1]
-    inside_wheel, in_source_tree = package / "recipes", package.parent / "recipes"
-    return inside_wheel if inside_wheel.is_dir() else in_source_tree
 
 
 def read_recipe_files(name_or_path: str | os.PathLike[str]) -> list[RecipeFile]:

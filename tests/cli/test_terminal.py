@@ -9,6 +9,7 @@ import logging
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,7 +17,8 @@ from rich.console import Console
 from lowmem_ft.catalog import load_architectures, load_gpus
 from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli.logs import TerminalHandler
-from lowmem_ft.recipe import shipped_recipes
+from lowmem_ft.data.sources import Source
+from lowmem_ft.recipe import load_recipe, shipped_recipes
 
 COLUMNS = 80
 
@@ -114,6 +116,28 @@ def test_a_command_in_a_log_line_stays_on_one_line():
     handler.emit(logging.makeLogRecord({"levelname": "INFO", "levelno": logging.INFO, "msg": told}))
     assert "`lowmem-ft merge runs/7b-lora/model OUT_DIR`" in written.getvalue()
     assert max(map(len, written.getvalue().splitlines())) <= COLUMNS
+
+
+@pytest.mark.parametrize("length", [45, 75, 200])
+@pytest.mark.parametrize("told", ["{}", "Format of {}: text (the only column).", "The model is in {}"])
+def test_a_path_in_a_log_line_is_never_cut(told, length):
+    """Begun by itself where it is wider than the column of messages; wider than the terminal, it goes beyond."""
+    written = io.StringIO()
+    console = Console(file=written, width=COLUMNS, force_terminal=True, color_system=None)
+    path = f"/home/somebody/{'a-long-name/' * 20}"[:length]
+    TerminalHandler(console=console).handle(logging.makeLogRecord({"msg": told.format(path)}))
+    lines = written.getvalue().splitlines()
+    assert sum(path in line for line in lines) == 1
+    assert max(map(len, lines)) <= max(COLUMNS, length + len(":"))
+    assert " ".join(written.getvalue().split()).endswith(told.format(path))
+
+
+def test_the_data_of_a_shipped_recipe_is_shown_without_the_folder_of_pythons_libraries(tmp_path):
+    path = load_recipe("tiny").data.path
+    assert path is not None
+    assert Path(path).is_file()
+    assert str(Source(path=path)) == "lowmem_ft/recipes/tiny/data.jsonl (train)"
+    assert str(Source(path=str(tmp_path / "my.jsonl"))) == f"{tmp_path}/my.jsonl (train)"
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
