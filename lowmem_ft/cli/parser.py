@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
+import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -36,12 +38,15 @@ class Parser(argparse.ArgumentParser):
             A sentence for each.
         """
         problems = []
-        for word in others:
+        for word, following in itertools.zip_longest(others, others[1:], fillvalue=""):
             name, equals, value = word.lstrip("-").partition("=")
             option = self._option_near(name)
             if option is None or not (word.startswith("-") or equals):
                 continue
-            shown = f"{option} {value}" if value else option
+            takes_value = self._option_string_actions[option].nargs is None
+            if takes_value and not equals and "=" not in following and not following.startswith("--"):
+                value = following
+            shown = shlex.join([option, value] if value else [option])
             what = "option" if word.startswith("-") else "setting"
             problems.append(
                 f"There is no {what} {word.partition('=')[0]}. Did you mean the option `{shown}`?"
