@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import errno
 import functools
+import shlex
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -94,7 +95,8 @@ class Interrupted(BaseException):
         if model_folder is not None:
             left = f"The run was done: its model is {model_folder}."
         elif checkpoint is not None:
-            left = f"Saved: {checkpoint}; go on with training.resume_from_checkpoint={checkpoint}."
+            setting = shlex.quote(f"training.resume_from_checkpoint={checkpoint}")
+            left = f"Saved: {checkpoint}; go on with {setting}."
         super().__init__(f"Stopped by {signal.Signals(signal_number).name}. {left}")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,9 +1,11 @@
-"""Optional packages: whether one is installed, asked without importing it, which may take seconds."""
+"""What is installed, asked without importing it, which may take seconds: optional packages, a GPU's driver."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
+from pathlib import Path
 
 from lowmem_ft.errors import MissingPackageError
 
@@ -39,3 +41,12 @@ def require_package(
     """
     if not is_installed(package) and (stand_in is None or not is_installed(stand_in)):
         raise MissingPackageError(asked_for_by, package, extra)
+
+
+def may_have_gpu() -> bool:
+    """Whether torch may find a GPU here: without CUDA's driver, and AMD's, it finds none."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -48,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _no_command(arguments: Sequence[str]) -> str:
     first = arguments[0]
     if "=" in first:
-        return (
-            f"A command comes first, got {first}. Write for instance `lowmem-ft train {' '.join(arguments)}`."
-        )
+        return f"A command comes first, got {first}. Write for instance `lowmem-ft train {shlex.join(arguments)}`."
     return (
         f"There is no command {first!r}.{did_you_mean(first, COMMANDS)} There are {', '.join(COMMANDS)}; "
         "`lowmem-ft --help` says what each does."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ def refuse_pictures(recipe: Recipe, options: argparse.Namespace) -> None:
     if options.gpu != CPU and (options.plot is not None or options.snapshot is not None):
         raise UserError(
             f"--plot and --snapshot show one run, got model={model} alone, which is estimated in three ways. "
-            f"Name one of them, such as recipe=7b-lora model={model}."
+            f"Name one of them, such as {shlex.join(['recipe=7b-lora', f'model={model}'])}."
         )
 
 

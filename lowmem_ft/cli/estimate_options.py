@@ -17,7 +17,7 @@ CPU = "cpu"
 _USAGE = (
     "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
     "       [--gpu NAME|all] [--changes] [--json FILE|-] [--plot FILE]\n"
-    "       [--snapshot FILE.pickle]"
+    "       [--snapshot FILE.pickle] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
@@ -142,7 +142,7 @@ def _file_problems(options: argparse.Namespace) -> list[str]:
         if file is None or (name, file) == ("json", "-"):
             continue
         path = Path(file)
-        problem = write_problem(name, file, path)
+        problem = write_problem(name, file, path, overwrite=options.overwrite)
         if problem is None and path.absolute() in options_by_file:
             other = options_by_file[path.absolute()]
             problem = f"--{other} and --{name} write files of their own, got {file} for both. Name another."
@@ -160,8 +160,15 @@ def _file_problems(options: argparse.Namespace) -> list[str]:
 NO_SNAPSHOT_OF_CPU = "--snapshot shows CUDA's caching allocator, got a CPU. Name a GPU: --gpu NAME."
 
 
-def write_problem(name: str, file: str, path: Path) -> str | None:
-    """Why a file could not be written; None if nothing is known to stand in the way."""
+def write_problem(name: str, file: str, path: Path, *, overwrite: bool) -> str | None:
+    """Why a file could not be written; None if nothing is known to stand in the way.
+
+    Args:
+        name: of the option.
+        file: as typed.
+        path: the same.
+        overwrite: whether ``--overwrite`` lets it replace what is there; an empty file is nothing.
+    """
     if path.is_dir():
         return f"--{name} names a file, got the folder {file or repr(file)}. Name a file in it."
     parent = path.absolute().parent
@@ -173,7 +180,21 @@ def write_problem(name: str, file: str, path: Path) -> str | None:
         return (
             f"--{name} needs a file that may be written, got {file}. Name another, or change its permissions."
         )
+    if path.is_file() and path.stat().st_size and not overwrite:
+        return (
+            f"--{name} writes a new file, got {file}, which is there already. Name another, or add --overwrite to "
+            "replace it."
+        )
     return None
+
+
+def add_overwrite(parser: Parser) -> None:
+    """The option that lets the others replace files."""
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace files of the names given, where they are there already",
+    )
 
 
 class Once(argparse.Action):
@@ -230,4 +251,5 @@ def _parser() -> Parser:
         action=Once,
         help="write what https://pytorch.org/memory_viz opens",
     )
+    add_overwrite(parser)
     return parser

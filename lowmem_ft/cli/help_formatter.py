@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 
 from lowmem_ft.reports.filling import filled, shell_lines
@@ -35,6 +36,6 @@ def _indented(block: Iterable[str], width: int) -> Iterator[str]:
             first, *others = filled(line[entry.end() :], width, indent=" " * entry.end())
             yield from (entry[0] + first.strip(), *others)
         elif line.strip():
-            yield from shell_lines(line.strip(), width)
+            yield from shell_lines(shlex.split(line), width)
         else:
             yield ""

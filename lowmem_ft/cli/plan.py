@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.estimate_files import report_console, write_json, writing
-from lowmem_ft.cli.estimate_options import ALL_GPUS, Once, gpu_problems, split_recipe, write_problem
+from lowmem_ft.cli.estimate_options import (
+    ALL_GPUS,
+    Once,
+    add_overwrite,
+    gpu_problems,
+    split_recipe,
+    write_problem,
+)
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.packages import may_have_gpu
 
 if TYPE_CHECKING:
     from lowmem_ft.planner import MemoryPlan, PlanProgress
@@ -22,13 +31,13 @@ if TYPE_CHECKING:
 
 _USAGE = (
     "lowmem-ft plan recipe=NAME|PATH | model=NAME [key=value ...] [--gpu NAME]\n"
-    "       [--write FILE.yaml] [--json FILE|-]"
+    "       [--write FILE.yaml] [--json FILE|-] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
   lowmem-ft plan model=llama-3.1-8b budget=24GiB budget.host=64GiB
   lowmem-ft plan recipe=7b-bf16 --gpu rtx-4090 --write my.yaml
-  lowmem-ft plan recipe=7b-bf16 budget=8GiB plan.keep=[optimizer.state] plan.allow=[lora,qlora]
+  lowmem-ft plan recipe=7b-bf16 budget=8GiB 'plan.keep=[optimizer.state]' 'plan.allow=[lora,qlora]'
 
 The rows of a step and the mathematics stay (unbiased rounding may come): plan.allow=[...] names what may go, the least
 missed first, and plan.keep=[...] keys that stay as they are. A model alone is planned for steps of 16 rows of 2048
@@ -48,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 if the plan fits, else 3.
     """
     parser = _parser()
-    options, others = parser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options, others = parser.parse_known_args(arguments)
     if problems := parser.misspelt(others):
         raise UserError(*problems)
     recipe_name, settings = split_recipe(others, "A plan")
@@ -64,10 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, asked)
+        is_open = options.gpu is None and recipe.budget.device is None and not recipe.training.use_cpu
         check_budget_of_plan(recipe, options.gpu)
         check_model_files(recipe, architecture_only=True)
         check_sizes_of_model(recipe, is_planned=True)
         check_packages(recipe)
+        if is_open and not may_have_gpu():
+            raise UserError(_for_no_device(arguments))
+        import torch
+
+        if is_open and not torch.cuda.is_available():
+            raise UserError(_for_no_device(arguments))
         import lowmem_ft.planner
         from lowmem_ft.reports.wording import short_name
 
@@ -80,6 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = named_as_planned(plan.recipe, settings, *(where or [plan.estimate.gpu.name.partition(" ")[0]]))
     plan = dataclasses.replace(plan, recipe=named)
     return _report(plan, recipe, [f"recipe={recipe_name}", *settings] if recipe_name else None, options)
+
+
+def _for_no_device(arguments: Sequence[str]) -> str:
+    """What to say where nothing tells what a plan is for: the processor's would take minutes, and few want it."""
+    command = shlex.join(["lowmem-ft", "plan", *arguments])
+    return (
+        "A plan is for a GPU or a budget, got neither, and this machine has no GPU. Name a card, such as "
+        f"`{command} --gpu rtx-4090` (`lowmem-ft gpus` lists them), or what there is, such as `{command} "
+        "budget=24GiB`; --gpu cpu plans for this machine's processor."
+    )
 
 
 def _words(progress: PlanProgress) -> str:
@@ -100,22 +127,21 @@ def _report(
 
     console = report_console(options)
     console.print(plan_table(plan, recipe))
-    data = "" if recipe.data.path is not None else " data=YOUR_DATA"
+    data = [] if recipe.data.path is not None else ["data=YOUR_DATA"]
     if plan.fits and command is not None:
-        lines = shell_lines(train_command(plan, command) + data, console.width)
+        lines = shell_lines([*train_command(plan, command), *data], console.width)
         console.print("\nTrain it:", *lines, sep="\n", soft_wrap=True)
     if options.write is not None and plan.fits:
         with writing("write", options.write) as path:
-            head = f"# lowmem-ft train recipe={path}{data}\n# {planned_for(plan)}\n"
+            trains = shlex.join(["lowmem-ft", "train", f"recipe={path}", *data])
+            head = f"# {trains}\n# {planned_for(plan)}\n"
             path.write_text(head + recipe_to_yaml(plan.recipe), encoding="utf-8")
-        words = f"\nWritten: {options.write}. Train it:\n  lowmem-ft train recipe={options.write}{data}"
-        console.print(words, soft_wrap=True)
+        console.print(f"\nWritten: {path}. Train it:\n  {trains}", soft_wrap=True)
     elif options.write is not None:
         console.print(f"\n{options.write} is not written, as nothing fits.")
     elif plan.fits and command is None:  # train would plan a model alone anew
-        console.print(
-            f"\nTo train it, plan with --write my.yaml, then:\n  lowmem-ft train recipe=my.yaml{data}"
-        )
+        trains = shlex.join(["lowmem-ft", "train", "recipe=my.yaml", *data])
+        console.print(f"\nTo train it, plan with --write my.yaml, then:\n  {trains}")
     write_json(plan.to_json(), options)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
@@ -130,7 +156,7 @@ def _check(options: argparse.Namespace) -> None:
         file = getattr(options, name)
         if file is None or (name, file) == ("json", "-"):
             continue
-        problem = write_problem(name, file, Path(file))
+        problem = write_problem(name, file, Path(file), overwrite=options.overwrite)
         problems += [problem] if problem else []
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
         problems.append(f"--write names a recipe's file, which ends in .yaml, got {options.write}.")
@@ -153,7 +179,7 @@ def _parser() -> Parser:
         "--gpu",
         metavar="NAME",
         action=Once,
-        help="a GPU of `lowmem-ft gpus`, or cpu; without: what this machine has, or one of the budget's size",
+        help="a GPU of `lowmem-ft gpus`, or cpu; without: this machine's GPU, or one of the budget's size",
     )
     parser.add_argument(
         "--write", metavar="FILE.yaml", action=Once, help="write the plan as a recipe that trains as it is"
@@ -161,4 +187,5 @@ def _parser() -> Parser:
     parser.add_argument(
         "--json", metavar="FILE|-", action=Once, help="write the plan as JSON; - is stdout, then JSON alone"
     )
+    add_overwrite(parser)
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 from lowmem_ft.errors import ModelError
@@ -44,9 +45,8 @@ def check_model_path(config: ModelConfig) -> None:
             _require_gguf(path / config.gguf_file, f"model.gguf_file={config.gguf_file}")
         elif not (path / "config.json").is_file():
             is_adapter = (path / "adapter_config.json").is_file()
-            hint = (
-                f" It is an adapter: `lowmem-ft merge {name} DIR` makes a model of it." if is_adapter else ""
-            )
+            merge = shlex.join(["lowmem-ft", "merge", name, "DIR"])
+            hint = f" It is an adapter: `{merge}` makes a model of it." if is_adapter else ""
             raise ModelError(
                 f"A model folder holds config.json and *.safetensors; model.name_or_path={name} has no "
                 f"config.json.{hint} Pass another folder, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 import time
 
 import torch
@@ -56,7 +57,7 @@ def with_plan(recipe: Recipe) -> Recipe:
         "Planned in %.0f s, %s combinations considered: %s. %s",
         found.seconds,
         f"{found.searched:,}",
-        " ".join(found.settings) or "the recipe as it is",
+        shlex.join(found.settings) or "the recipe as it is",
         _needs(found),
     )
     return dataclasses.replace(found.recipe, budget=recipe.budget)
@@ -126,7 +127,7 @@ def _nothing_fits(found: MemoryPlan) -> str:
     ]
     card = "" if found.smallest_gpu is None else f" The smallest card that would do is {found.smallest_gpu}."
     return (
-        f"No settings make it fit: the nearest, {' '.join(found.settings) or 'the recipe as it is'}, lack "
+        f"No settings make it fit: the nearest, {shlex.join(found.settings) or 'the recipe as it is'}, lack "
         f"{' and '.join(lacks) or 'memory'}.{card} `lowmem-ft plan` with the same settings says more; plan.allow=[...] "
         "names what may be given up."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
         return _what_is_missing(changes.all_together, gpu_name)
     table = _grid()
     for change in changes.fitting:
-        setting = Text(" ".join(change.overrides), "bold")
+        setting = Text(shlex.join(change.overrides), "bold")
         peak = f"peak {format_bytes(change.estimate.process_peak_bytes)}"
         table.add_row(Text(peak, no_wrap=True), Group(setting, Prose(change.why)))
     title = Text(f"Cheapest changes that make it fit on {gpu_name}:", "bold")
@@ -92,7 +93,7 @@ def _what_is_missing(all_together: Change | None, gpu_name: str) -> Text:
     return Text.assemble(
         f"No change makes it fit on {gpu_name}. All of them together still need "
         f"{format_bytes(estimate.process_peak_bytes)}, {shortfall(estimate)}: ",
-        (" ".join(all_together.overrides), "bold"),
+        (shlex.join(all_together.overrides), "bold"),
     )
 
 

@@ -6,8 +6,10 @@ A word may be a setting, a path or an address; a command in backticks counts as 
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 import unicodedata
+from collections.abc import Sequence
 
 _GLUE = "\x00"
 """Stands for a blank inside of a command while lines are filled."""
@@ -53,15 +55,16 @@ def longest_word(text: str, room: int) -> int:
     return max(map(len, _glued(text, room).split()), default=0)
 
 
-def shell_lines(command: str, width: int, *, indent: str = "  ") -> list[str]:
+def shell_lines(command: Sequence[str], width: int, *, indent: str = "  ") -> list[str]:
     """A command in lines that a shell takes together.
 
     Args:
-        command: in one line.
+        command: its words; those that a shell would take apart or expand are quoted.
         width: columns of a line, if its longest word has room there.
         indent: what the first line begins with; the others stand four columns further in.
     """
-    *before, last = filled(command, width - len(" \\"), indent=indent, hanging=f"{indent}    ")
+    words = " ".join(shlex.quote(word).replace(" ", _GLUE) for word in command)
+    *before, last = filled(words, width - len(" \\"), indent=indent, hanging=f"{indent}    ")
     return [*(f"{line} \\" for line in before), last]
 
 

@@ -159,10 +159,10 @@ class _Commands:
     """What trains each method, on the data of its recipe; on GPUs without bfloat16, with what they take."""
 
     def __init__(self, results: Sequence[MethodEstimate]) -> None:
-        self._has_bfloat16: dict[tuple[str, str], bool] = {}
+        self._has_bfloat16: dict[tuple[str, tuple[str, ...]], bool] = {}
         for result in results:
             if result.estimate is not None:
-                each = (result.method.title, " ".join(result.command))
+                each = (result.method.title, result.command)
                 self._has_bfloat16[each] = self._has_bfloat16.get(each, False) or result.gpu.has_bfloat16
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -170,7 +170,7 @@ class _Commands:
         for (title, command), has_bfloat16 in self._has_bfloat16.items():
             is_other = not has_bfloat16 and any(self._has_bfloat16.values())
             yield Text(f"{title}{', on cards without bfloat16' if is_other else ''}", "bold")
-            lines = shell_lines(f"lowmem-ft train {command}", options.max_width)
+            lines = shell_lines(["lowmem-ft", "train", *command], options.max_width)
             yield Text("\n".join(lines), overflow="fold")
 
 

@@ -47,7 +47,7 @@ def plan_table(plan: MemoryPlan, recipe: Recipe) -> RenderableType:
     return Group(*parts)
 
 
-def train_command(plan: MemoryPlan, command: Sequence[str]) -> str:
+def train_command(plan: MemoryPlan, command: Sequence[str]) -> list[str]:
     """What trains a plan.
 
     Args:
@@ -55,10 +55,10 @@ def train_command(plan: MemoryPlan, command: Sequence[str]) -> str:
         command: the recipe and settings as they were typed; what the plan sets otherwise is left out.
 
     Returns:
-        The command, in one line.
+        The command's words.
     """
     kept = [word for word in command if word.partition("=")[0] not in plan.overrides]
-    return " ".join(["lowmem-ft train", *kept, *plan.settings])
+    return ["lowmem-ft", "train", *kept, *plan.settings]
 
 
 def planned_for(plan: MemoryPlan) -> str:

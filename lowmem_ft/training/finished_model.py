@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,8 +60,7 @@ def log_finished_model(target: Path, recipe: Recipe) -> None:
         logger.info("The adapter is in %s; its base had random weights, which are not kept.", target)
     else:
         logger.info(
-            "The adapter is in %s; peft.AutoPeftModelForCausalLM loads it with its base, `lowmem-ft merge %s OUT_DIR` "
-            "adds it to the base.",
+            "The adapter is in %s; peft.AutoPeftModelForCausalLM loads it with its base, `%s` adds it to the base.",
             target,
-            target,
+            shlex.join(["lowmem-ft", "merge", str(target), "OUT_DIR"]),
         )

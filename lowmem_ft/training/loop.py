@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -379,10 +380,8 @@ class TrainingRun:
         """What there is to go on from after a second signal, or one before the first step, which end a run at once."""
         if self.checkpoint is None:
             return f"at step {self.progress.step}: no checkpoint is saved."
-        return (
-            f"at step {self.progress.step}. Saved before: {self.checkpoint}; go on with "
-            f"training.resume_from_checkpoint={self.checkpoint}."
-        )
+        setting = shlex.quote(f"training.resume_from_checkpoint={self.checkpoint}")
+        return f"at step {self.progress.step}. Saved before: {self.checkpoint}; go on with {setting}."
 
     def _signal_number(self) -> int:
         """Of the signal that has come to any process; 0 if none has."""

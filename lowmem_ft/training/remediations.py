@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,7 +57,7 @@ class Remediation:
     @property
     def overrides_text(self) -> str:
         """The same on one line."""
-        return " ".join(self.overrides)
+        return shlex.join(self.overrides)
 
     def applied_to(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings."""

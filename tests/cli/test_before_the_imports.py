@@ -61,6 +61,11 @@ COMMANDS = [
     ["plan", "model=llama-3.1-8b", "budget=10MiB", "--gpu", "l4"],
     ["plan", "model=llama-3.1-8b", "budget.host=1GiB", "--gpu", "l4"],
     ["plan", "model=bert", "budget=8GiB"],
+    ["plan", "recipe=tiny", "--gpu", "l4", "--write", "taken.yaml"],
+    ["plan", "recipe=tiny", "--gpu", "l4", "--json", "taken.yaml"],
+    ["estimate", "recipe=tiny", "--plot", "taken.yaml"],
+    ["plan", "model=llama-3.2-1b"],
+    ["plan", "recipe=7b-bf16", "budget.host=64GiB"],
     ["estimate", "recipe=nothing"],
     ["estimate", "recipe=tiny", "training.sed=1"],
     ["estimate", "model=./nowhere"],
@@ -75,6 +80,7 @@ def test_each_is_told_without_them(tmp_path):
     (tmp_path / "old_run" / "checkpoint-5").mkdir(parents=True)
     (tmp_path / "old_run" / "recipe.yaml").write_text("name: of another model")
     (tmp_path / "old_run" / "metrics.jsonl").write_text("")
+    (tmp_path / "taken.yaml").write_text("name: somebody's work")
     (tmp_path / "pairs.csv").write_text("prompt,answer\na,b\n")
     for name, model_type in {"cut": "llama", "bert": "bert"}.items():
         (tmp_path / name).mkdir()
@@ -84,7 +90,9 @@ def test_each_is_told_without_them(tmp_path):
     code = f"""
 import sys
 from lowmem_ft.cli import main
+from lowmem_ft import packages
 from lowmem_ft.packages import is_installed
+packages.may_have_gpu = lambda: False
 for command in {COMMANDS!r}:
     code = main(command)
     print(code, *sorted({HEAVY!r} & set(sys.modules)), *command, sep="|")

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from lowmem_ft.cli import main
@@ -110,7 +111,7 @@ def test_a_written_plan_is_a_recipe(folder, tmp_path, capsys):
     file = tmp_path / "my[small].yaml"
     arguments = [f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]
     assert main(["plan", *arguments, "--write", str(file)]) == 0
-    assert f"train recipe={file}" in " ".join(capsys.readouterr().out.replace("\n", "").split())
+    assert f"train 'recipe={file}'" in " ".join(capsys.readouterr().out.replace("\n", "").split())
     recipe = load_recipe(file)
     assert recipe.training.per_device_train_batch_size == 4
     assert recipe.plan.mode == "none"
@@ -148,6 +149,55 @@ def test_where_nothing_fits_the_exit_code_says_so_and_nothing_is_written(folder,
     assert "plan.keep holds" in printed
     assert "is not written" in printed
     assert not file.exists()
+
+
+def test_a_file_that_is_there_stays_unless_it_may_be_replaced(folder, tmp_path, capsys):
+    plan, report, empty = tmp_path / "my.yaml", tmp_path / "plan.json", tmp_path / "empty.json"
+    plan.write_text("name: mine")
+    report.write_text("{}")
+    empty.touch()  # as mktemp leaves it
+    arguments = ["plan", f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]
+    assert main([*arguments, "--write", str(plan), "--json", str(report)]) == 2
+    told = capsys.readouterr().err
+    for name, file in {"write": plan, "json": report}.items():
+        assert (
+            f"--{name} writes a new file, got {file}, which is there already. Name another, or add --over"
+            in told
+        )
+    assert (plan.read_text(), report.read_text()) == ("name: mine", "{}")
+    assert main([*arguments, "--json", str(empty)]) == 0
+    assert json.loads(empty.read_text())["fits"]
+    assert main([*arguments, "--write", str(plan), "--json", str(report), "--overwrite"]) == 0
+    assert load_recipe(plan).budget.device == "10GiB"
+    assert json.loads(report.read_text())["fits"]
+
+
+def test_what_it_prints_for_copying_is_quoted(folder, tmp_path, capsys):
+    file, data = tmp_path / "my plan [2].yaml", tmp_path / "my chats.jsonl"
+    data.write_text('{"text": "a"}')
+    arguments = ["recipe=tiny", f"model={folder}", f"data={data}", KEEP, "budget=10GiB", "--gpu", "l4"]
+    assert main(["plan", *arguments, "--write", str(file)]) == 0
+    printed = capsys.readouterr().out
+    command, written = printed.partition("Train it:")[2].split("Written: ")
+    words = shlex.split(command.replace("\\\n", ""))
+    assert words[:2] == ["lowmem-ft", "train"]
+    assert {"recipe=tiny", f"data={data}", KEEP} <= {*words}
+    assert f"'{KEEP}'" in command
+    trains = ["lowmem-ft", "train", f"recipe={file}"]
+    assert shlex.split(written.partition("Train it:")[2]) == trains
+    assert shlex.split(file.read_text().splitlines()[0].removeprefix("# ")) == trains
+
+
+def test_where_torch_finds_no_gpu_it_asks_for_one(folder, capsys, monkeypatch):
+    """A driver may be there without one, as in a container of CUDA's."""
+    monkeypatch.setattr(cli_plan, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = ["plan", f"model={folder}", "model.weights=random", KEEP]
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    commands = [shlex.split(command) for command in told.split("`")[1::2]]
+    assert ["lowmem-ft", *arguments, "--gpu", "rtx-4090"] in commands
+    assert ["lowmem-ft", *arguments, "budget=24GiB"] in commands
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 
 import pytest
 
@@ -108,13 +109,20 @@ def test_a_command_in_backticks_stays_on_one_line_and_a_path_is_never_broken():
 
 
 def test_a_long_command_goes_on_as_a_shell_takes_it():
-    lines = shell_lines("lowmem-ft train recipe=tiny training.seed=3 data.packing=true", 44)
+    lines = shell_lines(["lowmem-ft", "train", "recipe=tiny", "training.seed=3", "data.packing=true"], 44)
     assert lines == ["  lowmem-ft train recipe=tiny \\", "      training.seed=3 data.packing=true"]
+
+
+def test_a_word_that_a_shell_would_take_apart_is_quoted_and_stays_on_one_line():
+    command = ["train", "data=my own chats.jsonl", "plan.allow=[lora]"]
+    lines = shell_lines(command, 24)
+    assert lines[1:] == ["      'data=my own chats.jsonl' \\", "      'plan.allow=[lora]'"]
+    assert shlex.split("".join(line.removesuffix("\\") for line in lines)) == command
 
 
 def test_in_a_window_too_narrow_for_anything_words_stand_below_each_other(as_text):
     assert filled("train recipe=tiny", 0) == ["train", "recipe=tiny"]
-    assert shell_lines("train recipe=tiny", 1) == ["  train \\", "      recipe=tiny"]
+    assert shell_lines(["train", "recipe=tiny"], 1) == ["  train \\", "      recipe=tiny"]
     words = (LONG, "the device lacks 3.00 MiB")
     assert "".join(as_text(Pairs([words]), 9).split()) == "".join(words).replace(" ", "")
 

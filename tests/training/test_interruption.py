@@ -133,6 +133,8 @@ def test_a_loop_over_runs_that_goes_on_after_an_error_does_not_go_on_after_ctrl_
     assert not issubclass(Interrupted, Exception)
     assert "SIGINT" in str(Interrupted(signal.SIGINT, checkpoint=Path("runs/a/checkpoint-3")))
     assert "runs/a/checkpoint-3" in str(Interrupted(signal.SIGINT, checkpoint=Path("runs/a/checkpoint-3")))
+    spaced = str(Interrupted(signal.SIGINT, checkpoint=Path("my runs/checkpoint-3")))
+    assert "go on with 'training.resume_from_checkpoint=my runs/checkpoint-3'." in spaced
 
 
 def test_a_step_is_not_saved_twice(tiny, tmp_path, monkeypatch):
