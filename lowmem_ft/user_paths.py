@@ -28,7 +28,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     """
     folder = recipes_folder()
     if Path(path).is_absolute() and Path(path).is_relative_to(folder):
-        return str(Path(__package__, folder.name, Path(path).relative_to(folder)))
+        return str(Path("lowmem_ft", folder.name, Path(path).relative_to(folder)))
     return os.fspath(path)
 
 
