@@ -72,6 +72,8 @@ def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
     from lowmem_ft.recipe.device_checks import check_device_of_estimate
 
     if options.gpu == CPU or (options.gpu is None and recipe.training.use_cpu):
+        if options.snapshot is not None:
+            raise UserError(NO_SNAPSHOT_OF_CPU)
         check_device_of_estimate(recipe, None)
     elif options.gpu not in (None, ALL_GPUS):
         check_device_of_estimate(recipe, find_gpu(options.gpu))

@@ -6,9 +6,13 @@ might think otherwise. What only a tokenizer can tell is told later.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+
+from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.files import is_saved_dataset, known_files, local_files, reader_of
@@ -38,9 +42,22 @@ def check_small_local_data(config: DataConfig) -> None:
     if config.streaming:
         return
     train, evaluation = sources_of(config)
-    for source in (train, evaluation):
-        if source is not None and _is_small(source):
-            _check(config, source, is_train=source is train)
+    with _without_progress_bars():
+        for source in (train, evaluation):
+            if source is not None and _is_small(source):
+                _check(config, source, is_train=source is train)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Small files are read before a bar would be seen to move, and an error would stand below it."""
+    were_shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_shown:
+            enable_progress_bars()
 
 
 def _is_small(source: Source) -> bool:

@@ -35,7 +35,7 @@ def precision_problems(
         A sentence for each rule that is broken.
     """
     problems = (
-        _float16_base_problems(dtype, mixed_precision, has_bfloat16)
+        _float16_base_problems(dtype, mixed_precision, has_bfloat16, is_cpu)
         if frozen
         else float16_problems(dtype, mixed_precision)
     )
@@ -130,13 +130,15 @@ def float16_problems(dtype: str, mixed_precision: str) -> list[str]:
     return problems
 
 
-def _float16_base_problems(dtype: str, mixed_precision: str, may_bfloat16: bool) -> list[str]:
+def _float16_base_problems(dtype: str, mixed_precision: str, may_bfloat16: bool, is_cpu: bool) -> list[str]:
     """Frozen weights may be float16, as gradients pass through them and a loss scale keeps those in range."""
     if dtype == "float16" and mixed_precision != "fp16":
+        loss_scale = "Set training.mixed_precision=fp16"
+        way_out = f"{loss_scale}, or model.dtype=bfloat16." if may_bfloat16 else f"{loss_scale}."
         return [
             "Frozen weights in model.dtype=float16 need training.mixed_precision=fp16, whose loss scale keeps small "
-            f"gradients from vanishing; got {mixed_precision}. Set training.mixed_precision=fp16"
-            f"{', or model.dtype=bfloat16' if may_bfloat16 else ''}."
+            f"gradients from vanishing; got {mixed_precision}. "
+            + ("That needs a GPU: set model.dtype=bfloat16." if is_cpu else way_out)
         ]
     if dtype == "bfloat16" and mixed_precision == "fp16":
         return [
