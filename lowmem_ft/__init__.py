@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lowmem_ft.budget import Budget
     from lowmem_ft.errors import DoesNotFitError, Interrupted, UserError
     from lowmem_ft.estimator import estimate_memory
-    from lowmem_ft.planner import MemoryPlan, plan
+    from lowmem_ft.planner import MemoryPlan, plan, plan_checkpointing
     from lowmem_ft.preflight import train
     from lowmem_ft.recipe import Recipe, load_recipe
     from lowmem_ft.virtual_gpu import VirtualGPU
@@ -34,6 +34,7 @@ __all__ = [
     "estimate_memory",
     "load_recipe",
     "plan",
+    "plan_checkpointing",
     "train",
 ]
 
@@ -49,6 +50,7 @@ __getattr__ = lazy_exports(
         "load_recipe": "recipe",
         "MemoryPlan": "planner",
         "plan": "planner",
+        "plan_checkpointing": "planner",
         "train": "preflight",
         "VirtualGPU": "virtual_gpu",
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, settings)
+        if options.gpu == ALL_GPUS and recipe.checkpointing.mode == "auto":
+            raise UserError(
+                "checkpointing.mode=auto is chosen for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or "
+                "set checkpointing.mode=full."
+            )
         if options.gpu is None and not recipe.training.use_cpu:
             refuse_budget_beyond_all(recipe)
         check_model_files(recipe, architecture_only=True)
@@ -89,6 +95,10 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     target, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
     if target is None and options.snapshot is not None:
         raise UserError(NO_SNAPSHOT_OF_CPU)
+    chosen: list[str] = []
+    if recipe.checkpointing.mode == "auto":
+        recipe, words = _with_layers_chosen(recipe, options.gpu)
+        chosen.append(words)
     try:
         with progress_line(_tracing(recipe)):
             estimate = estimate_memory(recipe, options.gpu, kept=KeptTraces.of_user())
@@ -96,6 +106,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
         if target is None and options.gpu is None:
             raise UserError(*error.problems, FOR_THE_PROCESSOR) from error
         raise
+    estimate = dataclasses.replace(estimate, choices=(*chosen, *estimate.choices))
     gpu = load_gpus().get(estimate.gpu.name)
     console = report_console(options)
     console.print(estimate_table(estimate, gpu.cheapest_price if gpu else None))
@@ -103,6 +114,20 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
         console.print(f"\n{FOR_THE_PROCESSOR}")
     write_pictures(estimate, options)
     return _conclude([estimate], estimate.to_json(), options.gpu, recipe, options, console)
+
+
+def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
+    """The recipe with the checkpointed layers that were chosen, and what to say of them."""
+    from lowmem_ft.planner import plan_checkpointing
+    from lowmem_ft.planner.checkpointing import chosen_in_words
+
+    with progress_line("choosing the checkpointed layers") as say:
+        found = plan_checkpointing(
+            recipe,
+            gpu=gpu,
+            on_progress=lambda progress: say(f"choosing the checkpointed layers: {progress.estimated} tried"),
+        )
+    return found.recipe, chosen_in_words(found)
 
 
 def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ examples:
   lowmem-ft estimate model=llama-3.1-8b --gpu all
   lowmem-ft estimate recipe=8b-bf16 data.max_length=8192 checkpointing.mode=none --gpu h100-80gb --plot memory.html
   lowmem-ft estimate recipe=my/recipe.yaml budget=24GiB --json -
+  lowmem-ft estimate recipe=7b-lora checkpointing.mode=auto --gpu rtx-4090
 
 A model alone is estimated in three ways: full fine-tuning at the leanest rung, LoRA and QLoRA. With other settings
 beside it (budget= aside) it is one recipe, its other keys at their defaults. Data is not read: rows are taken to be

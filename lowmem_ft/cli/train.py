@@ -21,7 +21,8 @@ examples:
   lowmem-ft train model=Qwen/Qwen2.5-7B data=chats.jsonl budget=24GiB
 
 model=X, data=X and budget=X are short for model.name_or_path=X, data.path=X and budget.device=X. plan=auto, or a
-model, data and a budget without a recipe: the memory knobs are chosen first, as `lowmem-ft plan` does.
+model, data and a budget without a recipe: the memory knobs are chosen first, as `lowmem-ft plan` does;
+checkpointing.mode=auto: the checkpointed layers alone are.
 `lowmem-ft recipes` lists the recipes; `lowmem-ft recipes NAME` shows every key with its default."""
 
 _ENOUGH_FOR_A_PLAN = (
@@ -78,8 +79,8 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
         from lowmem_ft.training.hub_upload import check_upload
 
         check_upload()
-    # Before the imports below, which take seconds; what a run goes on with that is still to be planned, is known later.
-    is_planned = recipe.plan.mode == "none"
+    # Before the imports below, which takes seconds; what a run goes on with that is still to be planned, is known later.
+    is_planned = not recipe.left_to_choose
     may_open = is_planned or recipe.training.resume_from_checkpoint is None
     folder = RunFolder.open(recipe) if may_open else None
 

@@ -34,6 +34,9 @@ NOT_TRACED = frozenset(
         *("training.eval_on_start", "training.save_steps", "training.save_total_limit", "training.report_to"),
         *("training.resume_from_checkpoint", "training.project", "training.run_name", "training.push_to_hub"),
         *("training.hub_model_id", "training.hub_private_repo"),
+        # What an estimate is held against, and what is chosen before there is one.
+        *("budget.device", "budget.host", "budget.enforce", "budget.preflight", "budget.retry"),
+        *("plan.mode", "plan.allow", "plan.keep"),
     }
 )
 """Recipe keys that no trace sees; every other one is part of its key, those to come as well."""

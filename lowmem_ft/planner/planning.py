@@ -67,7 +67,7 @@ OnProgress = Callable[[PlanProgress], None]
 
 
 @contextlib.contextmanager
-def _only_looking() -> Iterator[None]:
+def only_looking() -> Iterator[None]:
     """Without what is logged of settings, as of forty recipes that nobody has chosen yet; but that a trace is long."""
     loggers = [logging.getLogger(name) for name in ("lowmem_ft", tracing.__name__)]
     before = [log.level for log in loggers]
@@ -80,7 +80,7 @@ def _only_looking() -> Iterator[None]:
             log.setLevel(level)
 
 
-@_only_looking()
+@only_looking()
 def plan(
     recipe: Recipe,
     budget: Budget | None = None,
@@ -127,7 +127,7 @@ def plan(
             tiers.append(tier)
         result = min(tiers, key=_missing)
         if not result.fits and not tiers[-1].interrupted:
-            smallest_gpu = _smallest_gpu(result, target)
+            smallest_gpu = smallest_card(result, target)
     except KeyboardInterrupt:
         if not tiers:
             raise
@@ -225,7 +225,7 @@ def _searched(
             )
         )
         try:
-            return _need(*(ahead.take(place) or target.estimate(recipe_of(place))))
+            return need_from(*(ahead.take(place) or target.estimate(recipe_of(place))))
         except UserError as error:
             return " ".join(error.problems)
 
@@ -251,7 +251,13 @@ def _searched(
     return _explained(findings, neighbours)
 
 
-def _need(estimate: MemoryEstimate, num_events: int) -> Need:
+def need_from(estimate: MemoryEstimate, num_events: int) -> Need:
+    """What an estimate says, with the headroom that makes it no tight fit.
+
+    Args:
+        estimate: of one combination.
+        num_events: of its trace.
+    """
     peak, high_bytes = with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes
     host = with_headroom(estimate.host_peak_bytes)
     return Need(
@@ -343,7 +349,7 @@ def _trains_as_it_is(chosen: Recipe, asked: Recipe) -> Recipe:
     return dataclasses.replace(chosen, plan=dataclasses.replace(asked.plan, mode="none"))
 
 
-def _smallest_gpu(result: MemoryPlan, target: Target) -> str | None:
+def smallest_card(result: MemoryPlan, target: Target) -> str | None:
     """The smallest card on which the nearest plan fits, estimated there; none helps where the host lacks memory.
 
     What is planned for a card without bfloat16 runs on those with it, not the other way round.

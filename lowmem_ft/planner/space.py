@@ -102,7 +102,7 @@ class Space:
 
     @property
     def own(self) -> Combination:
-        """The recipe as it is."""
+        """The recipe as it is; where it leaves something open, with what needs least memory."""
         return tuple(dimension.own for dimension in self.dimensions)
 
     def given_up(self, combination: Combination) -> tuple[int, ...]:
@@ -180,7 +180,10 @@ def _dimensions(recipe: Recipe, *, num_layers: int, has_bfloat16: bool) -> Itera
             values = _values(key, recipe, num_layers, has_bfloat16)
             if len(values) > 1:
                 choices = tuple({key.path: value} for value in values)
-                yield Dimension(choices=choices, own=values.index(key.value_in(recipe)))
+                own = key.value_in(recipe)
+                yield Dimension(
+                    choices=choices, own=len(values) - 1 if _is_open(key, own) else values.index(own)
+                )
 
 
 def _rows(recipe: Recipe) -> Dimension:
@@ -198,7 +201,12 @@ def _values(key: RecipeKey, recipe: Recipe, num_layers: int, has_bfloat16: bool)
     values = [
         value for value in key.tries if value == own or _may_try(key, value, recipe, num_layers, has_bfloat16)
     ]
-    return values if own in values else [own, *values]
+    return values if own in values or _is_open(key, own) else [own, *values]
+
+
+def _is_open(key: RecipeKey, value: Any) -> bool:
+    """Whether the value leaves the choice to a plan, and so is none to choose; the last one then starts the search."""
+    return key.path == "checkpointing.mode" and value == "auto"
 
 
 def _may_try(key: RecipeKey, value: Any, recipe: Recipe, num_layers: int, has_bfloat16: bool) -> bool:

@@ -15,7 +15,8 @@ from lowmem_ft.errors import DoesNotFitError, UserError
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.target import CPU
 from lowmem_ft.memory.host_limits import tightest_host_limit
-from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
+from lowmem_ft.planner import MemoryPlan, PlanProgress, plan, plan_checkpointing
+from lowmem_ft.planner.checkpointing import chosen_in_words
 from lowmem_ft.planner.space import planned_keys, with_settings
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.paths import run_folder_of
@@ -28,15 +29,22 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 5
 
+_LAYERS = "checkpointed layers"
+
+_AS_IT_IS = {
+    "plan.mode=auto": "plan.mode=none trains the recipe as it is",
+    "checkpointing.mode=auto": "checkpointing.mode=full checkpoints every layer",
+}
+
 
 def with_plan(recipe: Recipe) -> Recipe:
-    """The recipe with the memory knobs that were chosen for its budget, ``plan.mode`` none.
+    """The recipe with the memory knobs, or the checkpointed layers alone, that were chosen for its budget.
 
     A run that goes on keeps the plan that it began with. The search is made in a process of its own, as a virtual GPU
     would change torch for the run.
 
     Args:
-        recipe: with ``plan.mode=auto``.
+        recipe: with ``plan.mode=auto`` or ``checkpointing.mode=auto``.
 
     Raises:
         UserError: if there are several processes, the run's folder is in the way, or it cannot be planned.
@@ -52,14 +60,17 @@ def with_plan(recipe: Recipe) -> Recipe:
     gpu = this_machines_gpu() if torch.cuda.is_available() and not recipe.training.use_cpu else CPU
     found = _searched(recipe, gpu)
     if not found.fits:
-        raise DoesNotFitError(_nothing_fits(found))
-    logger.info(
-        "Planned in %.0f s, %s combinations considered: %s. %s",
-        found.seconds,
-        f"{found.searched:,}",
-        shlex.join(found.settings) or "the recipe as it is",
-        _needs(found),
-    )
+        raise DoesNotFitError(_nothing_fits(recipe, found))
+    if recipe.plan.mode == "auto":
+        logger.info(
+            "Planned in %.0f s, %s combinations considered: %s. %s",
+            found.seconds,
+            f"{found.searched:,}",
+            shlex.join(found.settings) or "the recipe as it is",
+            _needs(found),
+        )
+    else:
+        logger.info("%s", chosen_in_words(found))
     return dataclasses.replace(found.recipe, budget=recipe.budget)
 
 
@@ -76,15 +87,16 @@ def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
             found = "nothing fits yet" if progress.best is None else "one fits"
             logger.info("Planning: %d combinations estimated, %s.", progress.estimated, found)
 
-    logger.info("Choosing the memory knobs for this machine.")
+    search, what = (plan, "memory knobs") if recipe.plan.mode == "auto" else (plan_checkpointing, _LAYERS)
+    logger.info("Choosing the %s for this machine.", what)
     try:
         with EstimatingProcess() as process:
-            process.ask(plan, recipe, budget, gpu, tells_progress=True)
+            process.ask(search, recipe, budget, gpu, tells_progress=True)
             return process.answer(tell)
     except ChildFailedError as error:
         raise UserError(
-            f"The memory knobs could not be chosen: {error}. `lowmem-ft plan` with the same settings shows why; "
-            "plan.mode=none trains the recipe as it is."
+            f"The {what} could not be chosen: {error}. `lowmem-ft plan` with the same settings shows why; "
+            f"{_AS_IT_IS[recipe.left_to_choose[0]]}."
         ) from error
 
 
@@ -102,8 +114,12 @@ def _saved_recipe(recipe: Recipe) -> Recipe | None:
 
 def _as_planned(recipe: Recipe, saved: Recipe) -> Recipe:
     """The recipe with what a plan may choose as the saved one has it; ``plan.keep`` keeps the recipe's own."""
-    chosen = planned_keys(recipe.plan)
-    planned = with_settings(recipe, {key.path: key.value_in(saved) for key in chosen})
+    planned = recipe
+    if recipe.checkpointing.mode == "auto":
+        planned = dataclasses.replace(planned, checkpointing=saved.checkpointing)
+    if recipe.plan.mode == "auto":
+        chosen = planned_keys(recipe.plan)
+        planned = with_settings(planned, {key.path: key.value_in(saved) for key in chosen})
     return dataclasses.replace(planned, plan=dataclasses.replace(recipe.plan, mode="none"))
 
 
@@ -116,7 +132,7 @@ def _needs(found: MemoryPlan) -> str:
     )
 
 
-def _nothing_fits(found: MemoryPlan) -> str:
+def _nothing_fits(recipe: Recipe, found: MemoryPlan) -> str:
     lacks = [
         f"{format_bytes(size)} of {part}"
         for part, size in (
@@ -126,8 +142,9 @@ def _nothing_fits(found: MemoryPlan) -> str:
         if size
     ]
     card = "" if found.smallest_gpu is None else f" The smallest card that would do is {found.smallest_gpu}."
+    settings = "settings make" if recipe.plan.mode == "auto" else "choice of checkpointed layers makes"
     return (
-        f"No settings make it fit: the nearest, {shlex.join(found.settings) or 'the recipe as it is'}, lack "
+        f"No {settings} it fit: the nearest, {shlex.join(found.settings) or 'the recipe as it is'}, lack "
         f"{' and '.join(lacks) or 'memory'}.{card} `lowmem-ft plan` with the same settings says more; plan.allow=[...] "
         "names what may be given up."
     )

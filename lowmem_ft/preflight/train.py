@@ -12,7 +12,9 @@ from lowmem_ft.training.runtime import RunRuntime
 
 
 def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None) -> TrainResult:
-    """Plan if ``plan.mode=auto``, estimate what is needed, then train from a fresh start or a checkpoint, and save.
+    """Estimate what is needed, then train from a fresh start or a checkpoint, and save.
+
+    What the recipe leaves open is chosen first: ``plan.mode`` or ``checkpointing.mode`` is auto.
 
     Args:
         recipe: see :func:`lowmem_ft.load_recipe`; ``budget.preflight=false`` leaves the estimate out.
@@ -28,7 +30,7 @@ def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime |
         Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
         KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
     """
-    if recipe.plan.mode == "auto":
+    if recipe.left_to_choose:
         recipe, folder = with_plan(recipe), None
     preflight = EstimateBeside()
     try:

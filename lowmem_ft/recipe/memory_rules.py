@@ -192,6 +192,19 @@ def layer_choice_needs_checkpointing(recipe: Recipe) -> str | None:
     )
 
 
+@reads("checkpointing.mode", "plan.keep")
+def what_is_to_be_chosen_is_not_kept(recipe: Recipe) -> str | None:
+    """To keep ``auto`` as it is would leave the choice to nobody."""
+    chosen = ("checkpointing", "checkpointing.mode", "checkpointing.skip_last_layers")
+    kept = [key for key in recipe.plan.keep if key in chosen]
+    if recipe.checkpointing.mode != "auto" or not kept:
+        return None
+    return (
+        f"plan.keep={kept[0]} keeps what the recipe says, and checkpointing.mode=auto leaves it open. Leave "
+        f"{kept[0]} out of plan.keep, or set checkpointing.mode=full."
+    )
+
+
 @reads("checkpointing.mode", "model.attn_implementation")
 def selective_needs_fused_attention(recipe: Recipe) -> str | None:
     """Unfused attention keeps its scores for backward: to keep its output besides would spare nothing."""

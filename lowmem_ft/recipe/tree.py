@@ -41,6 +41,12 @@ class Recipe:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
+    def left_to_choose(self) -> tuple[str, ...]:
+        """The settings that leave something to be chosen for a budget, which is done above training."""
+        settings = {"plan.mode": self.plan.mode, "checkpointing.mode": self.checkpointing.mode}
+        return tuple(f"{key}={value}" for key, value in settings.items() if value == "auto")
+
+    @property
     def uses_bitsandbytes(self) -> bool:
         """Whether its kernels are called, whose code the device then holds."""
         return self.model.quantization != "none" or self.optimizer.row.bitsandbytes is not None

@@ -30,9 +30,9 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Techn
     Equals: the same losses and gradients bit for bit, dropout included (the RNG state is restored).
     Limits: selective needs fused attention; where it draws dropout, it is recomputed after all, with a warning.
     Only in train mode; a model without one stack of decoder layers is refused with a ModelError, a number out
-    of range with a UserError. Call the model with ``use_cache=False`` (Trainer and our step do): a recomputation
-    would fill a key-value cache a second time, so transformers drops it from these layers, with a warning. The
-    config's own ``use_cache`` is left alone, because checkpoints saved meanwhile carry it.
+    of range with a UserError, as is ``mode="auto"``. Call the model with ``use_cache=False`` (Trainer and our step do):
+    a recomputation would fill a key-value cache a second time, so transformers drops it from these layers, with a
+    warning. The config's own ``use_cache`` is left alone, because checkpoints saved meanwhile carry it.
     Source: Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); Reducing Activation Recomputation
     in Large Transformer Models, 2022 (arXiv:2205.05198), for what to keep.
 
@@ -45,6 +45,7 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Techn
     """
     if config.mode == "none":
         return Technique()
+    config.refuse_unchosen()
     layers = decoder_layers(model)
     chosen = _chosen_layers(config, len(layers))
     recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)

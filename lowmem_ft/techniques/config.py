@@ -14,14 +14,15 @@ from lowmem_ft.packages import require_package
 class CheckpointingConfig:
     """Which decoder layers keep only their input between forward and backward."""
 
-    mode: Literal["none", "full", "selective"] = knob(
+    mode: Literal["none", "full", "selective", "auto"] = knob(
         "none",
         "full: a checkpointed layer keeps only its input and runs forward again in backward; selective: it keeps the "
-        "attention's output too, which is not computed again.",
+        "attention's output too, which is not computed again; auto: before a run, the fastest of these and of the "
+        "numbers of layers to leave alone that fits the budget.",
         frees="a layer's activations but its input: about 47 bytes * tokens * hidden in bf16 (Llama 3's shape, sdpa)",
         costs="one more forward of each checkpointed layer: about a third more time with all of them; selective: less, "
         "for 2 bytes * tokens * hidden a layer in bf16",
-        effects={"full": Effect(cost="time"), "selective": Effect(cost="time")},
+        effects={mode: Effect(cost="time") for mode in ("full", "selective", "auto")},
         tries=("none", "selective", "full"),
     )
     every_n_layers: int = knob(
@@ -42,10 +43,28 @@ class CheckpointingConfig:
 
     @property
     def checkpointed(self) -> Checkpointed:
-        """Which layers are."""
+        """Which layers are; with ``auto`` as many as have to be."""
         if self.mode == "none":
             return "no layer"
-        return "every layer" if (self.every_n_layers, self.skip_last_layers) == (1, 0) else "some layers"
+        return "every layer" if self.takes_every_layer else "some layers"
+
+    @property
+    def takes_every_layer(self) -> bool:
+        """Whether no layer is left out, if any is checkpointed at all."""
+        return (self.every_n_layers, self.skip_last_layers) == (1, 0)
+
+    def refuse_unchosen(self) -> None:
+        """Refuse what only a planner can make something of.
+
+        Raises:
+            UserError: if ``mode`` is auto.
+        """
+        if self.mode == "auto":
+            raise UserError(
+                "checkpointing.mode=auto is chosen for a budget before a model is built or estimated, got a recipe for "
+                "which nobody has. Take lowmem_ft.plan_checkpointing(recipe, budget, gpu).recipe, or set "
+                "checkpointing.mode=full."
+            )
 
     def problems(self) -> list[str]:
         """What is wrong with these values whatever the model; how many layers it has is checked when it is there."""
@@ -59,6 +78,12 @@ class CheckpointingConfig:
             problems.append(
                 f"checkpointing.skip_last_layers must be at least 0, got {self.skip_last_layers}. "
                 "Set it to 0 to leave no layer alone."
+            )
+        if self.mode == "auto" and not self.takes_every_layer:
+            problems.append(
+                "checkpointing.mode=auto chooses the layers itself, got "
+                f"every_n_layers={self.every_n_layers} and skip_last_layers={self.skip_last_layers}. "
+                "Leave these out, or set checkpointing.mode=full."
             )
         return problems
 

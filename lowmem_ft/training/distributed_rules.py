@@ -31,11 +31,12 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
     """
     if num_processes == 1:
         return []
-    planned = (
-        f"plan.mode=auto plans for one process, got {num_processes}. Plan first, with `lowmem-ft plan ... --write "
+    planned = [
+        f"{setting} plans for one process, got {num_processes}. Plan first, with `lowmem-ft plan ... --write "
         "my.yaml`, and train recipe=my.yaml."
-    )
-    return [planned] * (recipe.plan.mode == "auto") + [
+        for setting in recipe.left_to_choose[:1]
+    ]
+    return planned + [
         f"{key.setting(value)} works in one process, got {num_processes}. Set {key.setting(key.default)}, or start one "
         "process."
         for key, value, effect in memory_knobs(recipe)

@@ -10,10 +10,11 @@ def refuse_unplanned(recipe: Recipe) -> None:
     """Refuse a recipe that is to be planned first, which is done above training.
 
     Raises:
-        RecipeError: if ``plan.mode`` is auto.
+        UserError: if ``plan.mode`` or ``checkpointing.mode`` is auto.
     """
     if recipe.plan.mode == "auto":
         raise RecipeError(
             "plan.mode=auto is settled before training, got a recipe that nobody has planned. Train "
             "lowmem_ft.plan(recipe).recipe, what `lowmem-ft plan ... --write FILE.yaml` writes, or set plan.mode=none."
         )
+    recipe.checkpointing.refuse_unchosen()

@@ -25,6 +25,10 @@ BROKEN_AND_MENDED = {
     "model_is_named": (["model=null"], ["model=x"]),
     "name_is_that_of_a_folder": (["name=.."], ["name=..", "training.output_dir=x"]),
     "budget_is_readable": (["budget.host=12 parsecs"], ["budget.host=12GB"]),
+    "what_is_to_be_chosen_is_not_kept": (
+        ["checkpointing.mode=auto", "plan.keep=[checkpointing.mode]"],
+        ["checkpointing.mode=auto", "plan.keep=[optimizer, checkpointing.every_n_layers]"],
+    ),
     "kept_keys_exist": (["plan.keep=[optimizer.stat]"], ["plan.keep=[optimizer.state, loss]"]),
     "steps_have_a_size": (
         ["data.packing=true", "data.max_length=128", "training.per_device_eval_batch_size=16385"],

@@ -17,8 +17,12 @@ from lowmem_ft.techniques import config
 KEYS = {path: key for path, key in recipe_keys().items() if key.config_class.__module__ == config.__name__}
 KEYS["optimizer.in_backward"] = recipe_keys()["optimizer.in_backward"]
 
-# Values that a key's type does not tell.
-VALUES = {"offload.folder": ["{folder}"], "adapter.target_modules": ["[q_proj]"]}
+# Values that a key's type does not tell; checkpointing.mode=auto has become another before anything is built.
+VALUES = {
+    "checkpointing.mode": ["full", "selective"],
+    "offload.folder": ["{folder}"],
+    "adapter.target_modules": ["[q_proj]"],
+}
 
 FULL = ("checkpointing.mode=full",)
 VERTICAL = (*FULL, "accumulation.order=vertical")
