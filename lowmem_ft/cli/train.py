@@ -79,7 +79,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
         from lowmem_ft.training.hub_upload import check_upload
 
         check_upload()
-    # Before the imports below, which takes seconds; what a run goes on with that is still to be planned, is known later.
+    # Before the imports below, which take seconds; what a run goes on with that is still to be planned, is known later.
     is_planned = not recipe.left_to_choose
     may_open = is_planned or recipe.training.resume_from_checkpoint is None
     folder = RunFolder.open(recipe) if may_open else None
