@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lowmem_ft.estimator.changes import Change, Changes
+    from lowmem_ft.estimator.shipped import ShippedRecipe
     from lowmem_ft.memory.estimate import MemoryEstimate
     from lowmem_ft.recipe import Recipe
 
@@ -162,20 +163,26 @@ def _conclude(
     console: Console,
 ) -> int:
     """Write the JSON; the exit code. If nothing fits, first the changes that would make it fit on a GPU."""
-    from lowmem_ft.reports.estimate_table import changes_table
+    from lowmem_ft.reports.estimate_table import changes_table, shipped_table
 
     fits = any(estimate.fits for estimate in estimates)
-    changes = None
+    changes = shipped = None
     if not fits and _is_search_wanted(options):
-        changes = _search(recipe, gpu)
-        console.print()
-        console.print(changes_table(changes, _nearest(estimates).gpu.name))
+        changes, shipped = _search(recipe, gpu)
+        name = _nearest(estimates).gpu.name
+        console.print("", changes_table(changes, name), sep="\n")
+        if shipped is not None:
+            console.print(shipped_table(shipped, name), soft_wrap=True)
         if len(estimates) == 1 and changes.complete and not changes.fitting:
             console.print("See other GPUs with --gpu all.")
     elif not fits:
         console.print("\nWith --changes: the cheapest changes that make it fit, a search of some minutes.")
     if options.changes:
-        values = {**values, "changes": None if changes is None else changes.to_json()}
+        values = {
+            **values,
+            "changes": None if changes is None else changes.to_json(),
+            "shipped_recipe": None if shipped is None else shipped.to_json(),
+        }
     write_json(values, options)
     return 0 if fits else EXIT_DOES_NOT_FIT
 
@@ -185,10 +192,11 @@ def _is_search_wanted(options: argparse.Namespace) -> bool:
     return options.json is None if options.changes is None else options.changes
 
 
-def _search(recipe: Recipe, gpu: str | None) -> Changes:
-    """The changes found, until the search ends or the user ends it."""
+def _search(recipe: Recipe, gpu: str | None) -> tuple[Changes, ShippedRecipe | None]:
+    """The changes found, until the search ends or the user ends it; and a shipped recipe that fits, which is first."""
     from lowmem_ft.estimator.changes import ChangeSearch
     from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.estimator.shipped import shipped_recipe_that_fits
     from lowmem_ft.planner.ctrl_c import CtrlC
     from lowmem_ft.reports.wording import short_name
 
@@ -201,12 +209,14 @@ def _search(recipe: Recipe, gpu: str | None) -> Changes:
             say(f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it")
 
         search = ChangeSearch(recipe, gpu, kept=KeptTraces.of_user(), on_estimate=before_an_estimate)
+        shipped, complete = None, True
         try:
+            shipped = shipped_recipe_that_fits(recipe, gpu, kept=KeptTraces.of_user())
             for change in search:
                 found.append(change)
         except KeyboardInterrupt:
-            return search.found(complete=False)
-    return search.found(complete=True)
+            complete = False
+    return search.found(complete=complete), shipped
 
 
 def _nearest(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+
 from lowmem_ft.catalog import Gpu
 from lowmem_ft.errors import DataError, UserError
 from lowmem_ft.models.model_files import architecture_fields, limit_of_positions, text_fields
+from lowmem_ft.recipe.made_for_cards import made_for
 from lowmem_ft.recipe.run_rules import oversized_steps
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.device_rules import attention_problem, float16_problems, precision_problems
@@ -23,10 +26,26 @@ def check_device_of_estimate(recipe: Recipe, gpu: Gpu | None) -> None:
         UserError: lists all that is wrong.
     """
     if problems := _problems_on(recipe, gpu):
-        raise UserError(*problems)
+        *others, last = problems
+        raise UserError(*others, f"{last}{_made_for(gpu, recipe)}")
     length = recipe.data.max_length or limit_of_positions(text_fields(recipe.model).get)
     if length is not None and (problems := oversized_steps(recipe, length)):
         raise DataError(*problems)
+
+
+def _made_for(gpu: Gpu | None, recipe: Recipe) -> str:
+    """A suffix for what a card cannot run: the recipe that is made for such cards; empty if there is none."""
+    found = [] if gpu is None else made_for(gpu, recipe)
+    if not found or gpu is None:
+        return ""
+    shipped = found[0]
+    if shipped.is_own_model and shipped.needs.gpu == gpu.name:
+        return (
+            f" Whether that fits, an estimate tells; {shipped.settings[0]} is made for {gpu.name} and does: "
+            f"{shipped.needs.header_words}."
+        )
+    estimate = shlex.join(["lowmem-ft", "estimate", *shipped.settings, "--gpu", gpu.name])
+    return f" A recipe is made for such cards: `{estimate}`."
 
 
 def check_device_of_run(recipe: Recipe) -> None:

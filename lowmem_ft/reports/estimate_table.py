@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -16,6 +16,7 @@ from rich.text import Text
 from lowmem_ft.catalog.gpu import Price
 from lowmem_ft.memory.category import PHASES
 from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
+from lowmem_ft.reports.filling import filled, shell_lines
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.wording import (
     CATEGORY_WORDS,
@@ -32,6 +33,7 @@ from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from lowmem_ft.estimator.changes import Change, Changes
+    from lowmem_ft.estimator.shipped import ShippedRecipe
 
 WORTH_A_WORD = 0.005
 """Of the host's peak: smaller parts are left out."""
@@ -72,6 +74,23 @@ def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
     title = Text(f"Cheapest changes that make it fit on {gpu_name}:", "bold")
     ended = () if changes.complete else (Text("The search was ended; there may be more."),)
     return Group(title, _indented(table), *ended)
+
+
+def shipped_table(shipped: ShippedRecipe, gpu_name: str) -> RenderableType:
+    """A shipped recipe that fits where the user's does not.
+
+    Args:
+        shipped: the recipe.
+        gpu_name: where.
+
+    Returns:
+        Something that ``rich.print`` prints.
+    """
+    peak = format_bytes(shipped.estimate.process_peak_bytes)
+    title = (
+        f"A recipe made for such a card fits on {gpu_name} too, with rows and steps of its own, peak {peak}:"
+    )
+    return _Command(title, ["lowmem-ft", "train", *shipped.settings])
 
 
 def price_per_million_tokens(step: StepTime | None, price: Price | None) -> float | None:
@@ -244,6 +263,17 @@ def _grid() -> Table:
 
 def _indented(renderable: RenderableType) -> Padding:
     return Padding(renderable, (0, 0, 0, 2))
+
+
+class _Command:
+    """A command under its title."""
+
+    def __init__(self, title: str, command: Sequence[str]) -> None:
+        self._title, self._command = title, command
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("\n".join(filled(self._title, options.max_width)), "bold")
+        yield Text("\n".join(shell_lines(self._command, options.max_width)), overflow="ignore", no_wrap=True)
 
 
 class _Bar:

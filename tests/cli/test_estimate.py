@@ -22,6 +22,7 @@ from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.cli import main
 from lowmem_ft.errors import ModelError, RecipeError, UserError
 from lowmem_ft.estimator.methods import METHODS, MethodEstimate
+from lowmem_ft.estimator.shipped import ShippedRecipe
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.recipe import load_recipe
@@ -236,6 +237,21 @@ def test_a_run_that_does_not_fit_exits_with_3_and_three_changes(estimator, capsy
     assert changes.count("peak 7.00 GiB  ") == 3
     assert "--gpu all" not in out
     assert set(estimator.searched) == {"small"}
+
+
+def test_a_shipped_recipe_that_fits_stands_beside_the_changes(estimator, capsys, monkeypatch):
+    def fits(recipe, gpu, *, kept):
+        settings = ("recipe=1b-fp16-t4", "model=my models/x")
+        return ShippedRecipe(settings=settings, estimate=estimator.estimate_memory(recipe, gpu))
+
+    monkeypatch.setattr("lowmem_ft.estimator.shipped.shipped_recipe_that_fits", fits)
+    assert estimate("recipe=tiny", "--gpu", "small") == 3
+    out = capsys.readouterr().out
+    assert "A recipe made for such a card fits on small too" in out
+    assert out.endswith("\n  lowmem-ft train recipe=1b-fp16-t4 'model=my models/x'\n")
+    assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
+    shipped = json.loads(capsys.readouterr().out)["shipped_recipe"]
+    assert shipped["settings"] == ["recipe=1b-fp16-t4", "model=my models/x"]
 
 
 def test_where_no_change_helps_other_gpus_are_pointed_at(estimator, capsys):

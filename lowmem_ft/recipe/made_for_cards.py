@@ -1,0 +1,74 @@
+"""Shipped recipes that are made for a card, for those whose own recipe the card cannot run or has no room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowmem_ft.catalog import Gpu, load_gpus
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.hub_names import hub_id_of
+from lowmem_ft.models.model_files import least_weights
+from lowmem_ft.recipe.loading import load_recipe
+from lowmem_ft.recipe.needs import RecipeNeeds, needs_of_shipped_recipes
+from lowmem_ft.recipe.tree import Recipe
+
+ALIKE_SIZES = (0.5, 1.25)
+"""A recipe is worth an estimate with another model than its own, of so many times its size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeForCard:
+    """A shipped recipe for a model, on a card like the one that it names.
+
+    Args:
+        settings: what is typed: ``recipe=NAME``, and ``model=MODEL`` where its own is another.
+        needs: with its own model, on its own card.
+        is_own_model: whether that is the model.
+    """
+
+    settings: tuple[str, ...]
+    needs: RecipeNeeds
+    is_own_model: bool
+
+
+def made_for(gpu: Gpu, recipe: Recipe) -> list[MadeForCard]:
+    """Shipped recipes that may train a recipe's model on a card: those that train it alike first, then its own model's.
+
+    Args:
+        gpu: the card; those made for one that is no larger and computes with no more types will do.
+        recipe: the model, and whether all of it is trained.
+
+    Returns:
+        Of those that train it alike, one that takes more of a card first: it streams and recomputes less.
+    """
+
+    def rank(found: tuple[bool, MadeForCard]) -> tuple[bool, bool, int]:
+        trains_alike, shipped = found
+        return not trains_alike, not shipped.is_own_model, -shipped.needs.process_peak_bytes
+
+    return [shipped for _, shipped in sorted(_candidates(gpu, recipe), key=rank)]
+
+
+def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[tuple[bool, MadeForCard]]:
+    """Each with whether it trains adapters where the recipe does, or all weights where it does."""
+    wanted = hub_id_of(recipe.model.name_or_path or "")
+    smallest, largest = ALIKE_SIZES
+    for name, needs in needs_of_shipped_recipes().items():
+        card = load_gpus().get(needs.gpu)  # none for a processor
+        if card is None or card.memory_bytes > gpu.memory_bytes or card.has_bfloat16 > gpu.has_bfloat16:
+            continue
+        shipped = load_recipe(name)
+        is_own = hub_id_of(shipped.model.name_or_path or "") == wanted
+        own_size = _size(shipped.model)
+        if is_own or smallest * own_size <= _size(recipe.model) <= largest * own_size:
+            other = () if is_own else (f"model={recipe.model.name_or_path}",)
+            yield (
+                shipped.adapter.name == recipe.adapter.name,
+                MadeForCard(settings=(f"recipe={name}", *other), needs=needs, is_own_model=is_own),
+            )
+
+
+def _size(model: ModelConfig) -> int:
+    """Elements of its embedding and MLPs; 0 where nothing is known of it."""
+    return sum(least_weights(model))
