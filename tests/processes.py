@@ -17,14 +17,11 @@ from subprocess import CompletedProcess
 
 LIMIT_SECONDS = 240
 
-EVERYTHING = """
+FORKING = """
+import atexit, gc, json, os, signal, sys, traceback
 import accelerate, datasets, torch, transformers
 import lowmem_ft.cli.train, lowmem_ft.estimator, lowmem_ft.training.loop
 from transformers.models.llama import modeling_llama
-"""
-
-FORKING = """
-import atexit, gc, json, os, signal, sys, traceback
 
 def become(job, rank):
     os.chdir(job["folder"])
@@ -69,14 +66,9 @@ for line in sys.stdin:
 
 
 class Forks:
-    """An interpreter with much imported, which has run nothing; it starts with the first program.
+    """An interpreter with everything imported, which has run nothing; it starts with the first program."""
 
-    Args:
-        imports: Python code that it begins with.
-    """
-
-    def __init__(self, imports: str = EVERYTHING) -> None:
-        self._imports = imports
+    def __init__(self) -> None:
         self._interpreter: subprocess.Popen[str] | None = None
 
     def run(self, source: str, *arguments: str, folder: Path | None = None) -> CompletedProcess[str]:
@@ -135,7 +127,7 @@ class Forks:
     def _ask(self, job: str) -> list[int]:
         if self._interpreter is None:
             self._interpreter = subprocess.Popen(
-                [sys.executable, "-c", self._imports + FORKING],
+                [sys.executable, "-c", FORKING],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

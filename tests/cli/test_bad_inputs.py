@@ -13,16 +13,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import logging
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import yaml
-from processes import Forks
 
 from lowmem_ft.cli import main
 
@@ -58,11 +60,10 @@ _Loader.add_constructor("!late", lambda loader, node: _Late(loader.construct_seq
 
 ROWS = _rows()
 
-BEFORE_THE_IMPORTS = """
-import atexit, os, pathlib, sys
+WITHOUT_TORCH = """
+import json, os, pathlib, signal, sys, tempfile, traceback
 import datasets, pyarrow.parquet
-import lowmem_ft.cli.estimate, lowmem_ft.cli.merge, lowmem_ft.cli.plan, lowmem_ft.cli.train
-import lowmem_ft.data.first_look, lowmem_ft.recipe.budget_limits, lowmem_ft.recipe.paths
+from lowmem_ft.cli import main
 
 class ImportedTooEarly(BaseException):
     pass
@@ -72,23 +73,58 @@ class Refuses:
         if name in ("torch", "transformers", "accelerate"):
             raise ImportedTooEarly(name)
 
+def exit_code(command):
+    try:
+        return main(command)
+    except SystemExit as end:  # argparse leaves by itself
+        return end.code
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
 assert "torch" not in sys.modules
 sys.meta_path.insert(0, Refuses())
-"""
-RUN = """
-import sys, pathlib, datasets.config
-from lowmem_ft.cli import main
 datasets.config.HF_DATASETS_CACHE = pathlib.Path("cache").absolute()
-sys.exit(main(sys.argv[1:]))
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+for line in sys.stdin:
+    signal.alarm(120)
+    with tempfile.TemporaryFile("w+") as told:
+        os.dup2(told.fileno(), 2)
+        code = exit_code(json.loads(line))
+        sys.stderr.flush()
+        told.seek(0)
+        print(json.dumps([code, told.read()]), file=answers, flush=True)
 """
+
+
+class WithoutTorch:
+    """A process that runs one command after the other and cannot import what takes seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_TORCH],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+
+    def run(self, command: str) -> tuple[int, str]:
+        """Its exit code, and what it says on stderr."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(shlex.split(command)), file=self.process.stdin, flush=True)
+        code, told = json.loads(self.process.stdout.readline())
+        return code, told
 
 
 @pytest.fixture(scope="module")
-def light_forks():
-    """Processes that cannot import what takes seconds."""
-    forks = Forks(BEFORE_THE_IMPORTS)
-    yield forks
-    forks.close()
+def without_torch(bad_files):
+    """Started with the first row, for all of them."""
+    commands = WithoutTorch(bad_files)
+    yield commands
+    commands.process.communicate()
 
 
 @pytest.fixture
@@ -102,13 +138,12 @@ def in_folder(bad_files, monkeypatch):
 @pytest.mark.usefixtures("in_folder")
 @pytest.mark.parametrize("source,command,code,words,is_late", ROWS)
 def test_a_bad_input_is_told_with_its_exit_code_and_without_a_traceback(
-    source, command, code, words, is_late, bad_files, light_forks, request
+    source, command, code, words, is_late, without_torch, request
 ):
     if is_late:
         ended, told = _run_here(command, request.getfixturevalue("capfd"), request.getfixturevalue("caplog"))
     else:
-        done = light_forks.run(RUN, *shlex.split(command), folder=bad_files)
-        ended, told = done.returncode, done.stderr
+        ended, told = without_torch.run(command)
     row = f"{source} has for `{command}`: {[code, *words]}; told, with exit code {ended}:\n{told}"
     assert ended == code, row
     assert [word for word in words if word not in told] == [], row
