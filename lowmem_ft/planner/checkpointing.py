@@ -115,6 +115,7 @@ def chosen_in_words(found: MemoryPlan) -> str:
         missing = found.missing_device_bytes + found.missing_host_bytes
         lacks = f"lacks {format_bytes(missing)} with 6 % to spare" if missing else "does not fit"
         words = [f"the least that it can choose, which {lacks}"]
+        words += [f"{found.smallest_gpu} would do"] if found.smallest_gpu is not None else []
     return f"checkpointing.mode=auto: {config.mode}{skipped} ({', '.join([*words, *_gain(found)])})"
 
 

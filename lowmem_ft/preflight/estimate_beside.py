@@ -23,16 +23,23 @@ class EstimateBeside:
 
     A run that cannot be estimated is trained all the same, and a warning says why: whatever is wrong with a recipe,
     training itself says.
+
+    Args:
+        known: a recipe with its estimate on this machine, which is not made again; None: there is none yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: tuple[Recipe, MemoryEstimate] | None = None) -> None:
+        self._known = known
         self._process: EstimatingProcess | None = None
         self._recipe: Recipe | None = None
         self._gpu: str | Gpu = CPU
 
     def begin(self, recipe: Recipe, device: torch.device) -> None:
-        """Start the other process."""
+        """Start the other process, unless rows are as long as the recipe has them and that is known already."""
         self._recipe = recipe
+        rows_are_full = recipe.data.packing or recipe.data.streaming
+        if rows_are_full and self._known_of(recipe) is not None:
+            return
         if device.type == "cuda":
             self._gpu = this_machines_gpu(device)
         try:
@@ -43,15 +50,22 @@ class EstimateBeside:
     def finish(self, longest_row: int | None) -> MemoryEstimate | None:
         """Have it estimate, and wait; see :class:`lowmem_ft.training.preflight.Preflight`."""
         assert self._recipe is not None, "begin() goes before"
+        recipe = with_rows_of(self._recipe, longest_row)
+        if (known := self._known_of(recipe)) is not None:
+            return known
         if self._process is None:
             return None
-        self._process.ask(estimate_without_timeline, with_rows_of(self._recipe, longest_row), self._gpu)
+        self._process.ask(estimate_without_timeline, recipe, self._gpu)
         logger.info("Estimating what the run needs.")
         try:
             return self._process.answer()
         except (ChildFailedError, UserError) as error:
             _warn(error)
             return None
+
+    def _known_of(self, recipe: Recipe) -> MemoryEstimate | None:
+        planned, estimate = self._known or (None, None)
+        return estimate if planned == recipe else None
 
     def close(self) -> None:
         """End the other process."""

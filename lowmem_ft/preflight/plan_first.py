@@ -13,7 +13,8 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError, UserError
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
-from lowmem_ft.estimator.target import CPU
+from lowmem_ft.estimator.target import CPU, limits
+from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan, plan_checkpointing
 from lowmem_ft.planner.checkpointing import chosen_in_words
@@ -29,15 +30,14 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 5
 
-_LAYERS = "checkpointed layers"
-
-_AS_IT_IS = {
-    "plan.mode=auto": "plan.mode=none trains the recipe as it is",
-    "checkpointing.mode=auto": "checkpointing.mode=full checkpoints every layer",
+_WAYS_OUT = {
+    "memory knobs": "`lowmem-ft plan` with the same settings shows why; plan.mode=none trains the recipe as it is.",
+    "checkpointed layers": "`lowmem-ft estimate` with the same settings shows why; checkpointing.mode=full "
+    "checkpoints every layer.",
 }
 
 
-def with_plan(recipe: Recipe) -> Recipe:
+def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
     """The recipe with the memory knobs, or the checkpointed layers alone, that were chosen for its budget.
 
     A run that goes on keeps the plan that it began with. The search is made in a process of its own, as a virtual GPU
@@ -45,6 +45,9 @@ def with_plan(recipe: Recipe) -> Recipe:
 
     Args:
         recipe: with ``plan.mode=auto`` or ``checkpointing.mode=auto``.
+
+    Returns:
+        The recipe, and its estimate on this machine, which the plan ended with; None for a run that goes on.
 
     Raises:
         UserError: if there are several processes, the run's folder is in the way, or it cannot be planned.
@@ -55,7 +58,7 @@ def with_plan(recipe: Recipe) -> Recipe:
     saved = _saved_recipe(recipe)
     if saved is not None:
         logger.info("Going on with the memory knobs that the run was planned with.")
-        return _as_planned(recipe, saved)
+        return _as_planned(recipe, saved), None
     RunFolder.open(recipe)  # what is in the way is told before the search
     gpu = this_machines_gpu() if torch.cuda.is_available() and not recipe.training.use_cpu else CPU
     found = _searched(recipe, gpu)
@@ -71,7 +74,10 @@ def with_plan(recipe: Recipe) -> Recipe:
         )
     else:
         logger.info("%s", chosen_in_words(found))
-    return dataclasses.replace(found.recipe, budget=recipe.budget)
+    # What was free on this machine while the plan was made is no limit of the recipe's.
+    own_limits = limits(None if isinstance(gpu, str) else gpu, recipe.budget)
+    estimate = dataclasses.replace(found.estimate, budget=own_limits)
+    return dataclasses.replace(found.recipe, budget=recipe.budget), estimate
 
 
 def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
@@ -87,17 +93,16 @@ def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
             found = "nothing fits yet" if progress.best is None else "one fits"
             logger.info("Planning: %d combinations estimated, %s.", progress.estimated, found)
 
-    search, what = (plan, "memory knobs") if recipe.plan.mode == "auto" else (plan_checkpointing, _LAYERS)
+    search, what = plan, "memory knobs"
+    if recipe.plan.mode == "none":
+        search, what = plan_checkpointing, "checkpointed layers"
     logger.info("Choosing the %s for this machine.", what)
     try:
         with EstimatingProcess() as process:
             process.ask(search, recipe, budget, gpu, tells_progress=True)
             return process.answer(tell)
     except ChildFailedError as error:
-        raise UserError(
-            f"The {what} could not be chosen: {error}. `lowmem-ft plan` with the same settings shows why; "
-            f"{_AS_IT_IS[recipe.left_to_choose[0]]}."
-        ) from error
+        raise UserError(f"The {what} could not be chosen: {error}. {_WAYS_OUT[what]}") from error
 
 
 def _saved_recipe(recipe: Recipe) -> Recipe | None:
@@ -142,9 +147,11 @@ def _nothing_fits(recipe: Recipe, found: MemoryPlan) -> str:
         if size
     ]
     card = "" if found.smallest_gpu is None else f" The smallest card that would do is {found.smallest_gpu}."
-    settings = "settings make" if recipe.plan.mode == "auto" else "choice of checkpointed layers makes"
+    settings, more = "settings make", "says more"
+    if recipe.plan.mode == "none":
+        settings, more = "choice of checkpointed layers makes", "chooses all other memory knobs too"
     return (
         f"No {settings} it fit: the nearest, {shlex.join(found.settings) or 'the recipe as it is'}, lack "
-        f"{' and '.join(lacks) or 'memory'}.{card} `lowmem-ft plan` with the same settings says more; plan.allow=[...] "
-        "names what may be given up."
+        f"{' and '.join(lacks) or 'memory'}.{card} `lowmem-ft plan` with the same settings {more}; "
+        "plan.allow=[...] names what may be given up."
     )

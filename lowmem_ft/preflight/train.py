@@ -30,9 +30,10 @@ def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime |
         Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
         KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
     """
+    estimate = None
     if recipe.left_to_choose:
-        recipe, folder = with_plan(recipe), None
-    preflight = EstimateBeside()
+        (recipe, estimate), folder = with_plan(recipe), None
+    preflight = EstimateBeside(known=None if estimate is None else (recipe, estimate))
     try:
         return train_without_preflight(recipe, folder, runtime, preflight)
     finally:

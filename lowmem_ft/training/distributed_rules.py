@@ -31,12 +31,14 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
     """
     if num_processes == 1:
         return []
-    planned = [
-        f"{setting} plans for one process, got {num_processes}. Plan first, with `lowmem-ft plan ... --write "
-        "my.yaml`, and train recipe=my.yaml."
-        for setting in recipe.left_to_choose[:1]
-    ]
-    return planned + [
+    ways_out = {
+        "plan.mode=auto": "Plan first, with `lowmem-ft plan ... --write my.yaml`, and train recipe=my.yaml.",
+        "checkpointing.mode=auto": "`lowmem-ft estimate` with the same settings says what it chooses: set that.",
+    }
+    return [
+        f"{setting} plans for one process, got {num_processes}. {ways_out[setting]}"
+        for setting in recipe.left_to_choose
+    ] + [
         f"{key.setting(value)} works in one process, got {num_processes}. Set {key.setting(key.default)}, or start one "
         "process."
         for key, value, effect in memory_knobs(recipe)

@@ -13,7 +13,7 @@ import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.uncertainty import with_headroom
-from lowmem_ft.preflight import plan_first
+from lowmem_ft.preflight import estimate_beside, plan_first
 
 SHORT = (
     "training.max_steps=4",
@@ -99,7 +99,7 @@ def test_a_run_is_the_one_with_what_was_chosen_and_goes_on_with_it(
 
 
 def test_with_enough_memory_no_layer_is_checkpointed(tiny, chosen_here, just_enough):
-    recipe = plan_first.with_plan(tiny("run", *just_enough("checkpointing.mode=none")))
+    recipe, _ = plan_first.with_plan(tiny("run", *just_enough("checkpointing.mode=none")))
     assert recipe.checkpointing.mode == "none"
     assert recipe.left_to_choose == ()
 
@@ -112,3 +112,31 @@ def test_where_no_choice_fits_nothing_is_trained(tiny, tmp_path, chosen_here, ju
         refused.value
     )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_was_estimated_to_choose_is_not_estimated_again(
+    tiny, chosen_here, just_enough, monkeypatch, caplog, packing
+):
+    """Where rows turn out shorter than the recipe allows, the run's own estimate is another."""
+    started = []
+    monkeypatch.setattr(estimate_beside, "EstimatingProcess", lambda: started.append(True) or NoAnswer())
+    settings = ("budget.preflight=true", f"data.packing={packing}", "training.max_steps=1")
+    with caplog.at_level(logging.INFO):
+        lowmem_ft.train(tiny("run", *just_enough("checkpointing.mode=full", share=1.5), *settings))
+    assert bool(started) == (not packing)
+    assert caplog.text.count("Estimating what the run needs.") == (not packing)
+    assert ("Estimated: " in caplog.text) == packing
+
+
+class NoAnswer:
+    """Another process that says nothing."""
+
+    def ask(self, *_) -> None:
+        pass
+
+    def answer(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
