@@ -87,7 +87,6 @@ def trace_recipe(
         UserError: if the machine cannot run the recipe.
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
-    recipe.checkpointing.refuse_unchosen()
     hf_config = load_model_config(recipe.model, architecture_only=True)
     with deterministic_kernels(recipe.training.full_determinism):
         if not extend:
