@@ -18,11 +18,13 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, **settings: Any) -> None:
         self._options: dict[str, str] = {}
+        self._flags: set[str] = set()
         super().__init__(prog=prog, formatter_class=HelpFormatter, **settings)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:  # noqa: D102
         action = super().add_argument(*names, **settings)
         self._options |= {name.lstrip("-"): name for name in action.option_strings if name.startswith("--")}
+        self._flags |= set() if action.nargs is None else {*action.option_strings}
         return action
 
     def error(self, message: str) -> NoReturn:  # noqa: D102
@@ -43,8 +45,9 @@ class Parser(argparse.ArgumentParser):
             option = self._option_near(name)
             if option is None or not (word.startswith("-") or equals):
                 continue
-            takes_value = self._option_string_actions[option].nargs is None
-            if takes_value and not equals and "=" not in following and not following.startswith("--"):
+            if option not in self._flags | {"--help"} and not (
+                equals or "=" in following or following[:2] == "--"
+            ):
                 value = following
             shown = shlex.join([option, value] if value else [option])
             what = "option" if word.startswith("-") else "setting"
