@@ -101,6 +101,8 @@ def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
     flags = {
         name for name, flag in _SUPPORT_FLAGS.items() if all(getattr(cls, flag, False) for cls in classes)
     }
+    if getattr(config, "alibi", False):  # Falcon's class says that it does, and its forward then raises
+        flags.discard("flash_attention_2")
     return (*(name for name in _SUPPORT_FLAGS if name in flags), "eager")
 
 

@@ -324,6 +324,12 @@ TRANSFORMERS = (
         "implementation attention_wrapper allow_all_kernels",
         "flash-attn without having it: five functions, the last two those of the row below",
     ),
+    _called(
+        _FLASH,
+        "_flash_attention_forward",
+        "query_states key_states value_states attention_mask query_length is_causal",
+        "put where three architectures would have imported it",
+    ),
     _called(_FLASH, "_pad_input", "hidden_states indices batch seqlen", "handed back to transformers"),
     _called(_FLASH, "_unpad_input", "hidden_states attention_mask", "handed back to transformers"),
     *_data(_FLASH, "_loaded_implementation", "None: what is loaded is asked for again"),

@@ -112,6 +112,15 @@ def test_unsupported_by_the_architecture_lists_what_is():
         choose("sdpa", config=hf.XLNetConfig())
 
 
+@pytest.mark.usefixtures("flash_attn_installed")
+def test_biases_by_distance_are_nothing_for_flash_attention():
+    """Falcon's class supports it, and its forward raises where alibi takes the place of rotary positions."""
+    with pytest.raises(ModelError, match=r"falcon supports sdpa, eager\. Set"):
+        choose("flash_attention_2", config=hf.FalconConfig(alibi=True))
+    assert choose("auto", config=hf.FalconConfig(alibi=True)).implementation == "sdpa"
+    assert choose("auto", config=hf.FalconConfig(alibi=False)).implementation == "flash_attention_2"
+
+
 def test_an_architecture_unknown_to_transformers_is_not_second_guessed():
     class RemoteConfig(hf.PreTrainedConfig):
         model_type = "remote"

@@ -6,6 +6,7 @@ Its kernels and torch's own flash attention are one code, with the same outputs,
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ from lowmem_ft.upstream.patches import existing, replace
 from lowmem_ft.virtual_gpu.active import active_gpu
 
 _NAME = "flash_attention_2"
+_FORWARD = "_flash_attention_forward"
+"""What calls the kernels. Falcon, GPT-Neo and GPT-J import it only where the package is installed."""
+
 _AMPERE = (8, 0)
 _EVERYWHERE = (-1, -1)
 
@@ -29,12 +33,19 @@ def flash_attention_2_as_on_cuda() -> Iterator[None]:
     """Let transformers build and run models with flash_attention_2 while a block runs."""
     can_dispatch = existing(PreTrainedModel, "_flash_attn_can_dispatch")
     lazy_imports = existing(upstream, "_lazy_imports")
+    forward = existing(upstream, _FORWARD)
     padding = existing(upstream, "_pad_input"), existing(upstream, "_unpad_input")
 
     def flash_attn_can_dispatch(
         self: PreTrainedModel, flash_attn_version: int, is_init_check: bool = False
     ) -> bool:
-        return flash_attn_version == 2 or can_dispatch(self, flash_attn_version, is_init_check)
+        if flash_attn_version != 2:
+            return can_dispatch(self, flash_attn_version, is_init_check)
+        for module in {sys.modules.get(cls.__module__) for cls in type(self).__mro__}:
+            if hasattr(module, "is_flash_attn_available") and not hasattr(module, _FORWARD):
+                setattr(module, _FORWARD, forward)
+                undo.callback(delattr, module, _FORWARD)
+        return True
 
     def virtual_imports(implementation: str | None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if implementation != _NAME:

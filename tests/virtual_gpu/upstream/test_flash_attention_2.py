@@ -1,8 +1,12 @@
 """flash_attention_2 on the virtual GPU, where the package need not be installed."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -32,6 +36,43 @@ def test_flash_attention_2_runs_without_the_package(documents):
         assert gpu.choices == ["attention: flash-attn 2, which has to be installed where the run is"]
     with pytest.raises(ImportError):
         llama(attn_implementation="flash_attention_2")  # transformers is as it was
+
+
+IMPORT_IT_IF_IT_IS_THERE = {
+    "falcon": hf.FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64),
+    "gpt_neo": hf.GPTNeoConfig(
+        hidden_size=64, num_layers=1, num_heads=4, vocab_size=64, attention_types=[[["global"], 1]]
+    ),
+    "gptj": hf.GPTJConfig(n_embd=64, n_layer=1, n_head=4, vocab_size=64, rotary_dim=8),
+}
+"""Architectures whose module has no name for flash attention where transformers finds no package of it."""
+
+
+@pytest.mark.parametrize("architecture", IMPORT_IT_IF_IT_IS_THERE)
+def test_an_architecture_that_imports_it_only_if_it_is_there_runs_too(architecture):
+    config = IMPORT_IT_IF_IT_IS_THERE[architecture]
+    modeling = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    before = dict(vars(modeling))
+    with VirtualGPU("a100-80gb") as gpu:
+        with torch.device("meta"):
+            model = hf.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation="flash_attention_2"
+            )
+        model = gpu.place(model)
+        ids = torch.zeros(1, 32, dtype=torch.long).to(gpu.device)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert vars(modeling) == before
+
+
+def test_no_other_architecture_does():
+    models = Path(hf.__file__).parent / "models"
+    found = {
+        path.parent.name
+        for path in models.glob("*/modeling_*.py")
+        if "\nif is_flash_attn" in path.read_text(encoding="utf-8")
+    }
+    assert found & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} <= {*IMPORT_IT_IF_IT_IS_THERE}
 
 
 def test_flash_attention_2_needs_ampere():
