@@ -156,6 +156,19 @@ def test_what_works_in_one_process_is_told_without_them(tmp_path, monkeypatch, c
     assert not (tmp_path / "run").exists()
 
 
+def test_the_main_process_of_a_launch_alone_looks_at_data(tmp_path, monkeypatch, capfd):
+    """The others wait for it where the data is read, instead of writing the same cache beside it."""
+    monkeypatch.setitem(sys.modules, "lowmem_ft.preflight", None)  # what imports torch
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"messages": 1}\n')
+    command = ["train", "recipe=tiny", "data=data.jsonl"]
+    assert main(command) == 2
+    assert "Example 0 of data.jsonl" in capfd.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ImportError):
+        main(command)
+
+
 def test_columns_of_parquet_are_told_before_all_but_its_reader(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"foo": ["a"]}), tmp_path / "data.parquet")
     code = f"""
