@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from typing import Any
 
-from lowmem_ft.errors import UserError, did_you_mean
+from lowmem_ft.errors import UserError
 from lowmem_ft.recipe.keys import recipe_groups, recipe_keys, unknown_key
 from lowmem_ft.recipe.rule import reads
+from lowmem_ft.recipe.schedules import schedule_problems
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.units import parse_bytes
 
 MOST_TOKENS, MOST_MICRO_BATCHES = 2**21, 2**12
 """Of a micro-batch, and of a step: more is a slip of the keyboard, and an estimate really makes the batches."""
-
-SCHEDULES_THAT_NEED_ARGUMENTS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 
 @reads("model.name_or_path")
@@ -181,28 +178,7 @@ def columns_differ(recipe: Recipe) -> str | None:
 
 
 @reads("training.lr_scheduler_type", "training.lr_scheduler_kwargs")
-def schedule_takes_its_arguments(recipe: Recipe) -> str | None:
-    """The schedule is built once on a stand-in, so that transformers itself judges its arguments."""
-    name = recipe.training.lr_scheduler_type
-    arguments: dict[str, Any] = recipe.training.lr_scheduler_kwargs or {}
-    if not arguments and name not in SCHEDULES_THAT_NEED_ARGUMENTS:
-        return None
-
-    # Here, because it imports peft and bitsandbytes where they are installed: two seconds that few recipes need.
-    import torch
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
-    from transformers.trainer_utils import SchedulerType
-
-    ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    known = [*inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters]
-    known = [parameter for parameter in known if parameter not in ours]
-    where = f"training.lr_scheduler_kwargs of training.lr_scheduler_type={name}"
-    for unknown in arguments.keys() - known:
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        return f"{where} has no `{unknown}`: {takes}.{did_you_mean(str(unknown), known)}"
-    try:
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        get_scheduler(name, optimizer, 0, 1, arguments)
-    except (TypeError, ValueError) as error:
-        return f"{where} are refused by transformers: {error}. It takes {', '.join(known)}; got {arguments}."
-    return None
+def schedule_takes_its_arguments(recipe: Recipe) -> Iterator[str]:
+    """A misspelt argument would be an error of transformers' once the model is loaded."""
+    training = recipe.training
+    return schedule_problems(training.lr_scheduler_type, training.lr_scheduler_kwargs or {})

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 
 import pytest
 
 from lowmem_ft.errors import RecipeError
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe, load_recipe
+from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe, load_recipe, schedules
 from lowmem_ft.recipe.conflicts import CONFLICTS
 from lowmem_ft.recipe.keys import recipe_keys
-from lowmem_ft.recipe.run_rules import SCHEDULES_THAT_NEED_ARGUMENTS
 
 STREAMED = [
     "offload.parameters=stream",
@@ -176,19 +177,54 @@ def test_arguments_that_a_schedule_would_ignore_are_refused_with_those_it_takes(
         load_recipe("tiny", ["training.lr_scheduler_kwargs={num_cycle: 2}"])
 
 
+def test_schedules_take_what_transformers_gives_them():
+    """With every argument that has a default left out, and with each that is listed given."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+    from transformers.trainer_utils import SchedulerType
+
+    names = recipe_keys()["training.lr_scheduler_type"].choices
+    assert list(schedules.ARGUMENTS) == list(names)
+    ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    for name in names:
+        signature = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)])
+        assert {*schedules.ARGUMENTS[name]} == signature.parameters.keys() - ours
+
+
 def test_only_the_schedules_said_to_need_arguments_need_them():
-    schedules = recipe_keys()["training.lr_scheduler_type"].choices
-    assert len(schedules) > len(SCHEDULES_THAT_NEED_ARGUMENTS)
     import torch
     from transformers import get_scheduler
 
-    for name in schedules:
+    for name in schedules.ARGUMENTS:
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        if name in SCHEDULES_THAT_NEED_ARGUMENTS:
-            with pytest.raises(RecipeError, match=name):
-                load_recipe("tiny", [f"training.lr_scheduler_type={name}"])
-        else:
-            get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=2)
+        needs = schedules.ONE_OF.get(name, ())
+        for given in ([], *([argument] for argument in needs), *([list(needs)] if len(needs) > 1 else [])):
+            arguments = dict.fromkeys(given, 1)
+            problems = list(schedules.schedule_problems(name, arguments))
+            if problems:
+                with pytest.raises((TypeError, ValueError)):
+                    get_scheduler(name, optimizer, 0, 2, arguments)
+            else:
+                get_scheduler(name, optimizer, 0, 2, arguments)
+            assert bool(problems) == (len(given) != min(len(needs), 1))
+
+
+@pytest.mark.parametrize("shape", [*schedules.SHAPES, "square"])
+def test_the_shapes_of_a_warmup_are_those_of_transformers(shape):
+    import torch
+    from transformers import get_scheduler
+
+    arguments = {"num_decay_steps": 1, "warmup_type": shape}
+    problems = list(schedules.schedule_problems("warmup_stable_decay", arguments))
+    refused = pytest.raises(ValueError, match="warmup type") if problems else contextlib.nullcontext()
+    with refused:
+        get_scheduler("warmup_stable_decay", torch.optim.SGD([torch.zeros(1)], lr=1.0), 1, 4, arguments)
+    assert bool(problems) == (shape == "square")
+
+
+def test_an_argument_of_a_schedule_is_a_number():
+    settings = ["training.lr_scheduler_type=cosine_with_min_lr", "training.lr_scheduler_kwargs={min_lr: low}"]
+    with pytest.raises(RecipeError, match="`min_lr` must be a number, got 'low'"):
+        load_recipe("tiny", settings)
 
 
 def test_a_generous_max_length_is_no_reason_to_refuse_a_batch_of_short_rows():

@@ -1,0 +1,79 @@
+"""What transformers' learning rate schedules take, so that it can be told without importing torch.
+
+A test holds the table to the functions themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lowmem_ft.errors import did_you_mean
+
+_MIN_LR = ("min_lr", "min_lr_rate")
+
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("lr_end", "power"),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "cosine_with_min_lr": ("num_cycles", *_MIN_LR),
+    "cosine_warmup_with_min_lr": ("num_cycles", *_MIN_LR, "warmup_lr_rate"),
+    "warmup_stable_decay": (
+        "num_decay_steps",
+        "num_stable_steps",
+        "warmup_type",
+        "decay_type",
+        "min_lr_ratio",
+        "num_cycles",
+    ),
+}
+"""By the name of the schedule, beside the optimizer and the numbers of steps."""
+
+ONE_OF: dict[str, tuple[str, ...]] = {
+    "cosine_with_min_lr": _MIN_LR,
+    "cosine_warmup_with_min_lr": _MIN_LR,
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+"""Of which a schedule needs one, and takes no two."""
+
+SHAPES = ("linear", "cosine", "1-sqrt")
+"""Of the arguments that end in ``_type``; the others are numbers."""
+
+
+def schedule_problems(name: str, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a schedule's further arguments.
+
+    Args:
+        name: ``training.lr_scheduler_type``.
+        arguments: ``training.lr_scheduler_kwargs``.
+
+    Yields:
+        A sentence for each.
+    """
+    takes, needs = ARGUMENTS[name], ONE_OF.get(name, ())
+    where = f"training.lr_scheduler_kwargs of training.lr_scheduler_type={name}"
+    for unknown in arguments.keys() - set(takes):
+        listed = f"it takes {', '.join(takes)}" if takes else "it takes none"
+        yield f"{where} has no `{unknown}`: {listed}.{did_you_mean(str(unknown), takes)}"
+    given = [argument for argument in needs if arguments.get(argument) is not None]
+    if needs and len(given) != 1:
+        example = f"training.lr_scheduler_kwargs.{needs[-1]}={0.1 if needs is _MIN_LR else 200}"
+        yield (
+            f"{where} must hold {'exactly one of ' if len(needs) > 1 else ''}{', '.join(needs)}, got "
+            f"{dict(arguments) or 'nothing'}. Set for instance {example}."
+        )
+    for argument in takes:
+        value = arguments.get(argument)
+        if value is not None and not _is_fit(argument, value):
+            kind = f"one of {', '.join(SHAPES)}" if argument.endswith("_type") else "a number"
+            yield f"{where}: `{argument}` must be {kind}, got {value!r}."
+
+
+def _is_fit(argument: str, value: object) -> bool:
+    if argument.endswith("_type"):
+        return value in SHAPES
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
