@@ -41,7 +41,6 @@ _DOTTED = re.compile(rf"({'|'.join(TESTED)})(\.[A-Za-z_]\w*)+")
 _ENDS = ("startswith", "endswith", "removeprefix", "removesuffix")
 
 
-@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
