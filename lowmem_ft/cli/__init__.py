@@ -62,7 +62,8 @@ def _parser() -> Parser:
         description=lowmem_ft.__doc__,
         epilog="commands:\n"
         + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
-        + "\n\n`lowmem-ft COMMAND --help` explains one.",
+        + "\n\nBegin with what fits: `lowmem-ft estimate model=NAME --gpu all`, or `lowmem-ft recipes`. "
+        "`lowmem-ft COMMAND --help` explains a command.",
     )
     parser.add_argument("--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands below")

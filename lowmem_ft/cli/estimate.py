@@ -91,6 +91,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.estimator.target import choose_gpu
+    from lowmem_ft.recipe.needs import needs_of_shipped_recipes
     from lowmem_ft.reports.estimate_table import estimate_table
 
     target, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
@@ -112,7 +113,10 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     console = report_console(options)
     console.print(estimate_table(estimate, gpu.cheapest_price if gpu else None))
     if options.gpu is None and estimate.is_of_cpu:
+        needs = needs_of_shipped_recipes().get(recipe.name)
         console.print(f"\n{FOR_THE_PROCESSOR}")
+        if needs is not None and needs.gpu != CPU:
+            console.print(f"{recipe.name} is made for --gpu {needs.gpu}.")
     write_pictures(estimate, options)
     return _conclude([estimate], estimate.to_json(), options.gpu, recipe, options, console)
 

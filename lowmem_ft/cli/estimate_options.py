@@ -194,7 +194,7 @@ def add_overwrite(parser: Parser) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace files of the names given, where they are there already",
+        help="replace files that are there already",
     )
 
 

@@ -92,7 +92,8 @@ def _parser() -> Parser:
         prog="lowmem-ft gpus",
         description="List the GPUs that `lowmem-ft estimate --gpu NAME` knows, or show one with prices and sources.",
         epilog="memory: what CUDA hands out, less than nvidia-smi's total by what the driver keeps. TFLOPS: "
-        "16-bit, dense, with float32 accumulation. $/h: the lowest price found, with its date.",
+        "16-bit, dense, with float32 accumulation. compute: CUDA's compute capability; from 8.0 on with bfloat16. $/h: "
+        "the lowest price found, with its date; - where none was.",
     )
     parser.add_argument("gpu", nargs="?", metavar="NAME", help="a GPU's name, such as rtx-4090")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -99,7 +99,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The recipe's name or path, and the other settings; without a recipe those of a plan for a model alone."""
-    if asked := [word for word in arguments if word.lstrip("-").partition("=")[0] == "gpu"]:
+    if asked := [word for word in arguments if word.lstrip("-").partition("=")[0] in ("gpu", "gpus")]:
         raise UserError(
             f"A run is on this machine, got {asked[0]}: --gpu is for `lowmem-ft estimate` and `lowmem-ft plan`. Leave "
             "it out."

@@ -24,10 +24,12 @@ class ShippedRecipe:
 
     Args:
         settings: what is typed, such as ``recipe=1b-fp16-t4``.
+        trains: what it does where the other recipe does not, such as ``adapters alone``; empty if both train alike.
         estimate: of it on the card.
     """
 
     settings: tuple[str, ...]
+    trains: str
     estimate: MemoryEstimate
 
     def to_json(self) -> dict[str, Any]:
@@ -56,5 +58,5 @@ def shipped_recipe_that_fits(
             candidate = load_recipe(name.removeprefix("recipe="), settings)
             estimate = estimate_memory(candidate, gpu, budget=recipe.budget, kept=kept)
             if estimate.fits:
-                return ShippedRecipe(settings=shipped.settings, estimate=estimate)
+                return ShippedRecipe(settings=shipped.settings, trains=shipped.trains, estimate=estimate)
     return None

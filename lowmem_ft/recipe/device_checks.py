@@ -39,13 +39,14 @@ def _made_for(gpu: Gpu | None, recipe: Recipe) -> str:
     if not found or gpu is None:
         return ""
     shipped = found[0]
+    trains = f" and trains {shipped.trains}" if shipped.trains else ""
     if shipped.is_own_model and shipped.needs.gpu == gpu.name:
         return (
-            f" Whether that fits, an estimate tells; {shipped.settings[0]} is made for {gpu.name} and does: "
+            f" An estimate tells whether that fits; {shipped.settings[0]} is made for {gpu.name}{trains}, and does: "
             f"{shipped.needs.header_words}."
         )
     estimate = shlex.join(["lowmem-ft", "estimate", *shipped.settings, "--gpu", gpu.name])
-    return f" A recipe is made for such cards: `{estimate}`."
+    return f" A recipe is made for such cards{trains}: `{estimate}`."
 
 
 def check_device_of_run(recipe: Recipe) -> None:

@@ -25,11 +25,13 @@ class MadeForCard:
         settings: what is typed: ``recipe=NAME``, and ``model=MODEL`` where its own is another.
         needs: with its own model, on its own card.
         is_own_model: whether that is the model.
+        trains: what it does where the other recipe does not, such as ``adapters alone``; empty if both train alike.
     """
 
     settings: tuple[str, ...]
     needs: RecipeNeeds
     is_own_model: bool
+    trains: str
 
 
 def made_for(gpu: Gpu, recipe: Recipe) -> list[MadeForCard]:
@@ -43,15 +45,13 @@ def made_for(gpu: Gpu, recipe: Recipe) -> list[MadeForCard]:
         Of those that train it alike, one that takes more of a card first: it streams and recomputes less.
     """
 
-    def rank(found: tuple[bool, MadeForCard]) -> tuple[bool, bool, int]:
-        trains_alike, shipped = found
-        return not trains_alike, not shipped.is_own_model, -shipped.needs.process_peak_bytes
+    def rank(shipped: MadeForCard) -> tuple[bool, bool, int]:
+        return bool(shipped.trains), not shipped.is_own_model, -shipped.needs.process_peak_bytes
 
-    return [shipped for _, shipped in sorted(_candidates(gpu, recipe), key=rank)]
+    return sorted(_candidates(gpu, recipe), key=rank)
 
 
-def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[tuple[bool, MadeForCard]]:
-    """Each with whether it trains adapters where the recipe does, or all weights where it does."""
+def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[MadeForCard]:
     wanted = hub_id_of(recipe.model.name_or_path or "")
     smallest, largest = ALIKE_SIZES
     for name, needs in needs_of_shipped_recipes().items():
@@ -63,9 +63,12 @@ def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[tuple[bool, MadeForCard]]:
         own_size = _size(shipped.model)
         if is_own or smallest * own_size <= _size(recipe.model) <= largest * own_size:
             other = () if is_own else (f"model={recipe.model.name_or_path}",)
-            yield (
-                shipped.adapter.name == recipe.adapter.name,
-                MadeForCard(settings=(f"recipe={name}", *other), needs=needs, is_own_model=is_own),
+            trains = "adapters alone" if shipped.adapter.name != "none" else "all weights"
+            yield MadeForCard(
+                settings=(f"recipe={name}", *other),
+                needs=needs,
+                is_own_model=is_own,
+                trains="" if shipped.adapter.name == recipe.adapter.name else trains,
             )
 
 

@@ -87,9 +87,8 @@ def shipped_table(shipped: ShippedRecipe, gpu_name: str) -> RenderableType:
         Something that ``rich.print`` prints.
     """
     peak = format_bytes(shipped.estimate.process_peak_bytes)
-    title = (
-        f"A recipe made for such a card fits on {gpu_name} too, with rows and steps of its own, peak {peak}:"
-    )
+    trains = f", and trains {shipped.trains}" if shipped.trains else ""
+    title = f"A shipped recipe fits on {gpu_name}, with rows and steps of its own, peak {peak}{trains}:"
     return _Command(title, ["lowmem-ft", "train", *shipped.settings])
 
 

@@ -242,12 +242,15 @@ def test_a_run_that_does_not_fit_exits_with_3_and_three_changes(estimator, capsy
 def test_a_shipped_recipe_that_fits_stands_beside_the_changes(estimator, capsys, monkeypatch):
     def fits(recipe, gpu, *, kept):
         settings = ("recipe=1b-fp16-t4", "model=my models/x")
-        return ShippedRecipe(settings=settings, estimate=estimator.estimate_memory(recipe, gpu))
+        return ShippedRecipe(
+            settings=settings, trains="adapters alone", estimate=estimator.estimate_memory(recipe, gpu)
+        )
 
     monkeypatch.setattr("lowmem_ft.estimator.shipped.shipped_recipe_that_fits", fits)
     assert estimate("recipe=tiny", "--gpu", "small") == 3
     out = capsys.readouterr().out
-    assert "A recipe made for such a card fits on small too" in out
+    assert "A shipped recipe fits on small, with rows and steps of its own" in " ".join(out.split())
+    assert "and trains adapters alone:" in " ".join(out.split())
     assert out.endswith("\n  lowmem-ft train recipe=1b-fp16-t4 'model=my models/x'\n")
     assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
     shipped = json.loads(capsys.readouterr().out)["shipped_recipe"]
@@ -267,7 +270,9 @@ def test_without_a_gpu_the_cpu_is_estimated_and_the_way_to_gpus_is_shown(estimat
     assert estimate("recipe=tiny") == 0
     out = capsys.readouterr().out
     assert re.match(r"a-model needs \d\S* [MG]iB on cpu \(x86_64\)\n", out), "no limit to fit in"
-    assert "See GPUs with --gpu NAME or --gpu all." in out
+    assert out.endswith("See GPUs with --gpu NAME or --gpu all.\n")
+    assert estimate("recipe=1b-fp16-t4", "training.mixed_precision=no", "budget.host=64GiB") == 0
+    assert capsys.readouterr().out.endswith("\n1b-fp16-t4 is made for --gpu t4.\n")
 
 
 def test_json_on_stdout_stands_there_alone(estimator, capsys):
