@@ -9,7 +9,6 @@ from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.stopping import if_stopped
 from lowmem_ft.errors import RecipeError, UserError
-from lowmem_ft.starting import is_main_process
 
 _EXAMPLES = """\
 examples:
@@ -88,8 +87,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.data.first_look import check_small_local_data
 
     take_over_library_logs()
-    if is_main_process():
-        check_small_local_data(recipe.data)
+    check_small_local_data(recipe.data)
 
     from lowmem_ft.preflight import train
 

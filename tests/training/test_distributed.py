@@ -78,9 +78,18 @@ def test_two_processes_that_pack_equal_one(tiny, metrics, forks, tmp_path):
 
 
 def test_a_users_error_is_said_once_by_two_processes(forks, tmp_path):
-    processes = forks.run_two(TRAIN, *settings_of_two(tmp_path, "data.max_length=100000"))
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for message in messages %}")
+    processes = forks.run_two(TRAIN, *settings_of_two(tmp_path / "run", f"data.chat_template={template}"))
     assert [process.returncode for process in processes] == [2, 1]  # a launcher would end the other
-    assert said(processes).count("error: data.max_length") == 1
+    assert said(processes).count("is not valid Jinja") == 1
+
+
+def test_what_two_processes_know_before_they_meet_is_said_once_too(forks, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"messages": 1}\n' * 2)
+    processes = forks.run_two(TRAIN, *settings_of_two(tmp_path / "run", f"data={tmp_path / 'data.jsonl'}"))
+    assert [process.returncode for process in processes] == [2, 2]
+    assert said(processes).count("error: Example 0 of") == 1
 
 
 def said(processes):
