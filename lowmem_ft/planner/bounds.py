@@ -18,15 +18,17 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.models.loading import compute_dtype
+from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.techniques.activation_offload import SMALLEST_BYTES
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.clock import host_link_rate, matmul_rate
 
 BYTES_KEYS = ("model", "adapter", "optimizer", "offload", "accumulation", "training")
-"""Groups that bounds of bytes read; those of seconds and of activations read the next ones too."""
+"""Groups that bounds of the device's bytes read; those of seconds, of the host and of activations read the next too."""
 
-SECONDS_KEYS = (*BYTES_KEYS, "checkpointing", "data")
+STEP_KEYS = (*BYTES_KEYS, "checkpointing", "data")
 
 ACTIVATION_KEYS = (
     "model.dtype",
@@ -58,6 +60,7 @@ class ModelShape:
         products: elements of the matrices in them that every token passes; experts, of which it passes some, are not.
         products_again: of those, what the recomputation of all layers passes: it ends before each layer's last product.
         head_products: elements of the head.
+        outer_parameters: of the embedding and the head, a tied one once.
         widths: elements of a token that the matrices of all decoder layers multiply; those that several multiply once.
         outputs: elements of a token that they give.
         hidden_size: elements of a token between layers.
@@ -72,6 +75,7 @@ class ModelShape:
     products: int
     products_again: int
     head_products: int
+    outer_parameters: int
     widths: int
     outputs: int
     hidden_size: int
@@ -101,7 +105,8 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
     except ModelError:
         layers = []
     products = [[matrix.weight.numel() for matrix in _matrices(layer)] for layer in layers]
-    head = model.get_output_embeddings()
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    outer = {part.weight for part in (head, table) if isinstance(part, nn.Linear | nn.Embedding)}
     return ModelShape(
         num_layers=len(layers),
         parameters=_numel(model),
@@ -109,6 +114,7 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         products=sum(map(sum, products)),
         products_again=sum(sum(of_layer) - max(of_layer, default=0) for of_layer in products),
         head_products=head.weight.numel() if isinstance(head, nn.Linear) else 0,
+        outer_parameters=sum(weight.numel() for weight in outer),
         widths=sum(sum({matrix.in_features for matrix in _matrices(layer)}) for layer in layers),
         outputs=sum(matrix.out_features for layer in layers for matrix in _matrices(layer)),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
@@ -162,15 +168,16 @@ def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
     return again * begins + (1.0 - again) * kept + logits
 
 
-def begin_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """What all layers begin with, if all are checkpointed.
+def begin_bytes(recipe: Recipe, shape: ModelShape, *, on_host: bool = False) -> float:
+    """What all layers begin with, if all are checkpointed, and it waits there.
 
     Not what selective checkpointing keeps of attention: nothing where that draws dropout, or has no fused kernel.
     """
-    if recipe.offload.activations != "none":
+    width = shape.hidden_size * activation_itemsize(recipe, shape)
+    stays = recipe.offload.activations == "all" and micro_batch_tokens(recipe, shape) * width < SMALLEST_BYTES
+    if (recipe.offload.activations == "none") is on_host or (stays and on_host):
         return 0.0
-    elements = kept_tokens(recipe, shape) * shape.num_layers * shape.hidden_size
-    return float(elements * activation_itemsize(recipe, shape))
+    return float(kept_tokens(recipe, shape) * shape.num_layers * width)
 
 
 def micro_batch_tokens(recipe: Recipe, shape: ModelShape) -> int:
@@ -191,16 +198,21 @@ def activation_itemsize(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Host memory: the process, and what waits there, unless it is in files."""
-    process = PROCESS_BESIDE_GPU_BYTES
-    if recipe.offload.folder is not None:
-        return process
-    waiting = _state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0
-    if recipe.offload.parameters == "stream":
-        waiting += _streamed_bytes(recipe, shape)
+    """Host memory while a model is saved: the process, what waits there, unless it is in files, and a file's weights.
+
+    What layers begin with waits there in buffers that are kept.
+    """
+    begins = share_again(recipe, shape) * begin_bytes(recipe, shape, on_host=True)
+    weights = _waiting_weight_bytes(recipe, shape)
+    waiting = weights + (_state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0)
     if recipe.offload.optimizer == "host" and _gradients_wait(recipe):
-        waiting += shape.layer_parameters * shape.dtype_of(recipe).itemsize
-    return process + waiting
+        waiting += shape.parameters * shape.dtype_of(recipe).itemsize
+    if recipe.offload.folder is not None:
+        waiting = 0.0
+    saved = 0.0
+    if recipe.adapter.name == "none":
+        saved = min(shape.parameters * shape.dtype_of(recipe).itemsize - weights, MAX_SHARD_BYTES)
+    return PROCESS_BESIDE_GPU_BYTES + waiting + begins + saved
 
 
 def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
@@ -265,10 +277,20 @@ def _streamed_bytes(recipe: Recipe, shape: ModelShape) -> float:
     return _layer_weight_bytes(recipe, shape) * _streamed_share(recipe, shape)
 
 
+def _waiting_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Of streamed weights: layers, and of a model that is trained the embedding and the head."""
+    if recipe.offload.parameters != "stream":
+        return 0.0
+    outer = shape.outer_parameters * shape.dtype_of(recipe).itemsize if recipe.adapter.name == "none" else 0
+    return _streamed_bytes(recipe, shape) + outer
+
+
 def _weights(recipe: Recipe, shape: ModelShape) -> float:
     layers = _layer_weight_bytes(recipe, shape)
     if recipe.offload.parameters == "stream":
-        return layers * (1 - _streamed_share(recipe, shape))
+        staying = 1 - _streamed_share(recipe, shape)
+        slots = min(2, shape.num_layers - recipe.offload.resident_layers) / max(1, shape.num_layers)
+        return layers * (staying + max(0.0, slots))
     return layers + (shape.parameters - shape.layer_parameters) * shape.dtype_of(recipe).itemsize
 
 

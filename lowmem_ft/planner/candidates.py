@@ -42,14 +42,17 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
             return np.zeros((len(of), len(choices_ND)))
         return _by_what_is_read(space, choices_ND, keys, of)
 
-    after_N, forward_N, host_N = each(
+    after_N, forward_N = each(
         bounds.BYTES_KEYS,
         lambda recipe: bounds.bytes_after_backward(recipe, shape),
         lambda recipe: bounds.bytes_before_backward(recipe, shape),
-        lambda recipe: bounds.host_bytes(recipe, shape),
     )
     (activations_N,) = each(bounds.ACTIVATION_KEYS, lambda recipe: bounds.activation_bytes(recipe, shape))
-    (seconds_N,) = each(bounds.SECONDS_KEYS, lambda recipe: bounds.seconds(recipe, shape, _known(gpu)))
+    seconds_N, host_N = each(
+        bounds.STEP_KEYS,
+        lambda recipe: bounds.seconds(recipe, shape, _known(gpu)),
+        lambda recipe: bounds.host_bytes(recipe, shape),
+    )
     context_bytes = 0 if gpu is None else gpu.context_bytes
     given_up_N, price_N = _ranks(space, choices_ND)
     return Candidates(

@@ -43,13 +43,9 @@ def device_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """Of the host at its peak: beside what lies there for good, what passes through."""
-    activations = 0.0
-    if recipe.offload.activations != "none":
-        itemsize = bounds.activation_itemsize(recipe, shape)
-        activations = float(
-            bounds.kept_tokens(recipe, shape) * itemsize * shape.num_layers * shape.hidden_size
-        )
-    return _HOST_SHARE * bounds.host_bytes(recipe, shape) + activations
+    passing = bounds.begin_bytes(recipe, shape, on_host=True)
+    for_good = bounds.host_bytes(recipe, shape) - bounds.share_again(recipe, shape) * passing
+    return _HOST_SHARE * for_good + passing
 
 
 def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
+from lowmem_ft.memory.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.models import load_model_config
 from lowmem_ft.planner import bounds
 from lowmem_ft.planner.space import space_of, with_settings
@@ -87,6 +88,17 @@ def shape(folder):
 def test_of_a_rung(make_recipe, shape, name):
     recipe = make_recipe("training.gradient_accumulation_steps=1", "loss.chunk_tokens=256")
     assert_bounded(with_settings(recipe, LADDER[name]), shape)
+
+
+def test_the_bound_of_the_host_leaves_little_open(make_recipe, shape):
+    """Where the host is what lacks, bounds alone show it, without an estimate of each way to stream."""
+    rung = LADDER["streamed"] | {"offload.activations": "inputs", "offload.resident_layers": 1}
+    recipe = with_settings(make_recipe(), rung)
+    assert_bounded(recipe, shape)
+    without = bounds.host_bytes(with_settings(recipe, {"offload.activations": "none"}), shape)
+    assert without + bounds.begin_bytes(recipe, shape, on_host=True) == bounds.host_bytes(recipe, shape)
+    host_peak = estimate_memory(recipe, GPU).host_peak_bytes - PROCESS_BESIDE_GPU_BYTES
+    assert bounds.host_bytes(recipe, shape) - PROCESS_BESIDE_GPU_BYTES > 0.8 * host_peak
 
 
 @pytest.mark.slow
