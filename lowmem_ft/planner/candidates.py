@@ -23,6 +23,9 @@ from lowmem_ft.recipe.keys import recipe_keys
 
 Ints = NDArray[np.int64]
 
+Bytes = tuple[float, float]
+"""Of the device and of the host."""
+
 
 def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Candidates:
     """All combinations of a space, with their order and their bounds.
@@ -69,21 +72,26 @@ def prior_of(
     space: Space, candidates: Candidates, limits: Limits, shape: bounds.ModelShape, gpu: Gpu | None
 ) -> Prior:
     """What is expected of each combination that may fit; of a processor, of which no clock is known, bytes alone."""
-    context_bytes = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
     device_N, host_N, seconds_N = (np.zeros(len(candidates)) for _ in range(3))
     for place in np.flatnonzero(candidates.may_fit(limits)).tolist():
         recipe = space.recipe_of(space.combinations[place])
-        device_N[place] = context_bytes + expectations.device_bytes(recipe, shape)
+        device_N[place], host_N[place] = expected_bytes(recipe, shape, gpu)
         if gpu is not None:
-            host_N[place] = expectations.host_bytes(recipe, shape)
             seconds_N[place] = expectations.seconds(recipe, shape, gpu)
     expected: dict[Quantity, tuple[NDArray[np.float64], NDArray[np.float64]]] = {
-        "device_bytes": (with_headroom(device_N), candidates.device_bytes_N)
+        "device_bytes": (device_N, candidates.device_bytes_N)
     }
     if gpu is not None:
-        expected["host_bytes"] = with_headroom(host_N), candidates.host_bytes_N
+        expected["host_bytes"] = host_N, candidates.host_bytes_N
         expected["seconds"] = seconds_N, candidates.seconds_N
     return Prior.flat(len(candidates)).expecting(expected)
+
+
+def expected_bytes(recipe: Recipe, shape: bounds.ModelShape, gpu: Gpu | None) -> Bytes:
+    """What a recipe should need, with headroom; nothing is expected of the host where it is the device, too."""
+    context_bytes = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
+    host = 0.0 if gpu is None else expectations.host_bytes(recipe, shape)
+    return with_headroom(context_bytes + expectations.device_bytes(recipe, shape)), with_headroom(host)
 
 
 def _known(gpu: Gpu | None) -> Gpu:

@@ -19,8 +19,8 @@ _KEPT_SHARE = 2.2
 _MLP_SHARE = 0.7
 """Of that, what lies within the MLP."""
 
-_HOST_SHARE = 1.15
-"""Of what lies on the host, with buffers for copies and gradients."""
+_HOST_SHARE = 1.01
+"""Of its bound, with buffers for copies."""
 
 _LOGIT_BYTES = {True: 12.0, False: 8.0}
 """At the peak, by whether all exist at once."""
@@ -42,10 +42,8 @@ def device_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Of the host at its peak: beside what lies there for good, what passes through."""
-    passing = bounds.begin_bytes(recipe, shape, on_host=True)
-    for_good = bounds.host_bytes(recipe, shape) - bounds.share_again(recipe, shape) * passing
-    return _HOST_SHARE * for_good + passing
+    """Of the host at its peak: the bound, which leaves out little."""
+    return _HOST_SHARE * bounds.host_bytes(recipe, shape)
 
 
 def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:

@@ -18,7 +18,7 @@ from lowmem_ft.estimator import tracing
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
-from lowmem_ft.planner.candidates import candidates_of, prior_of
+from lowmem_ft.planner.candidates import Bytes, candidates_of, expected_bytes, prior_of
 from lowmem_ft.planner.ctrl_c import CtrlC
 from lowmem_ft.planner.explain import Findings, Neighbours, nearest
 from lowmem_ft.planner.memory_plan import Counts, MemoryPlan
@@ -42,7 +42,10 @@ NEIGHBOUR_ESTIMATES = 12
 """For the neighbours of the best, which is what the explanation speaks of."""
 
 NEAREST_TRIED = 3
-"""Where nothing can fit by its bounds: of those that miss least, until one can be built."""
+"""Where nothing can fit by its bounds: estimates of those that should miss least."""
+
+NEAREST_LOOKED_AT = 500
+"""Of those that miss least by their bounds, to ask the rule of thumb which these are."""
 
 CARDS_TRIED = 3
 """Of the catalogue, from the smallest that should do."""
@@ -246,7 +249,12 @@ def _searched(
         except KeyboardInterrupt:
             found.interrupted = True
     if not found.needs:
-        _estimate_nearest(search, candidates, target.limits)
+        _estimate_nearest(
+            search,
+            candidates,
+            target.limits,
+            lambda place: expected_bytes(recipe_of(place), target.shape, target.gpu),
+        )
     findings = Findings(space=space, candidates=candidates, limits=target.limits, found=search.conclude())
     return _explained(findings, neighbours)
 
@@ -270,26 +278,29 @@ def need_from(estimate: MemoryEstimate, num_events: int) -> Need:
     )
 
 
-def _estimate_nearest(search: Search, candidates: Candidates, limits: Limits) -> None:
-    """Where bounds alone say that nothing fits: what the combination needs whose bounds miss least.
+def _estimate_nearest(
+    search: Search, candidates: Candidates, limits: Limits, expected: Callable[[int], Bytes]
+) -> None:
+    """Where bounds alone say that nothing fits: what those need that should miss least.
 
     Raises:
-        UserError: if none of the nearest can be built.
+        UserError: if none of them can be built.
         KeyboardInterrupt: if the user had ended the search before.
     """
     if search.found.interrupted:
         raise KeyboardInterrupt
-    missing = [
-        sum(limits.missing(float(device), float(host)))
-        for device, host in zip(candidates.device_bytes_N, candidates.host_bytes_N, strict=True)
-    ]
-    order = sorted(range(len(missing)), key=lambda place: (missing[place], int(candidates.after_N[place])))
-    answer: Need | str = ""
-    for place in order[:NEAREST_TRIED]:
-        answer = search.estimate(place)
-        if isinstance(answer, Need):
-            return
-    raise UserError(str(answer))
+
+    def missing(needed: Bytes) -> int:
+        return sum(limits.missing(*needed))
+
+    bound = list(zip(candidates.device_bytes_N.tolist(), candidates.host_bytes_N.tolist(), strict=True))
+    order = sorted(range(len(bound)), key=lambda place: (missing(bound[place]), candidates.after_N[place]))
+    near = sorted(
+        order[:NEAREST_LOOKED_AT], key=lambda place: (missing(expected(place)), candidates.after_N[place])
+    )
+    answers = [search.estimate(place, then=near[:NEAREST_TRIED]) for place in near[:NEAREST_TRIED]]
+    if not search.found.needs:
+        raise UserError(str(answers[0]))
 
 
 def _explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
