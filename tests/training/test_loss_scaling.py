@@ -151,7 +151,10 @@ def test_the_scale_goes_on_from_a_checkpoint(make_session, batch, tmp_path, monk
 @pytest.fixture
 def fp16_on_cpu(monkeypatch):
     """Runs in float16 on a CPU, whose autocast has it; the loss scalers of those made."""
-    monkeypatch.setattr(precision, "_fp16_on_cpu_problems", lambda mixed_precision, device: [])
+    rules = precision.precision_problems
+    monkeypatch.setattr(
+        precision, "precision_problems", lambda *types, **device: rules(*types, **device | {"is_cpu": False})
+    )
     create, scalers = AccelerateRuntime.create, []
 
     def with_scaler(config, output_dir):
