@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.estimate_files import report_console, write_json, write_pictures
@@ -172,11 +172,15 @@ def _conclude(
     fits = any(estimate.fits for estimate in estimates)
     changes = shipped = None
     if not fits and _is_search_wanted(options):
-        changes, shipped = _search(recipe, gpu)
         name = _nearest(estimates).gpu.name
+
+        def tell(found: ShippedRecipe) -> None:
+            nonlocal shipped
+            shipped = found
+            console.print("", shipped_table(found, name), sep="\n", soft_wrap=True)
+
+        changes = _search(recipe, gpu, tell)
         console.print("", changes_table(changes, name), sep="\n")
-        if shipped is not None:
-            console.print(shipped_table(shipped, name), soft_wrap=True)
         if len(estimates) == 1 and changes.complete and not changes.fitting:
             console.print("See other GPUs with --gpu all.")
     elif not fits:
@@ -196,31 +200,33 @@ def _is_search_wanted(options: argparse.Namespace) -> bool:
     return options.json is None if options.changes is None else options.changes
 
 
-def _search(recipe: Recipe, gpu: str | None) -> tuple[Changes, ShippedRecipe | None]:
-    """The changes found, until the search ends or the user ends it; and a shipped recipe that fits, which is first."""
+def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], None]) -> Changes:
+    """The changes found, until the search ends or the user ends it; before it, a shipped recipe that fits is told."""
     from lowmem_ft.estimator.changes import ChangeSearch
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.estimator.shipped import shipped_recipe_that_fits
     from lowmem_ft.planner.ctrl_c import CtrlC
-    from lowmem_ft.reports.wording import short_name
 
-    doing = f"{short_name(recipe.model.name_or_path or '')}: searching for changes that make it fit"
-    with progress_line(doing) as say, CtrlC() as ctrl_c:
-        found: list[Change] = []
+    kept = KeptTraces.of_user()
+    found: list[Change] = []
 
-        def before_an_estimate(made: int) -> None:
-            ctrl_c.check()
-            say(f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it")
+    def before_an_estimate(made: int) -> None:
+        ctrl_c.check()
+        say(f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it")
 
-        search = ChangeSearch(recipe, gpu, kept=KeptTraces.of_user(), on_estimate=before_an_estimate)
-        shipped, complete = None, True
+    search = ChangeSearch(recipe, gpu, kept=kept, on_estimate=before_an_estimate)
+    with CtrlC() as ctrl_c:
         try:
-            shipped = shipped_recipe_that_fits(recipe, gpu, kept=KeptTraces.of_user())
-            for change in search:
-                found.append(change)
+            with progress_line(f"{_name(recipe)}: looking for a shipped recipe that fits"):
+                shipped = shipped_recipe_that_fits(recipe, gpu, kept=kept)
+            if shipped is not None:
+                tell(shipped)
+            with progress_line(f"{_name(recipe)}: searching for changes that make it fit") as say:
+                for change in search:
+                    found.append(change)
         except KeyboardInterrupt:
-            complete = False
-    return search.found(complete=complete), shipped
+            return search.found(complete=False)
+    return search.found(complete=True)
 
 
 def _nearest(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:
@@ -229,6 +235,10 @@ def _nearest(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:
 
 
 def _tracing(recipe: Recipe) -> str:
+    return f"{_name(recipe)}: running one step on a virtual GPU"
+
+
+def _name(recipe: Recipe) -> str:
     from lowmem_ft.reports.wording import short_name
 
-    return f"{short_name(recipe.model.name_or_path or '')}: running one step on a virtual GPU"
+    return short_name(recipe.model.name_or_path or "")

@@ -239,7 +239,7 @@ def test_a_run_that_does_not_fit_exits_with_3_and_three_changes(estimator, capsy
     assert set(estimator.searched) == {"small"}
 
 
-def test_a_shipped_recipe_that_fits_stands_beside_the_changes(estimator, capsys, monkeypatch):
+def test_a_shipped_recipe_that_fits_is_told_before_the_search_for_changes(estimator, capsys, monkeypatch):
     def fits(recipe, gpu, *, kept):
         settings = ("recipe=1b-fp16-t4", "model=my models/x")
         return ShippedRecipe(
@@ -251,7 +251,9 @@ def test_a_shipped_recipe_that_fits_stands_beside_the_changes(estimator, capsys,
     out = capsys.readouterr().out
     assert "A shipped recipe fits on small, with rows and steps of its own" in " ".join(out.split())
     assert "and trains adapters alone:" in " ".join(out.split())
-    assert out.endswith("\n  lowmem-ft train recipe=1b-fp16-t4 'model=my models/x'\n")
+    shipped, _, changes = out.partition("\n  lowmem-ft train recipe=1b-fp16-t4 'model=my models/x'\n")
+    assert "Cheapest changes" in changes
+    assert "Cheapest changes" not in shipped
     assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
     shipped = json.loads(capsys.readouterr().out)["shipped_recipe"]
     assert shipped["settings"] == ["recipe=1b-fp16-t4", "model=my models/x"]
