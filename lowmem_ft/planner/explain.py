@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import (
     NOT_ESTIMATED,
@@ -146,6 +148,9 @@ class Findings:
 class Neighbours:
     """The combinations that differ from the best in one knob, by a value that needs more memory.
 
+    Where a rule refuses that value beside the others, one more knob differs: all rows in a single micro-batch leave
+    nothing for vertical order, so that the neighbour has horizontal order too.
+
     Args:
         space: what there is to choose from.
         search: asked for what is not known yet.
@@ -188,17 +193,36 @@ class Neighbours:
         chosen = () if best is None else self._space.combinations[best]
         for place, index in enumerate(chosen):
             if index > 0:
-                yield (*chosen[:place], index - 1, *chosen[place + 1 :])
+                cheaper = (*chosen[:place], index - 1, *chosen[place + 1 :])
+                yield cheaper if cheaper in self._places else self._with_what_is_tied(cheaper, place)
             elif each:
                 yield ()
+
+    def _with_what_is_tied(self, refused: Combination, changed: int) -> Combination:
+        """With one more choice that ends the refusal, that which should be fastest; as it is if there is none."""
+        candidates = self._search.candidates
+        differs_ND = candidates.choices_ND != np.array(refused)
+        mended = np.flatnonzero((differs_ND.sum(axis=1) == 1) & ~differs_ND[:, changed])
+        if not len(mended):
+            return refused
+        order = np.lexsort(
+            (candidates.after_N[mended], candidates.seconds_N[mended], candidates.before_N[mended])
+        )
+        return self._space.combinations[mended[order[0]]]
 
     def _knob(self, findings: Findings, place: int, combination: Combination) -> KnobChoice:
         best = self._search.found.best
         assert best is not None, "without a best there are no neighbours"
-        dimension = self._space.dimensions[place]
+        dimension, chosen = self._space.dimensions[place], self._space.combinations[best]
+        changed = [
+            setting
+            for each, old, new in zip(self._space.dimensions, chosen, combination, strict=True)
+            if old != new
+            for setting in typed(each.choices[new])
+        ]
         return KnobChoice(
-            setting=" ".join(typed(dimension.choices[self._space.combinations[best][place]])),
-            cheaper=" ".join(typed(dimension.choices[combination[place]])),
+            setting=" ".join(typed(dimension.choices[chosen[place]])),
+            cheaper=" ".join(changed),
             reason=self._against(findings, combination),
         )
 

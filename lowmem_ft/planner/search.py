@@ -144,7 +144,7 @@ class Search:
         least_promise: float = 0.0,
         look_ahead: Callable[[Iterator[int]], None] = lambda places: None,
     ) -> None:
-        self._candidates = candidates
+        self.candidates = candidates
         self._limits = limits
         self._need_of = need_of
         self._beliefs = Beliefs(candidates.choices_ND, prior)
@@ -204,7 +204,7 @@ class Search:
 
     def _expected(self, place: int) -> Need:
         """What one needs, for all that is known."""
-        candidates, limits = self._candidates, self._limits
+        candidates, limits = self.candidates, self._limits
         excess = self._beliefs.expected(place)
         device_bytes = float(candidates.device_bytes_N[place] + excess["device_bytes"])
         host_bytes = float(candidates.host_bytes_N[place] + excess["host_bytes"])
@@ -223,7 +223,7 @@ class Search:
             found.refused[place] = need
             return need
         found.needs[place] = need
-        candidates = self._candidates
+        candidates = self.candidates
         self._beliefs.learn(
             place,
             {
@@ -246,7 +246,7 @@ class Search:
         """What has been found so far, and what is left."""
         found = self.found
         found.left = int(self._open_N.sum())
-        found.left_seconds = float(self._candidates.seconds_N[self._open_N].min()) if found.left else 0.0
+        found.left_seconds = float(self.candidates.seconds_N[self._open_N].min()) if found.left else 0.0
         return found
 
     @property
@@ -256,7 +256,7 @@ class Search:
         return float("inf") if self._max_effort is None else self._max_effort - made
 
     def _key(self, place: int) -> tuple[int, float, int]:
-        candidates = self._candidates
+        candidates = self.candidates
         return (
             int(candidates.before_N[place]),
             self.found.needs[place].seconds,
@@ -267,7 +267,7 @@ class Search:
         """Whatever comes after the best even at its least seconds."""
         assert self.found.best is not None
         before, seconds, after = self._key(self.found.best)
-        candidates = self._candidates
+        candidates = self.candidates
         slower_N = (candidates.seconds_N > seconds) | (
             (candidates.seconds_N == seconds) & (candidates.after_N > after)
         )
@@ -283,7 +283,7 @@ class Search:
         best = self.found.best
         if best is None:
             return self._worthiest(open_, self._promise(open_, None))
-        before_N = self._candidates.before_N
+        before_N = self.candidates.before_N
         gives_up_less = open_[before_N[open_] < before_N[best]]
         if len(gives_up_less):
             # Better however long they take, if one can be hoped to fit: they are searched as if nothing did yet.
@@ -297,7 +297,7 @@ class Search:
         return self._worthiest(open_[near], promise[near])
 
     def _promise(self, places: Ints, best_seconds: float | None) -> Floats:
-        candidates, limits = self._candidates, self._limits
+        candidates, limits = self.candidates, self._limits
         return self._beliefs.promise(
             places,
             best_seconds=best_seconds,
@@ -307,7 +307,7 @@ class Search:
         )
 
     def _worthiest(self, places: Ints, promise: Floats) -> int:
-        candidates, worth = self._candidates, promise / self._beliefs.effort(places)
+        candidates, worth = self.candidates, promise / self._beliefs.effort(places)
         order = np.lexsort((candidates.after_N[places], candidates.before_N[places], -worth))
         return int(places[order[0]])
 
@@ -316,7 +316,7 @@ class Search:
 
         What changes little is known well from what has been seen, and shows what each choice does.
         """
-        choices_ND = self._candidates.choices_ND
+        choices_ND = self.candidates.choices_ND
         distance = (choices_ND[places] != choices_ND[best]).sum(axis=1)
         worth_it = promise >= min(self._least_promise, float(promise.max()))
         return distance <= distance[worth_it].min()
