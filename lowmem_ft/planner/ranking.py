@@ -133,40 +133,39 @@ class Beliefs:
             for quantity in get_args(Quantity)
         }
 
-    def promise(
-        self,
-        places: Ints,
-        *,
-        best_seconds: float | None,
-        seconds: Floats,
-        spare_device_bytes: Floats,
-        spare_host_bytes: Floats,
-    ) -> Floats:
-        """How much is to be hoped for of each of some combinations.
+    def chance(self, places: Ints, *, spare_device_bytes: Floats, spare_host_bytes: Floats) -> Floats:
+        """How likely each of some combinations fits.
 
         Args:
             places: their indices.
-            best_seconds: of the best so far; None if nothing fits yet.
-            seconds: what each takes at least.
             spare_device_bytes: what the limit leaves each beyond its bound; infinite without one.
             spare_host_bytes: likewise.
 
         Returns:
-            Expected improvement, as a share of the best, times the chance that it fits; that chance alone where no
-            clock tells seconds, so that nothing is faster than the best.
+            The chances; zeros where nothing is known.
         """
         if not self.knows:
             return np.zeros(len(places))
-        fits = self._chance(places, "device_bytes", spare_device_bytes)
-        fits = fits * self._chance(places, "host_bytes", spare_host_bytes)
-        if best_seconds == 0:
-            return fits
+        on_device = self._chance(places, "device_bytes", spare_device_bytes)
+        return on_device * self._chance(places, "host_bytes", spare_host_bytes)
+
+    def improvement(self, places: Ints, seconds: Floats, best_seconds: float | None) -> Floats:
+        """How much faster each of some combinations is expected to be, once something is known.
+
+        Args:
+            places: their indices.
+            seconds: what each takes at least.
+            best_seconds: of the best so far; None if nothing fits yet: more than any is expected to take.
+
+        Returns:
+            Expected improvement, as a share of the best.
+        """
         excess, spread = self._posterior(places, "seconds")
         expected = seconds + np.exp(excess)
         target = float(expected.max() * 1.5) if best_seconds is None else best_seconds
         # The spread of the logarithm of the whole: the bound is certain.
         spread = np.maximum(1e-3, spread * np.exp(excess) / expected)
-        return fits * _expected_improvement((np.log(target) - np.log(expected)), spread)
+        return _expected_improvement((np.log(target) - np.log(expected)), spread)
 
     def effort(self, places: Ints) -> Floats:
         """What estimates of some combinations are expected to take, in common ones."""

@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 
 from lowmem_ft.planner.ranking import Beliefs, Prior
 
+LEAST_TRIED = 4
+"""Estimates before a search in which nothing fits may be given up: the first ones correct what was expected."""
+
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -128,7 +131,8 @@ class Search:
         prior: what to expect before anything is known; it decides the order and nothing else.
         max_effort: in common estimates, after which the search ends; None: when nothing is left that could be better.
         least_promise: it ends before where the effort is too little for all that is left, and no more is expected of
-            any than to be faster by this share. What gives up less than the best is passed over likewise.
+            any than to be faster by this share; where nothing fits yet, if the chances of all to fit add up to less.
+            What gives up less than the best is passed over likewise.
         look_ahead: told, before each estimate, what would be asked next if it comes out as expected; what it does
             changes nothing here.
     """
@@ -282,7 +286,7 @@ class Search:
             return None
         best = self.found.best
         if best is None:
-            return self._worthiest(open_, self._promise(open_, None))
+            return None if self._is_hopeless(open_) else self._worthiest(open_, self._promise(open_, None))
         before_N = self.candidates.before_N
         gives_up_less = open_[before_N[open_] < before_N[best]]
         if len(gives_up_less):
@@ -296,12 +300,23 @@ class Search:
         near = self._near(best, open_, promise)
         return self._worthiest(open_[near], promise[near])
 
+    def _is_hopeless(self, open_: Ints) -> bool:
+        """Whether none of those left can be expected to fit, as some that were likelier did not."""
+        if len(self.found.needs) < LEAST_TRIED or len(open_) <= self._effort_left:
+            return False
+        return self._chance(open_).sum() < self._least_promise
+
     def _promise(self, places: Ints, best_seconds: float | None) -> Floats:
+        """How much is to be hoped for of each, as a share of the best; the chance to fit alone where no clock tells."""
+        chance = self._chance(places)
+        if best_seconds == 0 or not self._beliefs.knows:
+            return chance
+        return chance * self._beliefs.improvement(places, self.candidates.seconds_N[places], best_seconds)
+
+    def _chance(self, places: Ints) -> Floats:
         candidates, limits = self.candidates, self._limits
-        return self._beliefs.promise(
+        return self._beliefs.chance(
             places,
-            best_seconds=best_seconds,
-            seconds=candidates.seconds_N[places],
             spare_device_bytes=limits.device_bytes - candidates.device_bytes_N[places],
             spare_host_bytes=limits.host_bytes - candidates.host_bytes_N[places],
         )

@@ -280,6 +280,21 @@ def test_it_ends_where_little_is_to_be_hoped_for_unless_all_can_be_asked():
     assert Products(1, (3, 3, 3), share_that_fits=1.0).searched(max_effort=40).is_proven
 
 
+def test_where_nothing_can_be_expected_to_fit_it_ends_soon_and_the_rare_one_that_fits_is_found():
+    estimates = []
+    for seed in range(20):
+        nothing_fits = Products(seed, share_that_fits=0.0)
+        nothing_fits.limits = Limits(device_bytes=0.7 * float(nothing_fits.device.min()))
+        nothing_fits.fits[:] = False
+        found = nothing_fits.searched(max_effort=60)
+        assert found.best is None
+        assert found.left, "of which it says that they might fit"
+        estimates.append(len(found.needs))
+        one_in_200 = Products(seed, share_that_fits=0.005)
+        assert one_in_200.searched(max_effort=60).best is not None, seed
+    assert sum(estimates) < 20 * 30, "half of the effort"
+
+
 def test_memory_that_nothing_comes_near_decides_nothing():
     """What is free on a machine changes from one call to the next, and the same question has the same answer."""
     sizes = (3,) * 8
@@ -287,17 +302,15 @@ def test_memory_that_nothing_comes_near_decides_nothing():
     beliefs = Beliefs(choices_ND, Prior.flat(len(choices_ND)))
     beliefs.learn(0, {"seconds": 1.0, "device_bytes": 3e8, "host_bytes": 6e8, "effort": 1.0})
     places = np.arange(len(choices_ND))
-    promises = [
-        beliefs.promise(
+    chances = [
+        beliefs.chance(
             places,
-            best_seconds=None,
-            seconds=np.zeros(len(places)),
             spare_device_bytes=np.full(len(places), 4e8),
             spare_host_bytes=np.full(len(places), free),
         )
         for free in (20e9, 22e9)
     ]
-    assert np.array_equal(*promises)
+    assert np.array_equal(*chances)
 
 
 def test_it_says_what_it_will_ask_next_and_asks_the_same():
