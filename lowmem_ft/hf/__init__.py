@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lowmem_ft.lazy_exports import lazy_exports
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from lowmem_ft.hf.arguments import dpo_config, grpo_config, sft_config, training_arguments
 
-__getattr__ = lazy_exports(__name__, {})
+__all__ = ["dpo_config", "grpo_config", "sft_config", "training_arguments"]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "dpo_config": "arguments",
+        "grpo_config": "arguments",
+        "sft_config": "arguments",
+        "training_arguments": "arguments",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,230 @@
+"""A recipe as ``TrainingArguments``, ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig``, by their own names."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lowmem_ft.errors import UserError, did_you_mean
+from lowmem_ft.hf.key_table import IN_TRAINER
+from lowmem_ft.packages import require_package
+from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.recipe.keys import recipe_keys
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+    from trl import DPOConfig, GRPOConfig, SFTConfig
+
+ALIASES = {"gradient_checkpointing": "activation_checkpointing"}
+"""Deprecated names of fields, by version of transformers: only one of the two may be given."""
+
+_LAUNCHERS_PRECISION = "ACCELERATE_MIXED_PRECISION"
+
+
+def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
+    """A recipe's ``transformers.TrainingArguments``: all that they can say of it.
+
+    The rest is carried by ``hf.attach`` (techniques, optimizer), ``hf.prepare_model`` (the model), or is the script's
+    own (data); ``hf/key_table.py`` has each key. HF's own checkpointing flag stays off, as ``attach`` brings the
+    recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
+
+    Args:
+        recipe: what is to be trained.
+        **overrides: further fields, by their names upstream. They win over the recipe, but where ``attach`` would apply
+            the recipe's all the same.
+
+    Returns:
+        The arguments.
+
+    Raises:
+        UserError: if a field does not exist or contradicts what ``attach`` will apply; if the
+            recipe asks for what only our own loop does; or if the launcher's mixed precision is another one.
+        RecipeError: if the recipe cannot work.
+    """
+    from transformers import TrainingArguments
+
+    return _made(TrainingArguments, recipe, overrides)
+
+
+def sft_config(recipe: Recipe, **overrides: Any) -> SFTConfig:
+    """The same as ``trl.SFTConfig``, with the recipe's length of rows, packing, columns and tokens to learn.
+
+    ``data.loss_on=auto`` leaves the choice to TRL, which learns all turns of a chat where ours learns the assistant's.
+
+    Args:
+        recipe: as for :func:`training_arguments`.
+        **overrides: likewise.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: as :func:`training_arguments`.
+        MissingPackageError: if TRL is not installed.
+    """
+    return _made(_of_trl("SFTConfig"), recipe, overrides)
+
+
+def dpo_config(recipe: Recipe, **overrides: Any) -> DPOConfig:
+    """The same as ``trl.DPOConfig``, with the recipe's length of rows.
+
+    Args:
+        recipe: as for :func:`training_arguments`.
+        **overrides: likewise.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: as :func:`training_arguments`.
+        MissingPackageError: if TRL is not installed.
+    """
+    return _made(_of_trl("DPOConfig"), recipe, overrides)
+
+
+def grpo_config(recipe: Recipe, **overrides: Any) -> GRPOConfig:
+    """The same as ``trl.GRPOConfig``; how long prompts and completions are is for the overrides to say.
+
+    Args:
+        recipe: as for :func:`training_arguments`.
+        **overrides: likewise.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: as :func:`training_arguments`.
+        MissingPackageError: if TRL is not installed.
+    """
+    return _made(_of_trl("GRPOConfig"), recipe, overrides)
+
+
+def argument_problems(args: TrainingArguments, recipe: Recipe) -> list[str]:
+    """What arguments say against what ``attach`` applies of a recipe; a field at its default says nothing.
+
+    Args:
+        args: of a trainer, whoever made them.
+        recipe: what is to be applied to it.
+
+    Returns:
+        One sentence a problem.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    said = {
+        name: value
+        for name in _applied_by_attach(recipe)
+        if name in defaults and _plain(value := getattr(args, name)) != _plain(defaults[name])
+    }
+    return [*_contradictions(recipe, said), *_launcher_problems(recipe, args.mixed_precision)]
+
+
+def _of_trl(name: str) -> Any:
+    require_package(f"trl.{name}", "trl", "trl")
+    import trl
+
+    return getattr(trl, name)
+
+
+def _made(arguments_class: Any, recipe: Recipe, overrides: Mapping[str, Any]) -> Any:
+    check_recipe(recipe)
+    known = {field.name for field in dataclasses.fields(arguments_class) if field.init}
+    problems = [
+        *_unknown(arguments_class.__name__, overrides, known),
+        *_refused(recipe),
+        *_contradictions(recipe, overrides),
+    ]
+    if problems:
+        raise UserError(*problems)
+    fields = {name: value for name, value in _fields(recipe, overrides).items() if name in known}
+    for old, new in ALIASES.items():
+        if {old, new} <= fields.keys():
+            del fields[old if old not in overrides else new]
+    args = arguments_class(**fields)
+    if not {"bf16", "fp16"} & overrides.keys():
+        problems = list(_launcher_problems(recipe, args.mixed_precision))
+    if problems:
+        raise UserError(*problems)
+    return args
+
+
+def _fields(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What the recipe says, then the overrides."""
+    fields: dict[str, Any] = {}
+    for place in IN_TRAINER.values():
+        fields.update(place.fields(recipe))
+    if overrides.keys() & {"bf16", "fp16"}:  # one of the two chosen, the recipe's has to go
+        del fields["bf16"], fields["fp16"]
+    for moment in ("eval", "save"):
+        if f"{moment}_steps" in overrides:  # or it would be ignored where the recipe has none
+            fields[f"{moment}_strategy"] = "steps"
+    return {**fields, **overrides}
+
+
+def _unknown(class_name: str, overrides: Mapping[str, Any], known: set[str]) -> Iterator[str]:
+    for name in overrides:
+        if name in recipe_keys():
+            yield f"{name} is a key of the recipe: set it there, in load_recipe(NAME, ['{name}=...'])."
+        elif name not in known:
+            yield f"{class_name} has no field {name}.{did_you_mean(name, sorted(known))}"
+
+
+def _refused(recipe: Recipe) -> Iterator[str]:
+    for setting in recipe.left_to_choose:
+        yield (
+            f"{setting} leaves something to be chosen, and a trainer's recipe has everything chosen. Run `lowmem-ft "
+            "plan --write FILE.yaml`, or hf.attach(trainer, plan='auto', budget='24GiB')."
+        )
+    for path, place in IN_TRAINER.items():
+        key = recipe_keys()[path]
+        if place.carrier == "our loop" and key.value_in(recipe) != key.default:
+            setting = key.setting(key.value_in(recipe))
+            yield f"{setting} is for `lowmem-ft train`, and no trainer does it. {place.instead}"
+
+
+def _applied_by_attach(recipe: Recipe) -> dict[str, tuple[str, Any]]:
+    """The fields that ``attach`` answers for, each with its key and what it should say."""
+    applied: dict[str, tuple[str, Any]] = {}
+    for path, place in IN_TRAINER.items():
+        if place.carrier != "attach":
+            continue
+        if (
+            path in ("checkpointing.mode", "offload.activations")
+            and recipe_keys()[path].value_in(recipe) == "none"
+        ):
+            continue  # attach brings none, and HF's own may do it
+        applied.update((name, (path, value)) for name, value in place.fields(recipe).items())
+    return applied
+
+
+def _contradictions(recipe: Recipe, said: Mapping[str, Any]) -> Iterator[str]:
+    for name, (path, value) in _applied_by_attach(recipe).items():
+        if name in said and _plain(said[name]) != _plain(value):
+            key = recipe_keys()[path]
+            yield (
+                f"{name}={said[name]} contradicts the recipe's {key.setting(key.value_in(recipe))}, which hf.attach "
+                f"applies: the field would be ignored or done twice. Leave {name} out, or set {path} in the recipe."
+            )
+    if said.get("use_liger_kernel") and recipe.loss.chunk_tokens is not None:
+        yield (
+            f"use_liger_kernel=True brings a loss of its own, and the recipe has loss.chunk_tokens="
+            f"{recipe.loss.chunk_tokens}. Leave use_liger_kernel out, or set loss.chunk_tokens=null."
+        )
+
+
+def _launcher_problems(recipe: Recipe, chosen: str) -> Iterator[str]:
+    """``accelerate launch`` always sets the variable, to ``no`` where nobody asked for anything."""
+    wanted, launched = recipe.training.mixed_precision, os.environ.get(_LAUNCHERS_PRECISION, "no")
+    if launched not in ("no", wanted):
+        yield (
+            f"Two sources disagree on mixed precision: the recipe has training.mixed_precision={wanted}, and "
+            f"accelerate (its config, --mixed_precision or {_LAUNCHERS_PRECISION}) has {launched}; the arguments say "
+            f"{chosen}. Set training.mixed_precision={launched}, or launch with --mixed_precision {wanted}."
+        )
+
+
+def _plain(value: Any) -> Any:
+    """An enum of transformers as its text; None and False alike, as HF's flags have them."""
+    value = getattr(value, "value", value)
+    return False if value is None else value
