@@ -1,0 +1,230 @@
+"""The model of somebody's script, in a recipe's words: its architecture, type, quantisation and adapters."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from lowmem_ft.hf.reading import Reading
+from lowmem_ft.memory.logical_size import logical_numel
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
+from lowmem_ft.techniques.config import AdapterConfig
+from lowmem_ft.units import format_bytes
+
+_NOT_OF_THE_ARCHITECTURE = {
+    "architectures",
+    "attn_implementation",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "quantization_config",
+    "transformers_version",
+    "use_cache",
+}
+"""What of a config neither shapes nor layers depend on."""
+
+_OTHER_WEIGHTS = {
+    "modules_to_save": "trains whole copies of these modules",
+    "rank_pattern": "gives layers ranks of their own",
+    "layers_to_transform": "leaves layers out",
+    "exclude_modules": "leaves modules out",
+    "target_parameters": "adapts parameters that are no linear layer's",
+    "trainable_token_indices": "trains rows of the embedding",
+}
+"""Settings of PEFT's that a recipe has no word for, and that change what is trained."""
+
+
+def model_config(model: nn.Module, reading: Reading) -> ModelConfig:
+    """The model group of the recipe.
+
+    Args:
+        model: of the script, PEFT's wrapper around it or not.
+        reading: takes what has no counterpart.
+    """
+    base = base_model(model)
+    name, weights = _source_of(base.config, reading)
+    quantization = _quantization(base, reading)
+    return ModelConfig(
+        name_or_path=name,
+        weights=weights,
+        dtype=_weights_type(base, reading),
+        quantization=quantization,
+        attn_implementation=_attention(base.config, reading),
+    )
+
+
+def base_model(model: nn.Module) -> Any:
+    """The causal LM itself, whose forward PEFT's wrapper calls."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def adapter_config(model: nn.Module, reading: Reading) -> AdapterConfig:
+    """The adapter group of the recipe.
+
+    Args:
+        model: of the script.
+        reading: takes what has no counterpart.
+    """
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        _refuse_frozen_parts(model, reading)
+        return AdapterConfig()
+    if len(adapters) > 1:
+        reading.problem(f"A recipe has one adapter, and the model has {', '.join(adapters)}. Leave one.")
+    config = next(iter(adapters.values()))
+    if (kind := str(getattr(config.peft_type, "value", config.peft_type))) != "LORA":
+        reading.problem(f"A recipe's adapter is LoRA, and the model has PEFT's {kind}.")
+        return AdapterConfig()
+    for setting, what in _OTHER_WEIGHTS.items():
+        if value := getattr(config, setting, None):
+            reading.problem(f"LoraConfig({setting}={value!r}) {what}, which a recipe's adapter does not.")
+    if config.bias != "none":
+        reading.problem(f"LoraConfig(bias={config.bias!r}) trains biases, which a recipe's adapter does not.")
+    return AdapterConfig(
+        name="lora",
+        r=config.r,
+        lora_alpha=float(config.lora_alpha),
+        lora_dropout=float(config.lora_dropout),
+        target_modules=_adapted_layers(base_model(model), config.target_modules),
+        use_dora=bool(config.use_dora),
+        use_rslora=bool(config.use_rslora),
+    )
+
+
+def _adapted_layers(model: Any, said: Any) -> tuple[str, ...]:
+    """By their own names where PEFT has written every path out; ``all-linear`` if none but the head is left alone."""
+    head = model.get_output_embeddings()
+    alone = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and "lora_" not in name
+        and not name.endswith(".base_layer")
+    ]
+    if not alone:
+        return (ALL_LINEAR,)
+    return (said,) if isinstance(said, str) else tuple(sorted(said))
+
+
+def _refuse_frozen_parts(model: nn.Module, reading: Reading) -> None:
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    if frozen:
+        total = sum(map(logical_numel, model.parameters()))
+        reading.problem(
+            f"A recipe trains all weights or LoRA adapters, and {frozen:,} of the model's {total:,} parameters are "
+            "frozen without adapters. `lowmem-ft estimate --script` estimates the script as it is."
+        )
+
+
+def _source_of(config: PretrainedConfig, reading: Reading) -> tuple[str, Any]:
+    """Where the architecture can be read again; a model that came from no files, or was changed, is written down."""
+    name = config.name_or_path or ""
+    if name and (Path(name).is_dir() or not Path(name).is_absolute()):
+        try:
+            found = AutoConfig.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError):
+            found = None
+        if found is not None and _architecture(found) == _architecture(config):
+            return name, "pretrained"
+        if found is not None:
+            reading.warn(
+                f"The model's config is not that of {name} any more: the recipe has a copy of the architecture as it "
+                "is now, which serves estimates and plans; it cannot load the weights."
+            )
+    folder = _folder_of_configs() / f"{len(list(_folder_of_configs().iterdir()))}-{config.model_type}"
+    PretrainedConfig.save_pretrained(config, folder)
+    return str(folder), "random"
+
+
+@functools.cache
+def _folder_of_configs() -> Path:
+    """It goes with the process; the object is kept, or it would go at once."""
+    folder = tempfile.TemporaryDirectory(prefix="lowmem_ft-")
+    _KEPT.append(folder)
+    return Path(folder.name)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _architecture(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        if not name.startswith("_") and name not in _NOT_OF_THE_ARCHITECTURE
+    }
+
+
+def _attention(config: PretrainedConfig, reading: Reading) -> Any:
+    chosen = config._attn_implementation
+    if chosen in recipe_keys()["model.attn_implementation"].choices:
+        return chosen
+    reading.warn(
+        f"attn_implementation={chosen} is none of a recipe's: model.attn_implementation=auto stands for it, whose "
+        "buffers in attention may be other ones."
+    )
+    return "auto"
+
+
+def _quantization(model: Any, reading: Reading) -> Any:
+    if getattr(model, "is_loaded_in_8bit", False):
+        return "int8"
+    if getattr(model, "is_loaded_in_4bit", False):
+        config = model.config.quantization_config
+        if config.bnb_4bit_quant_type != "nf4":
+            reading.warn(
+                f"bnb_4bit_quant_type={config.bnb_4bit_quant_type} takes as many bytes as the recipe's nf4."
+            )
+        if not config.bnb_4bit_use_double_quant:
+            weights = sum(
+                logical_numel(one) for one in model.parameters() if type(one).__name__ == "Params4bit"
+            )
+            reading.warn(
+                "bnb_4bit_use_double_quant=False keeps a float32 scale for each 64 weights, about "
+                f"{format_bytes(round(weights * 3 / 64))} more than the recipe's nf4."
+            )
+        return "nf4"
+    if getattr(model, "hf_quantizer", None) is not None:
+        method = getattr(model.config, "quantization_config", None)
+        reading.problem(
+            f"A recipe's quantization is nf4 or int8 of bitsandbytes, and the model has {type(method).__name__}."
+        )
+    return "none"
+
+
+def _weights_type(model: nn.Module, reading: Reading) -> Any:
+    """That of most weights, adapters and quantised ones aside; what is in another counts by what it takes more."""
+    bytes_by_type: Counter[torch.dtype] = Counter()
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name and parameter.dtype.is_floating_point:
+            bytes_by_type[parameter.dtype] += parameter.numel() * parameter.element_size()
+    if not bytes_by_type:
+        return "float32"
+    numbers = {dtype: size // dtype.itemsize for dtype, size in bytes_by_type.items()}
+    dtype = max(numbers, key=lambda one: numbers[one])
+    name = str(dtype).removeprefix("torch.")
+    if name not in recipe_keys()["model.dtype"].choices:
+        reading.problem(
+            f"A recipe's weights are float32, bfloat16 or float16, and most of the model's are {name}."
+        )
+        return "float32"
+    more = sum(number * (other.itemsize - dtype.itemsize) for other, number in numbers.items())
+    if more:
+        others = ", ".join(str(other).removeprefix("torch.") for other in numbers if other != dtype)
+        direction = "more" if more > 0 else "less"
+        reading.warn(
+            f"Some weights are {others} where most are {name}: with gradients aside they take "
+            f"{format_bytes(abs(more))} {direction} than the recipe says."
+        )
+    return name

@@ -1,0 +1,370 @@
+"""A recipe of somebody's training script, so that it can be estimated and planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from lowmem_ft.data.config import DataConfig
+from lowmem_ft.errors import UserError
+from lowmem_ft.hf.key_table import HF_OPTIMIZERS
+from lowmem_ft.hf.reading import Reading
+from lowmem_ft.hf.script_model import adapter_config, base_model, model_config
+from lowmem_ft.hf.script_rows import longest_row, row_length
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.optimizers import ChunkedOptimizer, OptimizerConfig
+from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
+from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
+from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.techniques.config import AdapterConfig, CheckpointingConfig, LossConfig, OffloadConfig
+from lowmem_ft.units import format_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_OPTIMIZERS: Mapping[str, OptimizerName] = {
+    **{theirs: ours for ours, theirs in HF_OPTIMIZERS.items()},
+    "adamw_torch": "adamw",
+    "adamw_8bit": "adamw_bnb_8bit",
+}
+"""By ``TrainingArguments.optim``."""
+
+_SCRIPT_ESTIMATE = "`lowmem-ft estimate --script` estimates the script as it is."
+
+# How TRL's head is tiled (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
+_TRL_TILE_TOKENS, _TRL_TILE_VOCABULARY = 4096, 32768
+
+_UNLIKE: Mapping[str, tuple[Any, str]] = {
+    "auto_find_batch_size": (
+        False,
+        "the estimate is of per_device_train_batch_size, before it is halved",
+    ),
+    "torch_compile": (False, "compiled kernels keep fewer activations than the estimate counts"),
+    "use_liger_kernel": (False, "Liger's kernels keep fewer activations and logits than the estimate counts"),
+    "deepspeed": (None, "a recipe is of one process that holds everything"),
+    "fsdp": (None, "a recipe is of one process that holds everything"),
+    "optim_target_modules": (None, "the optimizer keeps projections in place of full state"),
+}
+"""Fields that change a step's memory and have no counterpart: what switches them off, and what it means."""
+
+_REFUSED = ("deepspeed", "fsdp", "optim_target_modules")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What of a script decides a step.
+
+    Args:
+        args: its arguments.
+        model: with its adapters.
+        optimizer: if it brings one; None: the arguments name it.
+        longest_row: tokens of its longest row; None: not known.
+        collator: what makes its batches.
+        evaluates: whether it has held-out data.
+        keeps_logits: whether an evaluation gathers the logits of all of it.
+        has_fused_head: whether the loss is TRL's, which never holds all logits.
+    """
+
+    args: TrainingArguments
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    longest_row: int | None = None
+    collator: Any = None
+    evaluates: bool = False
+    keeps_logits: bool = False
+    has_fused_head: bool = False
+
+
+def recipe_from(
+    trainer: Trainer | TrainingArguments,
+    model: PreTrainedModel | nn.Module | str | None = None,
+    *,
+    max_length: int | None = None,
+) -> Recipe:
+    """The recipe of a script that trains with ``transformers.Trainer`` or ``trl.SFTTrainer``.
+
+    It says what decides memory: model, type, adapters, rows, optimizer, checkpointing. ``estimate_memory`` and ``plan``
+    take it as any other. What a recipe has no words for is a warning with its consequence for memory, or an error. Data
+    stays the script's own. Torch's AdamW over 16-bit weights, which keeps no masters and its averages in the weights'
+    type, is ``optimizer.master=none`` with ``optimizer.state=bf16``.
+
+    Args:
+        trainer: before ``hf.attach`` and ``train()``; or the arguments alone, with ``model``.
+        model: with arguments: the model, or the name by which the script loads it.
+        max_length: tokens of the longest row; None: as the arguments and the trainer's data have it.
+
+    Returns:
+        The recipe. A model that came from no files is known by a folder that goes with this process.
+
+    Raises:
+        UserError: if the script is one that a recipe cannot describe, all its reasons at once.
+    """
+    if isinstance(trainer, Trainer):
+        if model is not None:
+            raise UserError(
+                "recipe_from takes a trainer, or arguments and a model; got a trainer and a model."
+            )
+        return recipe_of(_script_of(trainer), max_length=max_length)
+    if model is None:
+        raise UserError(
+            "recipe_from takes a trainer, or arguments and a model; got arguments alone. Pass the model."
+        )
+    _refuse_other_losses(trainer)
+    if isinstance(model, str):
+        script = Script(args=trainer, model=nn.Module(), has_fused_head=is_sft(type(trainer)))
+        return _read(script, _named_model(trainer, model), AdapterConfig(), max_length, Reading())
+    script = Script(args=trainer, model=model, has_fused_head=is_sft(type(trainer)))
+    return recipe_of(script, max_length=max_length)
+
+
+def recipe_of(script: Script, *, max_length: int | None = None) -> Recipe:
+    """The recipe of a script's parts; see :func:`recipe_from`.
+
+    Args:
+        script: its parts.
+        max_length: tokens of the longest row; None: as it is there.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        UserError: if a recipe cannot describe it.
+    """
+    reading = Reading()
+    model, adapter = model_config(script.model, reading), adapter_config(script.model, reading)
+    return _read(script, model, adapter, max_length, reading)
+
+
+def _script_of(trainer: Any) -> Script:
+    _refuse_other_losses(trainer)
+    data = [one for one in (trainer.train_dataset, trainer.eval_dataset) if one is not None]
+    return Script(
+        args=trainer.args,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        longest_row=longest_row(data, trainer.data_collator),
+        collator=trainer.data_collator,
+        evaluates=trainer.eval_dataset is not None,
+        keeps_logits=trainer.compute_metrics is not None
+        and trainer.preprocess_logits_for_metrics is None
+        and not trainer.args.prediction_loss_only
+        and trainer.args.eval_accumulation_steps is None,
+        has_fused_head=is_sft(type(trainer)),
+    )
+
+
+def _is_trl_but_not_sft(kind: type) -> bool:
+    names = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.")]
+    return bool(names) and not {"SFTTrainer", "SFTConfig"} & set(names)
+
+
+def is_sft(kind: type) -> bool:
+    """Whether a trainer or its arguments are those of TRL's SFT, whatever is derived from them."""
+    return any(one.__name__ in ("SFTTrainer", "SFTConfig") for one in kind.__mro__)
+
+
+def _refuse_other_losses(script: Any) -> None:
+    if _is_trl_but_not_sft(type(script)):
+        raise UserError(
+            f"A recipe trains a model on next tokens, and {type(script).__name__} does more in a step: reference "
+            f"models, pairs of answers, generation. {_SCRIPT_ESTIMATE}"
+        )
+
+
+def _named_model(args: Any, name: str) -> ModelConfig:
+    """As ``from_pretrained`` loads it: TRL in float32 where it is not told, transformers in the checkpoint's type."""
+    options = getattr(args, "model_init_kwargs", None) or {}
+    dtype = options.get("dtype", "float32" if is_sft(type(args)) else "auto")
+    return ModelConfig(name_or_path=name, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+
+
+def _read(
+    script: Script, model: ModelConfig, adapter: AdapterConfig, max_length: int | None, reading: Reading
+) -> Recipe:
+    args: Any = script.args
+    _note_unlike(script, reading)
+    is_checkpointed = args.gradient_checkpointing or _is_checkpointed(script.model)
+    is_offloaded = getattr(args, "activation_offloading", False)
+    recipe = Recipe(
+        name="script",
+        model=model,
+        adapter=adapter,
+        data=_data(script, max_length),
+        training=_training(script, reading),
+        optimizer=_optimizer(script, model, adapter, reading),
+        checkpointing=CheckpointingConfig(mode="full" if is_checkpointed else "none"),
+        offload=OffloadConfig(activations="all" if is_offloaded else "none"),
+        loss=LossConfig(chunk_tokens=None),
+    )
+    if script.has_fused_head:
+        recipe = dataclasses.replace(recipe, loss=_trl_loss(script, recipe, reading))
+    reading.finish()
+    check_recipe(recipe)
+    return recipe
+
+
+def _is_checkpointed(model: nn.Module) -> bool:
+    """Whether the script has switched it on itself; each module that can be checkpointed has a flag."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _data(script: Script, max_length: int | None) -> DataConfig:
+    packing = bool(getattr(script.args, "packing", False))
+    said = max_length if max_length is not None else getattr(script.args, "max_length", None)
+    length = row_length(said, script.longest_row, packed=packing, collator=script.collator or script.args)
+    return DataConfig(
+        max_length=length, packing=packing, eval_split="validation" if script.evaluates else None
+    )
+
+
+def _training(script: Script, reading: Reading) -> TrainingConfig:
+    args: Any = script.args
+    named = {
+        name: getattr(args, name)
+        for name in (
+            "output_dir",
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "num_train_epochs",
+            "max_steps",
+            "use_cpu",
+            "seed",
+            "full_determinism",
+        )
+    }
+    named["warmup_steps"] = float(args.warmup_steps)
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if schedule in recipe_keys()["training.lr_scheduler_type"].choices:
+        named["lr_scheduler_type"] = schedule
+        named["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs or None
+    else:
+        named["warmup_steps"] = 0.0
+        reading.warn(f"lr_scheduler_type={schedule} is none of a recipe's. It takes no memory.")
+    return TrainingConfig(
+        **named,
+        max_grad_norm=args.max_grad_norm or None,
+        mixed_precision=_mixed_precision(args, reading),
+        eval_steps=_every(args.eval_strategy, args.eval_steps) if script.evaluates else None,
+        save_steps=_every(args.save_strategy, args.save_steps),
+        logging_steps=int(args.logging_steps) if args.logging_steps >= 1 else 1,
+    )
+
+
+def _every(strategy: Any, steps: Any) -> int | None:
+    """Whole steps; epochs and shares of a run, whose length a recipe cannot know, leave nothing."""
+    return int(steps) if strategy == "steps" and steps is not None and steps >= 1 else None
+
+
+def _mixed_precision(args: Any, reading: Reading) -> Any:
+    """What the arguments ended with, which a launcher's environment may have said."""
+    chosen = args.mixed_precision
+    if chosen not in recipe_keys()["training.mixed_precision"].choices:
+        reading.problem(
+            f"A recipe's mixed precision is bf16, fp16 or no, and the script's is {chosen}. {_SCRIPT_ESTIMATE}"
+        )
+        return "no"
+    return chosen
+
+
+def _optimizer(
+    script: Script, model: ModelConfig, adapter: AdapterConfig, reading: Reading
+) -> OptimizerConfig:
+    args: Any = script.args
+    found = _OPTIMIZERS.get(str(getattr(args.optim, "value", args.optim)))
+    asked = f"optim={getattr(args.optim, 'value', args.optim)}"
+    if script.optimizer is not None:
+        asked = f"{type(script.optimizer).__module__}.{type(script.optimizer).__qualname__}"
+        found = _name_of(script.optimizer)
+    if found is None:
+        reading.problem(
+            f"The optimizer {asked} is none of a recipe's: {', '.join(dict.fromkeys(_OPTIMIZERS))}. {_SCRIPT_ESTIMATE}"
+        )
+        return OptimizerConfig()
+    row = OPTIMIZERS[found]
+    said = {
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "momentum": _momentum(args),
+    }
+    hyperparameters = {
+        name: said[name] for name, default in row.hyperparameters.items() if said[name] != default
+    }
+    formats: dict[str, Any] = {}
+    if model.dtype == "bfloat16" and adapter.name == "none" and row.takes_formats:
+        formats["master"] = "none"
+        if row.takes_state_formats and hyperparameters.get("momentum") != 0:
+            formats["state"] = "bf16"
+    if found == "adamw" and asked == "optim=adamw_torch" and not args.use_cpu:
+        reading.warn(
+            "optim=adamw_torch updates all weights at once on a GPU and holds as much as its second averages beside "
+            "them meanwhile, which the estimate does not count; optim=adamw_torch_fused does not."
+        )
+    return OptimizerConfig(name=found, weight_decay=args.weight_decay, **hyperparameters, **formats)
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
+    """That of an optimizer that the script brings itself."""
+    if isinstance(optimizer, ChunkedOptimizer):
+        raise UserError("recipe_from describes a trainer as its script made it: call it before hf.attach.")
+    by_class: dict[str, OptimizerName] = {
+        "torch.optim.adamw.AdamW": "adamw",
+        "torch.optim.sgd.SGD": "sgd",
+        "transformers.optimization.Adafactor": "adafactor",
+    }
+    return by_class.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+
+
+def _momentum(args: Any) -> float:
+    """SGD's, which HF takes as text: ``momentum=0.9,nesterov=true``."""
+    pairs = (pair.partition("=") for pair in (args.optim_args or "").replace(" ", "").split(","))
+    return next((float(value) for name, _, value in pairs if name == "momentum"), 0.0)
+
+
+def _note_unlike(script: Script, reading: Reading) -> None:
+    args: Any = script.args
+    for name, (off, consequence) in _UNLIKE.items():
+        value = getattr(args, name, off)
+        if value and value != off:
+            say = reading.problem if name in _REFUSED else reading.warn
+            say(f"{name}={value} has no counterpart in a recipe: {consequence}.")
+    rows, vocabulary = args.per_device_train_batch_size, _vocabulary(script.model)
+    logits = (
+        f"{format_bytes(rows * vocabulary * 4 * (script.longest_row or 1))}" if vocabulary else "the logits"
+    )
+    if args.label_smoothing_factor:
+        reading.warn(
+            f"label_smoothing_factor={args.label_smoothing_factor} keeps log-probabilities of every token beside the "
+            f"logits, about {logits} more than the estimate counts."
+        )
+    if script.keeps_logits and script.evaluates:
+        reading.warn(
+            "compute_metrics gathers the logits of all held-out rows on the device, which the estimate does not count. "
+            "Set eval_accumulation_steps, or pass preprocess_logits_for_metrics."
+        )
+
+
+def _vocabulary(model: nn.Module) -> int:
+    if not hasattr(model, "config"):
+        return 0
+    return int(getattr(base_model(model).config.get_text_config(), "vocab_size", 0))
+
+
+def _trl_loss(script: Script, recipe: Recipe, reading: Reading) -> LossConfig:
+    """TRL's head works on tiles of tokens and vocabulary: as many logits at once as this chunk has."""
+    vocabulary = _vocabulary(script.model) or _TRL_TILE_VOCABULARY
+    rows_tokens = recipe.training.per_device_train_batch_size * (recipe.data.max_length or 1)
+    tokens = min(rows_tokens, _TRL_TILE_TOKENS)
+    if more := max(0, _TRL_TILE_VOCABULARY - vocabulary) * tokens * 4:
+        reading.warn(
+            f"TRL's loss takes a tile of {tokens} tokens x {_TRL_TILE_VOCABULARY:,} logits whatever the vocabulary is, "
+            f"here up to {format_bytes(more)} more than the estimate counts."
+        )
+    return LossConfig(chunk_tokens=max(1, round(tokens * min(1.0, _TRL_TILE_VOCABULARY / vocabulary))))

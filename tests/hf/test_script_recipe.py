@@ -1,0 +1,235 @@
+"""The recipe of somebody's script, and what it says of the memory that the script takes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+from tiny_models import tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+from lowmem_ft import estimate_memory, hf, load_recipe
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.recipe.keys import recipe_keys
+
+TOKENS = 64
+
+
+class Meter(TrainerCallback):
+    """The most that tensors take in each step, weights included."""
+
+    def __init__(self):
+        self.peaks = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.tracker = StorageTracker()
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self.tracker.add(tensor)
+        self.tracker.__enter__()
+
+    def on_step_begin(self, *args, **kwargs):
+        gc.collect()
+        self.tracker.reset_peak()
+
+    def on_step_end(self, *args, **kwargs):
+        self.peaks.append(self.tracker.peak_bytes)
+
+    def on_train_end(self, *args, **kwargs):
+        self.tracker.__exit__(None, None, None)
+
+
+def arguments(folder, **fields):
+    shared = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **{**shared, **fields})
+
+
+def trainer_of(folder, *, model=None, **fields):
+    tokens = list(range(2, 2 + TOKENS))
+    rows = [{"input_ids": tokens, "labels": tokens, "attention_mask": [1] * TOKENS}] * 16
+    model = model or tiny_llama(vocab_size=512, max_position_embeddings=2 * TOKENS)
+    return Trainer(
+        model=model,
+        args=arguments(folder, **fields),
+        train_dataset=rows,
+        data_collator=default_data_collator,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"gradient_accumulation_steps": 2}, {"activation_checkpointing": True}],
+    ids=["plain", "accumulated", "checkpointed"],
+)
+def test_the_estimate_is_what_the_scripts_step_takes(fields, tmp_path):
+    trainer = trainer_of(tmp_path, **fields)
+    estimate = estimate_memory(hf.recipe_from(trainer), "cpu")
+    meter = Meter()
+    trainer.add_callback(meter)
+    trainer.train()
+    assert estimate.allocated_peak_bytes == pytest.approx(meter.peaks[-1], rel=0.01)
+
+
+def test_the_estimate_of_adapters_and_autocast(tmp_path):
+    import peft
+
+    model = tiny_llama(vocab_size=512, max_position_embeddings=2 * TOKENS)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    trainer = trainer_of(tmp_path, model=model, bf16=True)
+    recipe = hf.recipe_from(trainer)
+    assert (recipe.adapter.name, recipe.adapter.r, recipe.adapter.target_modules) == (
+        *("lora", 4),
+        ("q_proj", "v_proj"),
+    )
+    meter = Meter()
+    estimate = estimate_memory(recipe, "cpu")
+    trainer.add_callback(meter)
+    trainer.train()
+    assert estimate.allocated_peak_bytes == pytest.approx(meter.peaks[-1], rel=0.02)
+
+
+def test_adapters_beside_all_linear_layers_are_called_so(tmp_path):
+    import peft
+
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules="all-linear", use_rslora=True))
+    adapter = hf.recipe_from(arguments(tmp_path), model, max_length=8).adapter
+    assert (adapter.target_modules, adapter.use_rslora) == (("all-linear",), True)
+
+
+ROUND_TRIP = (
+    "training.per_device_train_batch_size=2",
+    "training.gradient_accumulation_steps=3",
+    "training.per_device_eval_batch_size=5",
+    "training.learning_rate=3e-4",
+    "training.lr_scheduler_type=cosine_with_min_lr",
+    "training.lr_scheduler_kwargs={min_lr_rate: 0.1}",
+    "training.warmup_steps=0.1",
+    "training.max_steps=17",
+    "training.max_grad_norm=null",
+    "training.mixed_precision=bf16",
+    "training.seed=7",
+    "training.save_steps=9",
+    "optimizer.betas=[0.8, 0.95]",
+    "optimizer.eps=1e-6",
+    "optimizer.weight_decay=0.1",
+    "data.packing=true",
+)
+
+
+def test_arguments_of_a_recipe_give_its_fields_back(tmp_path):
+    recipe = load_recipe(
+        "tiny",
+        [
+            f"training.output_dir={tmp_path}",
+            "training.use_cpu=true",
+            "training.eval_steps=null",
+            "loss.chunk_tokens=null",
+            *ROUND_TRIP,
+        ],
+    )
+    back = hf.recipe_from(hf.sft_config(recipe), recipe.model.name_or_path)
+    keys = [setting.partition("=")[0] for setting in ROUND_TRIP] + ["data.max_length", "optimizer.name"]
+    assert {key: recipe_keys()[key].value_in(back) for key in keys} == {
+        key: recipe_keys()[key].value_in(recipe) for key in keys
+    }
+
+
+@pytest.mark.parametrize(
+    "optim,name",
+    [
+        *(("adamw_torch", "adamw"), ("adamw_8bit", "adamw_bnb_8bit"), ("paged_adamw_8bit",) * 2),
+        *(("adafactor", "adafactor"), ("lion_32bit", "lion_32bit")),
+    ],
+)
+def test_optimizers_by_their_names(optim, name, tmp_path):
+    recipe = hf.recipe_from(arguments(tmp_path, optim=optim), tiny_llama(), max_length=8)
+    assert recipe.optimizer.name == name
+
+
+def test_sgd_has_no_momentum_unless_the_script_says_so(tmp_path):
+    for optim_args, momentum in ((None, 0.0), ("momentum=0.8", 0.8)):
+        args = arguments(tmp_path, optim="sgd", optim_args=optim_args)
+        config = hf.recipe_from(args, tiny_llama(), max_length=8).optimizer
+        assert config.hyperparameters()["momentum"] == momentum
+
+
+def test_an_optimizer_that_no_recipe_has_is_named(tmp_path):
+    with pytest.raises(UserError, match="optim=adagrad"):
+        hf.recipe_from(arguments(tmp_path, optim="adagrad"), tiny_llama(), max_length=8)
+    trainer = trainer_of(tmp_path)
+    trainer.optimizer = torch.optim.RMSprop(trainer.model.parameters())
+    with pytest.raises(UserError, match="RMSprop"):
+        hf.recipe_from(trainer)
+
+
+def test_bfloat16_weights_under_torchs_adamw_have_no_masters(tmp_path):
+    optimizer = hf.recipe_from(arguments(tmp_path), tiny_llama(torch.bfloat16), max_length=8).optimizer
+    assert (optimizer.master, optimizer.state) == ("none", "bf16")
+
+
+def test_what_a_recipe_cannot_say_is_said_with_its_consequence(tmp_path, caplog):
+    fields = {
+        "auto_find_batch_size": True,
+        "label_smoothing_factor": 0.1,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+    }
+    with caplog.at_level(logging.WARNING, "lowmem_ft"):
+        args = arguments(tmp_path, **fields, eval_strategy="epoch")
+        hf.recipe_from(args, tiny_llama(), max_length=8)
+    assert all(name in caplog.text for name in fields)
+
+
+def test_what_would_make_the_recipe_wrong_is_an_error_all_at_once(tmp_path):
+    import peft
+
+    model = peft.get_peft_model(
+        tiny_llama(),
+        peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], bias="lora_only"),
+    )
+    with pytest.raises(UserError) as caught:
+        hf.recipe_from(arguments(tmp_path, optim="adagrad"), model, max_length=8)
+    text = str(caught.value)
+    assert all(name in text for name in ("modules_to_save", "bias='lora_only'", "optim=adagrad"))
+    frozen = tiny_llama()
+    frozen.model.embed_tokens.requires_grad_(False)
+    with pytest.raises(UserError, match="frozen without adapters"):
+        hf.recipe_from(arguments(tmp_path), frozen, max_length=8)
+
+
+def test_the_length_of_rows_comes_from_the_data_or_is_asked_for(tmp_path):
+    trainer = trainer_of(tmp_path)
+    assert hf.recipe_from(trainer).data.max_length == TOKENS
+    assert hf.recipe_from(trainer, max_length=32).data.max_length == 32
+    with pytest.raises(UserError, match="max_length="):
+        hf.recipe_from(arguments(tmp_path), tiny_llama())
+
+
+def test_a_checkpoint_in_a_folder_keeps_its_name_until_its_config_is_changed(tmp_path, caplog):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    model = type(tiny_llama()).from_pretrained(tmp_path / "model")
+    found = hf.recipe_from(arguments(tmp_path), model, max_length=8).model
+    assert (found.name_or_path, found.weights) == (str(tmp_path / "model"), "pretrained")
+    model.resize_token_embeddings(72)
+    changed = hf.recipe_from(arguments(tmp_path), model, max_length=8)
+    assert changed.model.weights == "random"
+    assert "not that of" in caplog.text
+    assert estimate_memory(changed, "cpu").by_category_at_peak["parameter"] == sum(
+        tensor.numel() * 4 for tensor in [*model.parameters(), *model.buffers()]
+    )
+
+
+def test_trainers_that_do_more_in_a_step_are_refused_by_name(tmp_path):
+    import trl
+
+    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing=False)
+    with pytest.raises(UserError, match="DPOConfig"):
+        hf.recipe_from(args, tiny_llama())
