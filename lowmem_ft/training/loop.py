@@ -287,7 +287,8 @@ class TrainingRun:
         self.progress.loss = float(result.loss)
         self.health.after_step(self.session, result, sample_ids, learning_rate)
         seconds = time.perf_counter() - start
-        self.memory.after_step(self.session, seconds)
+        session = self.session
+        self.memory.after_step(session.unwrapped_model, session.optimizer, session.techniques, seconds)
         memory = read_device_memory(self.runtime.device)
         self.budget_watch.after_step(file_bytes=self.session.host_memory.peak_file_bytes)
         record = {

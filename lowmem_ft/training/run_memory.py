@@ -8,14 +8,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, typical_seconds
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.phase_peaks import PhasePeaks
+from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.run_metrics import RunMetrics
-from lowmem_ft.training.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,13 @@ class RunMemory:
         """Count a block as ``load``, ``step``, ``evaluation`` or ``save``."""
         return self._peaks.during(phase)
 
-    def after_step(self, session: Session, seconds: float) -> None:
+    def after_step(
+        self, model: nn.Module, optimizer: Optimizer, techniques: Techniques, seconds: float
+    ) -> None:
         """Note how long a step took, and after the first of them what stays."""
         self._step_seconds.append(seconds)
         if not self._by_category:
-            self._by_category = bytes_that_stay(session, self._device)
+            self._by_category = bytes_that_stay(model, optimizer, techniques, self._device)
 
     def measured(self) -> Peaks:
         """All so far."""
@@ -82,13 +85,14 @@ class RunMemory:
                 logger.info("  %s", row)
 
 
-def bytes_that_stay(session: Session, device: torch.device) -> dict[str, int]:
+def bytes_that_stay(
+    model: nn.Module, optimizer: Optimizer, techniques: Techniques, device: torch.device
+) -> dict[str, int]:
     """Storage of weights and of optimizer state on a device between two steps, each storage once."""
-    model = session.unwrapped_model
     weights: list[Tensor] = [*model.parameters(), *model.buffers()]
-    weights += [memory.memory for memory in session.techniques.weight_memory()]
+    weights += [memory.memory for memory in techniques.weight_memory()]
     weights += [leaf for weight in weights for leaf in _leaves(getattr(weight, "quant_state", None))]
-    state = [leaf for values in session.optimizer.state.values() for leaf in _leaves(values)]
+    state = [leaf for values in optimizer.state.values() for leaf in _leaves(values)]
     seen: set[int] = set()
     return {
         name: sum(_new_storages(tensors, device, seen))
