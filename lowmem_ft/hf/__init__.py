@@ -8,13 +8,15 @@ from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.hf.arguments import dpo_config, grpo_config, sft_config, training_arguments
+    from lowmem_ft.hf.memory_callback import MemoryCallback
     from lowmem_ft.hf.script_recipe import recipe_from
 
-__all__ = ["dpo_config", "grpo_config", "recipe_from", "sft_config", "training_arguments"]
+__all__ = ["MemoryCallback", "dpo_config", "grpo_config", "recipe_from", "sft_config", "training_arguments"]
 
 __getattr__ = lazy_exports(
     __name__,
     {
+        "MemoryCallback": "memory_callback",
         "dpo_config": "arguments",
         "grpo_config": "arguments",
         "recipe_from": "script_recipe",

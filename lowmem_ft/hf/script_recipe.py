@@ -280,7 +280,7 @@ def _optimizer(
     args: Any = script.args
     found = _OPTIMIZERS.get(str(getattr(args.optim, "value", args.optim)))
     asked = f"optim={getattr(args.optim, 'value', args.optim)}"
-    if script.optimizer is not None:
+    if script.optimizer is not None and not _is_that_of_the_arguments(script):
         asked = f"{type(script.optimizer).__module__}.{type(script.optimizer).__qualname__}"
         found = _name_of(script.optimizer)
     if found is None:
@@ -310,10 +310,19 @@ def _optimizer(
     return OptimizerConfig(name=found, weight_decay=args.weight_decay, **hyperparameters, **formats)
 
 
+def _is_that_of_the_arguments(script: Script) -> bool:
+    """A trainer makes it from them as training begins; it knows bitsandbytes' by more than their class."""
+    theirs, _ = Trainer.get_optimizer_cls_and_kwargs(script.args, script.model)  # type: ignore[arg-type]
+    return type(script.optimizer) is theirs
+
+
 def _name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
     """That of an optimizer that the script brings itself."""
     if isinstance(optimizer, ChunkedOptimizer):
-        raise UserError("recipe_from describes a trainer as its script made it: call it before hf.attach.")
+        raise UserError(
+            "A script's recipe is read before hf.attach. Call hf.recipe_from first; to MemoryCallback give the recipe "
+            "that hf.attach was given."
+        )
     by_class: dict[str, OptimizerName] = {
         "torch.optim.adamw.AdamW": "adamw",
         "torch.optim.sgd.SGD": "sgd",

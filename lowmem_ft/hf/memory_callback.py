@@ -1,0 +1,202 @@
+"""What a trainer's run needs and takes: an estimate before it, peaks in its logs, the two side by side after it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.errors import UserError
+from lowmem_ft.hf.script_recipe import Script, is_sft, recipe_of
+from lowmem_ft.hf.script_rows import longest_row
+from lowmem_ft.memory.comparison import Row
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.meter import read_device_memory
+from lowmem_ft.preflight.estimate_beside import EstimateBeside
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.techniques.technique import Techniques
+from lowmem_ft.training.preflight import check_estimate
+from lowmem_ft.training.run_memory import RunMemory
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryCallback(TrainerCallback):
+    """Memory of a run of ``transformers.Trainer`` or one of TRL's, with ``hf.attach`` or without.
+
+    ::
+
+        trainer = Trainer(..., callbacks=[MemoryCallback(budget="24GiB")])
+
+    As training begins it estimates what a step needs, in a process beside this one, and holds that against the budget
+    or the device; it logs one line. Each log of the trainer has ``memory_peak_bytes``: of tensors on CUDA, of the
+    process on a CPU. At the end it logs estimated and measured peaks by phase. Its lines go to the loggers below
+    ``lowmem_ft``.
+
+    Trackers of ``report_to`` are told before other callbacks are: ``trainer.callback_handler.callbacks.insert(0,
+    MemoryCallback())`` puts this one before them.
+
+    Args:
+        recipe: what runs, such as that given to ``hf.attach``; None: :func:`recipe_from` reads it from the trainer.
+        budget: what may be used: a budget, or the device's part such as ``24GiB``; None: the recipe's, else all there
+            is.
+        estimate: made before; None: it is made.
+
+    Attributes:
+        estimate: of the run; None before it, and where it could not be made: a warning says why.
+
+    Raises:
+        DoesNotFitError: as training begins, if more is needed than there is; ``Budget(enforce=False)`` warns instead.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        *,
+        budget: Budget | str | None = None,
+        estimate: MemoryEstimate | None = None,
+    ) -> None:
+        self.estimate = estimate
+        self._recipe = recipe
+        self._budget = Budget(device=budget) if isinstance(budget, str) else budget
+        self._memory: RunMemory | None = None
+        self._phase = ""
+        self._running = contextlib.ExitStack()
+        self._step_began = 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Estimate, and hold the run to it."""
+        self._memory = RunMemory(args.device)
+        if not state.is_world_process_zero:
+            return
+        recipe = self._recipe_of(args, kwargs)
+        if recipe is None:
+            return
+        if recipe.budget.preflight and self.estimate is None:
+            self.estimate = _estimated_beside(recipe, args, _longest(kwargs))
+        if self.estimate is not None:
+            self._memory.estimate = self.estimate
+            check_estimate(recipe, self.estimate, num_processes=args.world_size)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A phase of its own."""
+        self._begin("step")
+        self._step_began = time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note what stays."""
+        seconds = time.perf_counter() - self._step_began
+        self._begin("save" if control.should_save and not control.should_evaluate else "")
+        if self._memory is not None:
+            self._memory.after_step(kwargs["model"], kwargs["optimizer"], Techniques(), seconds)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The first of an evaluation begins its phase."""
+        self._begin("evaluation")
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A checkpoint may follow."""
+        self._begin("save" if control.should_save else "")
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """It is written."""
+        self._begin("")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the peak so far, to what is shown and to the trainer's history."""
+        if logs is None or self._memory is None:
+            return
+        peak = {"memory_peak_bytes": read_device_memory(args.device).peak_bytes}
+        logs.update(peak)
+        if state.log_history:
+            state.log_history[-1].update(peak)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log the two side by side; what was measured, where nothing was estimated."""
+        self._begin("")
+        for row in self.rows():
+            if row.measured is not None:
+                logger.info("Memory, %s", row)
+
+    def rows(self) -> list[Row]:
+        """Estimated and measured, quantity by quantity; empty before the first run."""
+        return [] if self._memory is None else self._memory.rows()
+
+    def _begin(self, phase: str) -> None:
+        """End the phase that runs, unless it goes on; without a name nothing follows."""
+        if self._memory is None or phase == self._phase:
+            return
+        self._running.close()
+        self._phase = phase
+        if phase:
+            self._running.enter_context(self._memory.during(phase))
+
+    def _recipe_of(self, args: TrainingArguments, kwargs: dict[str, Any]) -> Recipe | None:
+        recipe = self._recipe
+        try:
+            if recipe is None:
+                recipe = recipe_of(_script_of(args, kwargs))
+        except UserError as error:
+            logger.warning("What the run needs could not be estimated: %s Training goes on.", error)
+            return None
+        return recipe if self._budget is None else dataclasses.replace(recipe, budget=self._budget)
+
+
+def _estimated_beside(recipe: Recipe, args: TrainingArguments, longest: int | None) -> MemoryEstimate | None:
+    beside = EstimateBeside()
+    try:
+        beside.begin(recipe, args.device)
+        return beside.finish(longest)
+    finally:
+        beside.close()
+
+
+def _script_of(args: TrainingArguments, kwargs: dict[str, Any]) -> Script:
+    """What a callback is given of a trainer."""
+    optimizer = kwargs["optimizer"]
+    return Script(
+        args=args,
+        model=kwargs["model"],
+        optimizer=getattr(optimizer, "optimizer", optimizer),  # out of Accelerate's wrapper
+        longest_row=_longest(kwargs),
+        collator=_collator(kwargs),
+        evaluates=args.eval_strategy != "no",
+        has_fused_head=is_sft(type(args)),
+    )
+
+
+def _collator(kwargs: dict[str, Any]) -> Any:
+    """The script's own, within the one that takes columns away."""
+    collator = getattr(kwargs.get("train_dataloader"), "collate_fn", None)
+    return getattr(collator, "data_collator", collator)
+
+
+def _longest(kwargs: dict[str, Any]) -> int | None:
+    dataset = getattr(kwargs.get("train_dataloader"), "dataset", None)
+    return None if dataset is None else longest_row([dataset], _collator(kwargs))
