@@ -119,15 +119,21 @@ class AccelerateRuntime(MixedPrecision):
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap the model for data parallelism, where there are several processes."""
-        if self.num_processes > 1 and not ddp_takes(model):
-            self._averages_after_backward = True
-            copy_from_main_process(model)
+        if self.goes_without_ddp(model):
             return model, optimizer
         # Weights are where they belong, on the host some of them.
         prepared = self.accelerator.prepare(model, device_placement=[False])
         # Or another Accelerator would take a model that this run is done with for prepared.
         vars(model).pop("_is_accelerate_prepared", None)
         return prepared, optimizer
+
+    def goes_without_ddp(self, model: nn.Module) -> bool:
+        """Whether this model's gradients are none that DDP takes: then they are averaged after backward from now on."""
+        if self.num_processes == 1 or ddp_takes(model):
+            return False
+        self._averages_after_backward = True
+        copy_from_main_process(model)
+        return True
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Those that DDP does not take: sums of 16-bit gradients in float32."""

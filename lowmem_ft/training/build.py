@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
@@ -23,9 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig, PreTrainedModel, get_scheduler
 
 from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.logical_size import logical_numel
-from lowmem_ft.models import compute_dtype, hub_id_of, load_model_config, weights_dtype
+from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, load_model_config, weights_dtype
 from lowmem_ft.optimizers import ChunkedOptimizer, check_optimizer, create_optimizer, may_lose_updates
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
@@ -149,24 +151,17 @@ def build_session(
         host=host_memory if recipe.offload.parameters == "stream" else None,
     )
     model.train()
-    rows = _rows_per_micro_batch(recipe, plan)
-    in_forward = Techniques(*techniques_in_forward(model, recipe, host_memory, rows))
-    optimizer = create_optimizer(
+    on = switch_on(
         model,
-        recipe.optimizer,
-        learning_rate=recipe.training.learning_rate,
-        seed=recipe.training.seed,
+        recipe,
+        host_memory,
+        adapters=adapters_of(model, recipe),
+        rows_per_micro_batch=_rows_per_micro_batch(recipe, plan),
+        sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
+        finer_weights=lambda: runtime.master_weights(recipe.model, plan.hf_config),
     )
-    with in_forward.at_rest():  # the state begins with the weights' values
-        of_state = list(techniques_of_state(optimizer, recipe, host_memory))
-        _initialize_masters(optimizer, model, recipe, runtime, plan)
-    streaming = in_forward.find(ParameterStreaming)
-    sums = in_pieces or recipe.training.gradient_accumulation_steps > 1
-    in_step = techniques_in_step(optimizer, recipe, host_memory, streaming, sums=sums)
-    # Streamed weights are outermost: they make the updates that wait, and come to rest before the state comes back.
-    techniques = Techniques(*of_state, *in_step, *in_forward)
-    scheduler = _scheduler(optimizer, recipe.training, num_training_steps)
-    prepared_model, prepared_optimizer = runtime.prepare(model, optimizer)
+    scheduler = _scheduler(on.optimizer, recipe.training, num_training_steps)
+    prepared_model, prepared_optimizer = runtime.prepare(model, on.optimizer)
     _log_size(model)
     return Session(
         model=prepared_model,
@@ -175,18 +170,83 @@ def build_session(
         scheduler=scheduler,
         runtime=runtime,
         max_grad_norm=recipe.training.max_grad_norm,
-        techniques=techniques,
+        techniques=on.techniques,
         host_memory=host_memory,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchedOn:
+    """What trains a model as a recipe says.
+
+    Args:
+        optimizer: ours or bitsandbytes', over the trainable parameters.
+        techniques: what is on, for a loop to ask.
+    """
+
+    optimizer: Optimizer
+    techniques: Techniques
+
+
+def switch_on(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    host_memory: HostMemory,
+    *,
+    adapters: Iterable[Technique] = (),
+    rows_per_micro_batch: int,
+    sums: bool,
+    finer_weights: Callable[[], MasterWeights | None],
+) -> SwitchedOn:
+    """Switch a recipe's techniques on, in their order, and make the optimizer between them.
+
+    Args:
+        model: a causal LM, or a PEFT model around one.
+        recipe: which techniques, and which optimizer.
+        host_memory: where things wait.
+        adapters: from :func:`adapters_of`; none for a model that has its adapters.
+        rows_per_micro_batch: in vertical order, the rows that pass through a layer together.
+        sums: whether a step sums several gradients.
+        finer_weights: reads what bfloat16 weights have lost of their checkpoint.
+
+    Returns:
+        Both; an error leaves the model as it was.
+    """
+    in_forward, after_forward = Techniques(), Techniques()
+    try:
+        for technique in itertools.chain(
+            adapters, techniques_in_forward(model, recipe, host_memory, rows_per_micro_batch)
+        ):
+            in_forward.add(technique)
+        training = recipe.training
+        optimizer = create_optimizer(
+            model, recipe.optimizer, learning_rate=training.learning_rate, seed=training.seed
+        )
+        with in_forward.at_rest():  # the state begins with the weights' values
+            for technique in techniques_of_state(optimizer, recipe, host_memory):
+                after_forward.add(technique)
+            _initialize_masters(optimizer, model, finer_weights)
+        streaming = in_forward.find(ParameterStreaming)
+        for technique in techniques_in_step(optimizer, recipe, host_memory, streaming, sums=sums):
+            after_forward.add(technique)
+    except BaseException:
+        Handle(in_forward.remove, after_forward.remove).remove()
+        raise
+    # Streamed weights are outermost: they make the updates that wait, and come to rest before the state comes back.
+    return SwitchedOn(optimizer, Techniques(*after_forward, *in_forward))
+
+
+def adapters_of(model: PreTrainedModel, recipe: Recipe) -> Iterator[Technique]:
+    """Puts the recipe's adapters beside a model's weights, before all that changes the way through it."""
+    if recipe.adapter.name == "lora":
+        base_name = hub_id_of(recipe.model.name_or_path or "")
+        yield enable_lora(model, recipe.adapter, base_name=base_name, base_revision=recipe.model.revision)
 
 
 def techniques_in_forward(
     model: PreTrainedModel, recipe: Recipe, host_memory: HostMemory, rows_per_micro_batch: int
 ) -> Iterator[Technique]:
     """Switches on what changes the way through the model, from the inside out."""
-    if recipe.adapter.name == "lora":
-        base_name = hub_id_of(recipe.model.name_or_path or "")
-        yield enable_lora(model, recipe.adapter, base_name=base_name, base_revision=recipe.model.revision)
     if recipe.tiling.mlp > 1:
         yield enable_tiled_mlp(model, recipe.tiling)
     if recipe.checkpointing.mode != "none":
@@ -250,7 +310,7 @@ def techniques_in_step(
 
 
 def _initialize_masters(
-    optimizer: Optimizer, model: PreTrainedModel, recipe: Recipe, runtime: Runtime, plan: Plan
+    optimizer: Optimizer, model: nn.Module, finer_weights: Callable[[], MasterWeights | None]
 ) -> None:
     """Let the masters of bfloat16 weights hold what these have lost of a float32 checkpoint."""
     if not isinstance(optimizer, ChunkedOptimizer):
@@ -260,7 +320,7 @@ def _initialize_masters(
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state and optimizer.master_of(parameter).tensors
     }
-    finer = runtime.master_weights(recipe.model, plan.hf_config) if parameters else None
+    finer = finer_weights() if parameters else None
     if finer is None:
         return
     for name, parameter in parameters.items():
