@@ -8,17 +8,32 @@ from lowmem_ft.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.hf.arguments import dpo_config, grpo_config, sft_config, training_arguments
+    from lowmem_ft.hf.attaching import Attached, attach
     from lowmem_ft.hf.memory_callback import MemoryCallback
+    from lowmem_ft.hf.prepared_model import prepare_model
     from lowmem_ft.hf.script_recipe import recipe_from
 
-__all__ = ["MemoryCallback", "dpo_config", "grpo_config", "recipe_from", "sft_config", "training_arguments"]
+__all__ = [
+    "Attached",
+    "MemoryCallback",
+    "attach",
+    "dpo_config",
+    "grpo_config",
+    "prepare_model",
+    "recipe_from",
+    "sft_config",
+    "training_arguments",
+]
 
 __getattr__ = lazy_exports(
     __name__,
     {
+        "Attached": "attaching",
         "MemoryCallback": "memory_callback",
+        "attach": "attaching",
         "dpo_config": "arguments",
         "grpo_config": "arguments",
+        "prepare_model": "prepared_model",
         "recipe_from": "script_recipe",
         "sft_config": "arguments",
         "training_arguments": "arguments",

@@ -383,6 +383,17 @@ TRANSFORMERS = (
         "num_beams cur_len decoder_prompt_len length_penalty early_stopping",
         "how long the result of a beam search is",
     ),
+    _replaced(
+        "transformers.Trainer",
+        "_save_checkpoint",
+        "self model trial",
+        "weights and state are at rest meanwhile",
+    ),
+    _replaced(
+        "transformers.Trainer", "_load_from_checkpoint", "self resume_from_checkpoint model", "the same"
+    ),
+    _replaced("transformers.Trainer", "_load_best_model", "self", "the same"),
+    _replaced("transformers.Trainer", "_load_optimizer_and_scheduler", "self checkpoint", "the same"),
     *_data(
         "transformers.AutoModelForCausalLM",
         "_model_mapping",
@@ -402,6 +413,9 @@ ACCELERATE = (
         "of an Accelerator that has a precision",
     ),
     *_data("accelerate.Accelerator().prepare()", "_is_accelerate_prepared", "its mark is taken off", "bool"),
+    *_data(
+        "accelerate.Accelerator().prepare()", "_original_forward", "what it put around forward goes", "method"
+    ),
 )
 
 PEFT = (

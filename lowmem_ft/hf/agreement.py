@@ -1,0 +1,259 @@
+"""What is trained with, where a recipe and a trainer both say it: what the trainer says, or an error.
+
+The trainer has batches, precision, learning rate and seed, and it has the model. A recipe that says nothing about one
+of these, which is its default, follows; one that says something else is refused with both names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowmem_ft.data.config import DataConfig
+from lowmem_ft.hf.checkpointing_switch import asked_by_flag
+from lowmem_ft.hf.trainer_kinds import Kind, problems_of_kind, refused_defaults
+from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.recipe.conflicts import recipe_problems
+from lowmem_ft.recipe.keys import RecipeKey, recipe_keys
+from lowmem_ft.recipe.plan_config import PlanConfig
+
+_BY_TRAINER = ("data", "training", "plan")
+"""Groups of a recipe that a trainer has instead, but for what :func:`agree` reads of them."""
+
+
+@dataclass
+class Agreement:
+    """What a trainer is to train with.
+
+    Attributes:
+        recipe: with the trainer's values where it has them.
+        problems: what the two do not agree on, and what cannot work.
+        read: the keys on which both have something to say.
+    """
+
+    recipe: Recipe
+    problems: list[str] = field(default_factory=list)
+    read: list[str] = field(default_factory=list)
+
+    def take(self, path: str, source: str, value: Any) -> None:
+        """Train with a trainer's value; a problem if the recipe has asked for another.
+
+        Args:
+            path: of the recipe's key.
+            source: what the trainer calls it, such as ``TrainingArguments.learning_rate``.
+            value: what it says.
+        """
+        key = recipe_keys()[path]
+        own = key.value_in(self.recipe)
+        if own not in (key.default, value):
+            self.problems.append(
+                f"{_setting(key, own)} is not what the trainer has, {source}={_shown(value)}, and it is the trainer "
+                f"that trains. Set one of the two, or leave {path} out of the recipe."
+            )
+        self.read.append(path)
+        self.set(path, value)
+
+    def set(self, path: str, value: Any) -> None:
+        """Change the recipe."""
+        group, _, name = path.rpartition(".")
+        part = dataclasses.replace(getattr(self.recipe, group), **{name: value})
+        self.recipe = dataclasses.replace(self.recipe, **{group: part})
+
+
+def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
+    """Bring a recipe and a trainer together.
+
+    Args:
+        trainer: whose arguments, model and accelerator are read.
+        recipe: what is asked for.
+        kind: of the trainer.
+
+    Returns:
+        The recipe to switch on, and all that speaks against it.
+    """
+    agreement = Agreement(recipe)
+    _take_arguments(agreement, trainer)
+    _take_optimizer_arguments(agreement, trainer.args)
+    _take_batch(agreement, trainer.args)
+    _take_model(agreement, trainer.model)
+    problems = asked_by_flag(agreement, trainer.args)
+    of_kind = list(problems_of_kind(agreement.recipe, kind))
+    for row in refused_defaults(agreement.recipe, kind):
+        agreement.set(row.key, row.off)
+    taken = agreement.recipe
+    training = {
+        key: getattr(taken.training, key.rpartition(".")[2]) for key in agreement.read if "training." in key
+    }
+    agreement.recipe = dataclasses.replace(
+        taken,
+        data=DataConfig(),
+        plan=PlanConfig(),
+        training=TrainingConfig(
+            **{path.rpartition(".")[2]: value for path, value in training.items()},
+            max_skipped_steps=taken.training.max_skipped_steps,
+        ),
+    )
+    agreement.problems += [*problems, *of_kind]
+    # What a trainer refuses has been said; the rules would say it in other words.
+    agreement.problems += [] if of_kind else recipe_problems(agreement.recipe)
+    return agreement
+
+
+def unread_settings(recipe: Recipe, read: list[str]) -> Iterator[str]:
+    """Settings of a recipe that the trainer decides by itself."""
+    for path, key in recipe_keys().items():
+        value = key.value_in(recipe)
+        is_read = path in read or path == "training.max_skipped_steps"
+        if path.partition(".")[0] in _BY_TRAINER and not is_read and value != key.default:
+            yield _setting(key, value)
+
+
+def _take_arguments(agreement: Agreement, trainer: Any) -> None:
+    args = trainer.args
+    for path, name, value in (
+        ("training.learning_rate", "learning_rate", args.learning_rate),
+        ("training.max_grad_norm", "max_grad_norm", args.max_grad_norm or None),
+        ("training.seed", "seed", args.seed),
+        ("training.full_determinism", "full_determinism", args.full_determinism),
+        ("training.use_cpu", "use_cpu", args.device.type == "cpu"),
+    ):
+        agreement.take(path, f"TrainingArguments.{name}", value)
+    # What the launcher's configuration says is in it, too.
+    agreement.take(
+        "training.mixed_precision", "trainer.accelerator.mixed_precision", trainer.accelerator.mixed_precision
+    )
+
+
+def _take_optimizer_arguments(agreement: Agreement, args: Any) -> None:
+    """Hyperparameters by HF's names; those that the optimizer does not have must not have been asked for."""
+    agreement.take("optimizer.weight_decay", "TrainingArguments.weight_decay", args.weight_decay)
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(args)}
+    own = agreement.recipe.optimizer.row.hyperparameters
+    for name, fields in {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}.items():
+        values = tuple(getattr(args, one) for one in fields)
+        is_default = values == tuple(defaults[one] for one in fields)
+        source = " and ".join(f"TrainingArguments.{one}" for one in fields)
+        if name in own and (own[name] == _one(values) or not is_default or _set(agreement, name)):
+            agreement.take(f"optimizer.{name}", source, _one(values))
+        elif name not in own and not is_default:
+            agreement.problems.append(
+                f"{source} is set to {_shown(_one(values))}, and optimizer.name={agreement.recipe.optimizer.name} "
+                "has no "
+                f"{name}. Leave it out, or set optimizer.name=adamw."
+            )
+
+
+def _set(agreement: Agreement, name: str) -> bool:
+    return getattr(agreement.recipe.optimizer, name) is not None
+
+
+def _one(values: Sequence[Any]) -> Any:
+    return tuple(values) if len(values) > 1 else values[0]
+
+
+def _take_batch(agreement: Agreement, args: Any) -> None:
+    """Rows and micro-batches; in vertical order the trainer's batch is all of them, and the recipe says the rows."""
+    rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    if agreement.recipe.accumulation.order == "horizontal":
+        agreement.take(
+            "training.per_device_train_batch_size", "TrainingArguments.per_device_train_batch_size", rows
+        )
+        agreement.take(
+            "training.gradient_accumulation_steps", "TrainingArguments.gradient_accumulation_steps", steps
+        )
+        return
+    own = agreement.recipe.training
+    size, wanted = own.per_device_train_batch_size, own.gradient_accumulation_steps
+    agreement.read += ["training.per_device_train_batch_size", "training.gradient_accumulation_steps"]
+    if steps != 1:
+        agreement.problems.append(
+            "accumulation.order=vertical takes all micro-batches of a step as one batch: "
+            f"TrainingArguments.gradient_accumulation_steps must be 1, got {steps}. Set it to 1 and "
+            f"per_device_train_batch_size={rows * steps}."
+        )
+    if rows % size or (wanted > 1 and rows != size * wanted):
+        times = f"{size} * {wanted}, the recipe's micro-batches" if wanted > 1 else f"a multiple of {size}"
+        agreement.problems.append(
+            "accumulation.order=vertical takes all micro-batches of a step as one batch: "
+            f"TrainingArguments.per_device_train_batch_size must be {times} "
+            f"(training.per_device_train_batch_size={size}), got {rows}. Set it, or the recipe's."
+        )
+        return
+    agreement.set("training.gradient_accumulation_steps", rows // size)
+
+
+def _take_model(agreement: Agreement, model: Any) -> None:
+    """What the trainer's own model is; most of it is settled with the weights."""
+    own = agreement.recipe.model
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    dtype = _dtype_of(causal_lm)
+    if own.dtype != "auto":
+        agreement.take("model.dtype", "the model's own type", dtype)
+    quantization = "nf4" if getattr(causal_lm, "is_loaded_in_4bit", False) else "none"
+    if getattr(causal_lm, "is_loaded_in_8bit", False):
+        quantization = "int8"
+    if own.quantization not in ("none", quantization):
+        agreement.problems.append(
+            f"model.quantization={own.quantization} is done as weights are read, and the trainer's model has "
+            f"{quantization}. Pass model=hf.prepare_model(name, recipe) to the trainer."
+        )
+    attention = causal_lm.config._attn_implementation
+    if own.attn_implementation not in ("auto", attention):
+        agreement.problems.append(
+            f"model.attn_implementation={own.attn_implementation} is chosen as a model is loaded, and the trainer's "
+            "has "
+            f"{attention}. Pass model=hf.prepare_model(name, recipe) to the trainer."
+        )
+    agreement.set("model.quantization", quantization)
+    if attention in recipe_keys()["model.attn_implementation"].choices:
+        agreement.set("model.attn_implementation", attention)
+    agreement.set(
+        "model.name_or_path", own.name_or_path or causal_lm.name_or_path or type(causal_lm).__name__
+    )
+    _take_adapter(agreement, model)
+
+
+def _take_adapter(agreement: Agreement, model: Any) -> None:
+    """Of a PEFT model, what its adapter is; a plain model has none, and gets none here."""
+    configs = getattr(model, "peft_config", None) if hasattr(model, "get_base_model") else None
+    if configs is None:
+        if agreement.recipe.adapter.name != "none":
+            agreement.problems.append(
+                f"adapter.name={agreement.recipe.adapter.name} needs a PEFT model before the trainer is made, got a "
+                f"{type(model).__name__}. Pass model=hf.prepare_model(model, recipe) or peft_config= to the trainer."
+            )
+        return
+    config = configs[model.active_adapter if isinstance(model.active_adapter, str) else next(iter(configs))]
+    if config.peft_type != "LORA":
+        agreement.problems.append(
+            f"hf.attach() knows PEFT's LoRA, got {config.peft_type}. Train adapters of that kind without it."
+        )
+        return
+    agreement.set("adapter.name", "lora")
+    for name in ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora"):
+        agreement.take(f"adapter.{name}", f"LoraConfig.{name}", getattr(config, name))
+
+
+def _dtype_of(causal_lm: torch.nn.Module) -> str:
+    """The type of most of the base's weights; an adapter's own are beside them."""
+    numbers: Counter[torch.dtype] = Counter()
+    for name, parameter in causal_lm.named_parameters():
+        if parameter.is_floating_point() and "lora_" not in name:
+            numbers[parameter.dtype] += parameter.numel()
+    ((dtype, _),) = numbers.most_common(1)
+    return str(dtype).removeprefix("torch.")
+
+
+def _setting(key: RecipeKey, value: Any) -> str:
+    return f"{key.path}={_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,137 @@
+"""The end of an optimizer step inside somebody else's trainer, as our own step has it.
+
+The trainer sums gradients, asks its accelerator for their norm, and steps the optimizer that the accelerator has
+prepared. Both are ours here: the norm is exact and in float32, and a step that is not finite changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.techniques.technique import Techniques
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+
+logger = logging.getLogger(__name__)
+
+
+class AttachedStep:
+    """What a window of micro-batches has come to, and what is done with it.
+
+    Args:
+        optimizer: steps on the gradients, if no technique does.
+        techniques: what is on.
+        runtime: the trainer's accelerator, and its fp16 loss scale.
+        max_grad_norm: the global norm to clip to; None: measured alone.
+        max_skipped_steps: steps in a row that may be skipped.
+
+    Attributes:
+        applied: whether the last step changed the weights.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        techniques: Techniques,
+        runtime: AccelerateRuntime,
+        *,
+        max_grad_norm: float | None,
+        max_skipped_steps: int,
+    ) -> None:
+        self.applied = True
+        self._optimizer = optimizer
+        self._techniques = techniques
+        self._runtime = runtime
+        self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
+        self._max_skipped_steps = max_skipped_steps
+        self._loss = torch.zeros((), device=runtime.device)
+        self._norm: Tensor | None = None
+        self._skipped_in_a_row = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Take note of a micro-batch's loss, before its backward."""
+        self._loss = self._loss + loss.detach().float()
+
+    def clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
+        """In place of ``Accelerator.clip_grad_norm_``, whose arguments say no more than is known.
+
+        Returns:
+            The global norm before clipping; 0-d, float32.
+        """
+        runtime = self._runtime
+        runtime.average_gradients(
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        )
+        norm = self._techniques.clip_grad_norm(runtime.unscale)
+        if norm is None:
+            norm = runtime.clip_grad_norm(self._optimizer, self._max_norm)
+        self._norm = norm
+        return norm
+
+    def update_weights(self) -> None:
+        """Apply the gradients, or forget them if loss or norm is not finite.
+
+        Raises:
+            UserError: if too many steps in a row were not finite, or one was that had changed weights by then.
+        """
+        runtime, norm = self._runtime, self.clip_grad_norm() if self._norm is None else self._norm
+        loss = runtime.sum_over_processes(self._loss)
+        self._loss, self._norm = torch.zeros_like(loss), None
+        self.applied = runtime.is_finite(loss + norm)
+        overflow = not self.applied and runtime.is_finite(loss) and runtime.loss_scale_may_overflow()
+        if self._techniques.update_weights(finite=self.applied):
+            runtime.update_loss_scale()
+        else:
+            runtime.update_weights(self._optimizer, finite=self.applied)
+        self._count(loss, norm, overflow=overflow)
+
+    def _count(self, loss: Tensor, norm: Tensor, *, overflow: bool) -> None:
+        if self.applied:
+            self._skipped_in_a_row = 0
+            return
+        if self._techniques.updates_at_once:
+            raise UserError(
+                f"A step was not finite (loss {float(loss):.4g}, gradient norm {float(norm):.4g}), and without "
+                "clipping "
+                "optimizer.in_backward had updated part of the weights by then: go on from the last checkpoint. Set "
+                "max_grad_norm, with which such a step is skipped as a whole, or optimizer.in_backward=false."
+            )
+        if overflow:
+            logger.info("Step skipped: the fp16 loss scale was too high and is now lower.")
+            return
+        self._skipped_in_a_row += 1
+        logger.warning("Step skipped: loss %.4g, gradient norm %.4g.", float(loss), float(norm))
+        if self._skipped_in_a_row >= self._max_skipped_steps:
+            raise UserError(
+                f"The loss or gradient was not finite for {self._skipped_in_a_row} steps in a row "
+                "(training.max_skipped_steps): the weights may be ruined since the last step that was. Go on from a "
+                "checkpoint before it, with a lower learning rate."
+            )
+
+
+class AttachedOptimizer(AcceleratedOptimizer):
+    """What the trainer steps, and saves: the recipe's optimizer, by way of :class:`AttachedStep`.
+
+    Accelerate takes it for one that it has prepared: its own wrapper would send all state through the device.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, attached: AttachedStep) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self._attached = attached
+        self._is_accelerate_prepared = True
+
+    def step(self, closure: Any = None) -> None:
+        """End a window."""
+        if self.gradient_state.sync_gradients:
+            self._attached.update_weights()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the schedule stays where it is."""
+        return not self._attached.applied

@@ -1,0 +1,288 @@
+"""One call between a trainer's constructor and its ``train()`` carries a recipe's techniques into it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import AutocastKwargs
+from transformers import Trainer
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.handle import Handle
+from lowmem_ft.hf.agreement import agree, unread_settings
+from lowmem_ft.hf.attached_step import AttachedOptimizer, AttachedStep
+from lowmem_ft.hf.checkpointing_switch import take_switch
+from lowmem_ft.hf.prepared_model import source_of
+from lowmem_ft.hf.refusals import already_attached, problems_with_trainer
+from lowmem_ft.hf.trainer_kinds import ROWS, Kind, Works, kind_of
+from lowmem_ft.models import load_master_weights
+from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
+from lowmem_ft.techniques.technique import Techniques
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.budget_cap import apply_budget, lift_cap
+from lowmem_ft.training.build import SwitchedOn, switch_on
+
+logger = logging.getLogger(__name__)
+
+_SAVES = ("_save_checkpoint", "save_model")
+_LOADS = ("_load_from_checkpoint", "_load_best_model")
+_MARK = "lowmem_ft"
+"""The attribute under which a trainer and its model keep what is attached to them."""
+
+
+class Attached(Handle):
+    """A recipe inside a trainer; ``remove()`` leaves the plain trainer and model, with the weights as trained.
+
+    Attributes:
+        recipe: what is trained with: the trainer's own values where it has them.
+        techniques: what is on.
+        applied: the same in words, as they were logged.
+    """
+
+    def __init__(self, recipe: Recipe, applied: tuple[str, ...]) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.techniques = Techniques()
+        self.applied = applied
+
+
+def attach(trainer: Any, recipe: Recipe) -> Attached:
+    """Let ``transformers.Trainer``, or TRL's SFT, DPO or GRPO trainer, train as a recipe says.
+
+    Call it between the constructor and ``train()``. The trainer keeps its data, batches, schedule, precision, logs and
+    files; the recipe brings its techniques, its optimizer, an exact norm of the gradients in float32 and clipping to
+    it, and steps that change nothing if they are not finite. Checkpoints are the trainer's own, are saved and loaded
+    with every weight at its place, and resume bit for bit.
+
+    Frees, costs: as each technique says. Under bf16 or fp16 the trainer's autocast runs without its cache.
+    Equals: the trainer's own losses, for techniques that are exact; see ``docs/trainers.md`` for what each trainer
+    allows.
+    Limits: one process, or data-parallel where a technique works in several. Weights that are streamed or quantised
+    need :func:`lowmem_ft.hf.prepare_model` before the constructor.
+
+    Args:
+        trainer: not trained yet.
+        recipe: what to switch on. Where the trainer has a value of its own, that is trained with; a recipe's that is
+            neither its default nor that value is refused.
+
+    Returns:
+        A handle that says what is on; ``remove()`` undoes it all.
+
+    Raises:
+        UserError: for everything that the trainer, its arguments or its model exclude, all at once.
+    """
+    kind = kind_of(trainer)
+    if getattr(trainer, _MARK, None) or getattr(_causal_lm(trainer.model), _MARK, None):
+        raise UserError(
+            "hf.attach() takes a trainer and its model once, and a recipe is attached to one of them already. Call "
+            "remove() on its handle first."
+        )
+    agreement = agree(trainer, recipe, kind)
+    settled = agreement.recipe
+    problems = [*already_attached(trainer), *agreement.problems]
+    problems += problems_with_trainer(trainer, settled, kind)
+    if problems:
+        raise UserError(*problems)
+    if unread := list(unread_settings(recipe, agreement.read)):
+        logger.info("Not read, as the trainer has its own: %s.", ", ".join(unread))
+    return _attach(trainer, settled, kind)
+
+
+def _attach(trainer: Any, recipe: Recipe, kind: Kind) -> Attached:
+    model, runtime = trainer.model, AccelerateRuntime(trainer.accelerator, "no")
+    runtime.scaler = trainer.accelerator.scaler  # and autocast is the accelerator's
+    stock_forward, source = _causal_lm(model).forward, source_of(model)
+    attached = Attached(recipe, tuple(_applied(recipe, kind)))
+    try:
+        apply_budget(
+            recipe.budget,
+            runtime.device,
+            uses_bitsandbytes=recipe.uses_bitsandbytes,
+            num_processes=runtime.num_processes,
+        )
+        attached.undo_first(functools.partial(lift_cap, recipe.budget))
+        on = switch_on(
+            model,
+            recipe,
+            runtime.host_memory(recipe.budget, recipe.offload.folder),
+            rows_per_micro_batch=recipe.training.per_device_train_batch_size,
+            sums=recipe.training.gradient_accumulation_steps > 1,
+            finer_weights=lambda: load_master_weights(source, model.config) if source else None,
+        )
+        attached.techniques = on.techniques
+        # State that waits on the host would come back to a device too small for it.
+        attached.undo_first(on.techniques.remove, on.optimizer.state.clear)
+        for undo in _changes(trainer, recipe, kind, on, runtime, stock_forward):
+            attached.undo_first(undo)
+        for owner in (trainer, _causal_lm(model)):
+            attached.undo_first(set_attribute(owner, _MARK, attached))
+        attached.undo_first(on.techniques.flush)
+    except BaseException:
+        attached.remove()
+        raise
+    logger.info("Attached to %s: %s.", type(trainer).__name__, "; ".join(attached.applied))
+    return attached
+
+
+def _changes(
+    trainer: Any,
+    recipe: Recipe,
+    kind: Kind,
+    on: SwitchedOn,
+    runtime: AccelerateRuntime,
+    stock_forward: Callable[..., Any],
+) -> Iterator[Callable[[], object]]:
+    """All that is different about the trainer and its accelerator, and how to undo it."""
+    step = AttachedStep(
+        on.optimizer,
+        on.techniques,
+        runtime,
+        max_grad_norm=recipe.training.max_grad_norm,
+        max_skipped_steps=recipe.training.max_skipped_steps,
+    )
+    yield set_attribute(trainer, "optimizer", AttachedOptimizer(on.optimizer, step))
+    yield from _changes_of_accelerator(trainer, recipe, step, runtime)
+    yield from _changes_of_files(trainer, on)
+    if recipe.checkpointing.mode != "none":
+        yield take_switch(trainer.model, trainer.args).remove
+    if recipe.loss.chunk_tokens is not None:
+        yield from _changes_of_loss(trainer, kind, stock_forward)
+    yield wrap_method(trainer, "log", functools.partial(_with_metrics, on.techniques))
+
+
+def _changes_of_accelerator(
+    trainer: Any, recipe: Recipe, step: AttachedStep, runtime: AccelerateRuntime
+) -> Iterator[Callable[[], object]]:
+    accelerator = trainer.accelerator
+    yield set_attribute(accelerator, "clip_grad_norm_", step.clip_grad_norm)
+    yield set_attribute(accelerator, "autocast_handler", AutocastKwargs(cache_enabled=False))
+    if recipe.checkpointing.mode != "none" and trainer.args.ddp_find_unused_parameters is None:
+        # Trainer's own choice where it recomputes activations itself.
+        yield set_attribute(accelerator.ddp_handler, "find_unused_parameters", False)
+
+    def noting(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(loss: torch.Tensor, **kwargs: Any) -> Any:
+            step.add(loss)
+            return backward(loss, **kwargs)
+
+        return noted
+
+    yield wrap_method(accelerator, "backward", noting)
+    model, own_forward = trainer.model, vars(trainer.model).get("forward")
+
+    def in_place(prepare_model: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(one: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+            if one is not model:
+                return prepare_model(one, device_placement=device_placement, evaluation_mode=evaluation_mode)
+            without_ddp = not evaluation_mode and runtime.goes_without_ddp(model)
+            return prepare_model(one, device_placement=False, evaluation_mode=evaluation_mode or without_ddp)
+
+        return prepared
+
+    def forget() -> None:
+        """Take off what Accelerate has put on the model since: the next training prepares it anew."""
+        accelerator.free_memory()
+        trainer.model_wrapped = model
+        vars(model).pop("_original_forward", None)
+        vars(model).pop("_is_accelerate_prepared", None)
+        vars(model).pop("forward", None)
+        if own_forward is not None:
+            model.forward = own_forward
+
+    yield wrap_method(accelerator, "prepare_model", in_place)
+    yield forget
+
+
+def _changes_of_files(trainer: Any, on: SwitchedOn) -> Iterator[Callable[[], object]]:
+    """Let weights and state be read and set where they are, and updates that wait be made before."""
+
+    def at_rest(method: Callable[..., Any], *, sets_weights: bool = False) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with on.techniques.at_rest():
+                result = method(*args, **kwargs)
+                if sets_weights and isinstance(on.optimizer, ChunkedOptimizer):
+                    on.optimizer.adopt_weights()
+                return result
+
+        return call
+
+    def flushed(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            on.techniques.flush()
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in (*_SAVES, "_load_optimizer_and_scheduler"):
+        yield wrap_method(trainer, name, at_rest)
+    for name in _LOADS:
+        yield wrap_method(trainer, name, functools.partial(at_rest, sets_weights=True))
+    yield wrap_method(trainer, "evaluation_loop", flushed)
+
+
+def _changes_of_loss(
+    trainer: Any, kind: Kind, stock_forward: Callable[..., Any]
+) -> Iterator[Callable[[], object]]:
+    """Let an evaluation that wants logits have them, and SFTTrainer's loss be the model's own."""
+    wants_logits = False
+
+    def logits_if_wanted(chunked_forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(chunked_forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (stock_forward if wants_logits else chunked_forward)(*args, **kwargs)
+
+        return forward
+
+    def wanting(prediction_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(prediction_step)
+        def step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+            nonlocal wants_logits
+            wants_logits = not prediction_loss_only
+            try:
+                return prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+            finally:
+                wants_logits = False
+
+        return step
+
+    yield wrap_method(_causal_lm(trainer.model), "forward", logits_if_wanted)
+    yield wrap_method(trainer, "prediction_step", wanting)
+    if kind == "SFTTrainer":
+        yield set_attribute(trainer, "compute_loss", types.MethodType(Trainer.compute_loss, trainer))
+
+
+def _with_metrics(techniques: Techniques, log: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(log)
+    def logged(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        if "loss" in logs:
+            logs.update(techniques.metrics())
+        return log(logs, *args, **kwargs)
+
+    return logged
+
+
+def _applied(recipe: Recipe, kind: Kind) -> Iterator[str]:
+    for row in ROWS:
+        key, verdict = recipe_keys()[row.key], row.verdict(kind)
+        value = key.value_in(recipe)
+        if value == row.off and row.key != "optimizer.name":
+            continue
+        costs = f" ({verdict.note}: {verdict.costs})" if isinstance(verdict, Works) and verdict.costs else ""
+        yield key.setting(value) + costs
+    norm = recipe.training.max_grad_norm
+    yield "gradient norm in float32, " + ("never clipped" if norm is None else f"clipped to {norm:g}")
+    yield "steps that are not finite are skipped"
+
+
+def _causal_lm(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

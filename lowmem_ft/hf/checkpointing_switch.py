@@ -1,0 +1,98 @@
+"""HF's own switch for recomputed activations, under ours.
+
+``Trainer`` turns it on as training begins, TRL's trainers turn it off and on around passes without gradients: each time
+every layer would be recomputed as HF has it, whichever layers a recipe names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.patching import set_attribute
+
+if TYPE_CHECKING:
+    from lowmem_ft.hf.agreement import Agreement
+
+_FLAGS = ("activation_checkpointing", "gradient_checkpointing")
+"""The training argument, and its older name."""
+
+
+def asked_by_flag(agreement: Agreement, args: Any) -> list[str]:
+    """Let the recipe recompute what the trainer's flag asks for; what cannot be taken over, in words."""
+    if not any(getattr(args, flag, False) for flag in _FLAGS):
+        return []
+    options = dict(_options(args))
+    options.pop("use_reentrant", None)  # the same numbers either way
+    every_n_layers = options.pop("every_n_layers", 1)
+    config = agreement.recipe.checkpointing
+    problems = [
+        f"gradient_checkpointing_kwargs[{name!r}] is not carried by a recipe, got {value!r}. Leave it out; "
+        f"{_INSTEAD.get(name, 'checkpointing.mode=full is what the recipe has')}."
+        for name, value in options.items()
+        if value
+    ]
+    if config.mode == "none":
+        agreement.set("checkpointing.mode", "full")
+        agreement.set("checkpointing.every_n_layers", every_n_layers)
+    elif every_n_layers not in (1, config.every_n_layers):
+        problems.append(
+            f"checkpointing.every_n_layers={config.every_n_layers} is not what the trainer has, "
+            f"every_n_layers={every_n_layers} in gradient_checkpointing_kwargs. Set one of the two."
+        )
+    return problems
+
+
+_INSTEAD = {
+    "offload": "offload.activations=inputs does it",
+    "selective": "checkpointing.mode=selective does it",
+}
+
+
+def _options(args: Any) -> dict[str, Any]:
+    for flag in _FLAGS:
+        if options := getattr(args, f"{flag}_kwargs", None):
+            return options
+    return {}
+
+
+def take_switch(model: Any, args: Any) -> Handle:
+    """Leave recomputation to the technique that is on: the trainer's flag is off, and its switch turns ours.
+
+    Args:
+        model: with the technique on; a PEFT model, too.
+        args: the trainer's.
+
+    Returns:
+        A handle whose ``remove()`` gives both back.
+    """
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return Handle(*_flags_off(args), *_switch(causal_lm))
+
+
+def _flags_off(args: Any) -> Iterator[Callable[[], object]]:
+    for flag in _FLAGS:
+        if hasattr(args, flag):
+            yield functools.partial(setattr, args, flag, getattr(args, flag))
+            setattr(args, flag, False)
+
+
+def _switch(causal_lm: Any) -> Iterator[Callable[[], object]]:
+    layers: list[Any] = list(decoder_layers(causal_lm))
+    chosen = [getattr(layer, "gradient_checkpointing", False) for layer in layers]
+
+    def enable(*_: Any, **__: Any) -> None:
+        for layer, is_checkpointed in zip(layers, chosen, strict=True):
+            layer.gradient_checkpointing = is_checkpointed
+
+    def disable() -> None:
+        for layer in layers:
+            layer.gradient_checkpointing = False
+
+    for flag in _FLAGS:
+        for name, switch in ((f"{flag}_enable", enable), (f"{flag}_disable", disable)):
+            if hasattr(causal_lm, name):
+                yield set_attribute(causal_lm, name, switch)

@@ -1,0 +1,134 @@
+"""What has to be done to a model before a trainer's constructor sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.models import (
+    ModelConfig,
+    compute_dtype,
+    load_model,
+    load_model_config,
+    weights_dtype,
+)
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.techniques.adapters.lora import check_adapter
+from lowmem_ft.techniques.attention import choose_attention
+
+_SOURCE = "lowmem_ft_source"
+
+
+def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
+    """A model for a trainer's constructor: quantised, with adapters and on the host, as a recipe asks.
+
+    A trainer moves its model to the device as it is made. One whose weights are to be streamed waits on the host
+    instead: it is marked as placed already (``hf_device_map``).
+
+    Args:
+        model: a hub id, folder or GGUF file, which is loaded as the recipe's ``model.*`` keys say; or a model that is
+            loaded.
+        recipe: what it will be trained with.
+
+    Returns:
+        The model, or a PEFT model around it with ``adapter.name=lora``. Pass it to the trainer without
+        ``peft_config=``.
+
+    Raises:
+        UserError: if a loaded model is to be quantised, or is not where it has to be.
+        ModelError: if there is no such model, or its weights are damaged.
+    """
+    check_adapter(recipe.adapter)
+    streams = recipe.offload.parameters == "stream"
+    device = _device(recipe)
+    if isinstance(model, str):
+        model = _loaded(model, recipe, torch.device("cpu") if streams else device)
+    else:
+        _refuse(model, recipe)
+    if streams:
+        vars(model)["hf_device_map"] = {"": device}
+    return _with_adapters(model, recipe) if recipe.adapter.name == "lora" else model
+
+
+def source_of(model: Any) -> ModelConfig | None:
+    """Where a model's weights were read from, if :func:`prepare_model` has read them; None for a PEFT model."""
+    return vars(model).get(_SOURCE)
+
+
+def _loaded(name: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    config = dataclasses.replace(recipe.model, name_or_path=name)
+    config.require_packages()
+    hf_config = load_model_config(config)
+    attention = choose_attention(
+        config.attn_implementation,
+        config=hf_config,
+        device=_device(recipe),
+        compute_dtype=compute_dtype(weights_dtype(config, hf_config), recipe.training.mixed_precision),
+        packing=recipe.data.packing,
+    )
+    model = load_model(
+        config,
+        hf_config,
+        attn_implementation=attention.implementation,
+        device=device,
+        seed=recipe.training.seed,
+        mixed_precision=recipe.training.mixed_precision,
+    )
+    vars(model)[_SOURCE] = config
+    return model
+
+
+def _refuse(model: Any, recipe: Recipe) -> None:
+    problems = []
+    is_quantised = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    if recipe.model.quantization != "none" and not is_quantised:
+        problems.append(
+            f"model.quantization={recipe.model.quantization} is done as weights are read, and this model has them. "
+            "Pass "
+            "its name to hf.prepare_model()."
+        )
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if recipe.offload.parameters == "stream" and devices != {"cpu"}:
+        problems.append(
+            f"offload.parameters=stream needs the weights on the host, got {' and '.join(sorted(devices))}. Load the "
+            "model "
+            "without device_map, or pass its name to hf.prepare_model()."
+        )
+    if recipe.adapter.name == "lora" and hasattr(model, "get_base_model"):
+        problems.append(
+            "adapter.name=lora adds adapters to a plain model, got a PEFT model. Pass the base, or leave "
+            "prepare_model() "
+            "out."
+        )
+    if problems:
+        raise UserError(*problems)
+
+
+def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = recipe.adapter
+    everything = config.target_modules == ("all-linear",)
+    adapters = LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT divides it
+        lora_dropout=config.lora_dropout,
+        target_modules="all-linear" if everything else list(config.target_modules),
+        use_dora=config.use_dora,
+        use_rslora=config.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, adapters)
+
+
+def _device(recipe: Recipe) -> torch.device:
+    """Where the trainer will train: on this process's accelerator, if there is one."""
+    accelerator = torch.accelerator.current_accelerator()
+    if recipe.training.use_cpu or accelerator is None or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK") or 0))

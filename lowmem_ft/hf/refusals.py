@@ -1,0 +1,264 @@
+"""What a trainer was told that cannot go with our techniques, or that attaching would silently undo: each by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import DataCollatorWithFlattening
+
+from lowmem_ft.hf.trainer_kinds import Kind
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.distributed_rules import problems_with_processes
+
+HF_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "sgd": "sgd",
+    "adafactor": "adafactor",
+    "adamw_bnb_8bit": "adamw_bnb_8bit",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "paged_adamw_32bit": "paged_adamw_32bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "lion_32bit": "lion_32bit",
+    "lion": "lion_32bit",
+    "lion_8bit": "lion_8bit",
+    "paged_lion": "paged_lion_32bit",
+    "paged_lion_32bit": "paged_lion_32bit",
+    "paged_lion_8bit": "paged_lion_8bit",
+}
+"""``TrainingArguments.optim``: which of our optimizers it is."""
+
+
+def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
+    """Everything about a trainer that a recipe cannot be attached to: rule, value and way out.
+
+    Args:
+        trainer: as its constructor left it.
+        recipe: with the trainer's values; see ``agreement.py``.
+        kind: of the trainer.
+    """
+    yield from _launch(trainer, recipe)
+    yield from _model(trainer, recipe)
+    yield from _optimizer(trainer, recipe)
+    yield from _changed_model(trainer.args, recipe)
+    yield from _batches(trainer, recipe)
+    if recipe.loss.chunk_tokens is not None:
+        yield from _loss(trainer, recipe, kind)
+    if kind == "SFTTrainer":
+        yield from _sft(trainer, recipe)
+
+
+def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
+    accelerator, args = trainer.accelerator, trainer.args
+    if getattr(trainer, "is_fsdp_enabled", False) or args.fsdp:
+        yield "hf.attach() works in one process or data-parallel (DDP), got FSDP. Leave fsdp out of the launch."
+    elif getattr(trainer, "is_deepspeed_enabled", False):
+        yield (
+            "hf.attach() works in one process or data-parallel (DDP), got DeepSpeed. Leave deepspeed out of the "
+            "launch."
+        )
+    elif accelerator.distributed_type.value not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        yield (
+            "hf.attach() works in one process or data-parallel (DDP), got "
+            f"{accelerator.distributed_type.value}. Launch with `accelerate launch --num_processes N`."
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"hf.attach() works with one GPU a process, and this one sees {args.n_gpu}: Trainer would copy the model "
+            "to "
+            "each in every step (DataParallel). Launch with torchrun, or set CUDA_VISIBLE_DEVICES=0."
+        )
+    if accelerator.num_processes > 1 and not args.average_tokens_across_devices:
+        yield (
+            "TrainingArguments.average_tokens_across_devices=False makes the loss a mean of the processes' means, in "
+            f"which a token weighs more where there are few; got {accelerator.num_processes} processes. Set it to "
+            "True."
+        )
+    if args.parallelism_config is not None:
+        yield (
+            "hf.attach() works in one process or data-parallel (DDP), got TrainingArguments.parallelism_config. "
+            "Leave it "
+            "out."
+        )
+    yield from problems_with_processes(recipe, accelerator.num_processes)
+    if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
+        yield (
+            f"hf.attach() trains with mixed precision no, bf16 or fp16, got {accelerator.mixed_precision}. Set "
+            "bf16=True."
+        )
+
+
+def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:
+    model, device = trainer.model, trainer.args.device
+    if trainer.model_init is not None:
+        yield (
+            "hf.attach() changes the model that a trainer has, and model_init makes another as training begins. Pass "
+            "model= instead."
+        )
+    devices = getattr(model, "hf_device_map", None) or {}
+    if len(set(map(str, devices.values()))) > 1:
+        yield (
+            "hf.attach() needs the model on one device, got a device_map over "
+            f"{len(set(map(str, devices.values())))}. "
+            "Load it without device_map."
+        )
+    elif recipe.offload.parameters == "device":
+        away = {parameter.device.type for parameter in model.parameters()} - {device.type}
+        if away:
+            yield (
+                f"hf.attach() needs the model on {device}, where it is trained; some of it is on "
+                f"{' and '.join(sorted(away))}. Leave device_map and place_model_on_device out."
+            )
+    elif any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        yield (
+            f"offload.parameters=stream needs the weights on the host, and the trainer has moved them to {device}. "
+            "Pass "
+            "model=hf.prepare_model(model, recipe) to its constructor."
+        )
+
+
+def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
+    args, name = trainer.args, recipe.optimizer.name
+    if trainer.optimizer is not None:
+        yield (
+            f"The recipe has the optimizer, {name}, and the trainer has been given one: "
+            f"{type(trainer.optimizer).__name__}. "
+            "Leave optimizers= out."
+        )
+    elif trainer.lr_scheduler is not None:
+        yield (
+            "The trainer has been given a schedule for another optimizer. Leave optimizers= out, and set "
+            "lr_scheduler_type."
+        )
+    if trainer.optimizer_cls_and_kwargs is not None:
+        yield f"The recipe has the optimizer, {name}. Leave optimizer_cls_and_kwargs= out."
+    optim = getattr(args.optim, "value", args.optim)
+    default = next(spec.default for spec in dataclasses.fields(args) if spec.name == "optim")
+    if optim != getattr(default, "value", default) and HF_OPTIMIZERS.get(optim) != name:
+        ours = HF_OPTIMIZERS.get(optim)
+        way_out = f"set optimizer.name={ours} in the recipe" if ours else "none of ours is that one"
+        yield (
+            f"TrainingArguments.optim={optim} is not the recipe's optimizer.name={name}. Leave optim out, or "
+            f"{way_out}."
+        )
+    for field in ("optim_args", "optim_target_modules"):
+        if getattr(args, field):
+            yield (
+                f"TrainingArguments.{field} is for an optimizer that the trainer makes, and optimizer.name={name} is "
+                "the "
+                f"recipe's; got {getattr(args, field)!r}. Leave it out, or use the recipe's optimizer.* keys."
+            )
+
+
+def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:
+    """Arguments by which the trainer changes the model, or its size, once training has begun."""
+    if args.torch_compile:
+        yield "TrainingArguments.torch_compile would compile what our techniques change as they run. Set it to False."
+    if args.auto_find_batch_size:
+        yield (
+            "TrainingArguments.auto_find_batch_size starts training over within a step that ran out of memory, with "
+            "weights and optimizer half updated. Set it to False; `lowmem-ft plan` finds what fits."
+        )
+    if args.use_liger_kernel:
+        yield (
+            "TrainingArguments.use_liger_kernel replaces the forward passes that the recipe's techniques have "
+            "changed. Set "
+            "it to False: loss.chunk_tokens and tiling.mlp free what it frees."
+        )
+    if args.neftune_noise_alpha is not None and recipe.offload.parameters == "stream":
+        yield (
+            "TrainingArguments.neftune_noise_alpha adds noise behind an embedding on the device, and "
+            "offload.parameters=stream keeps it on the host. Leave one of the two out."
+        )
+    for field in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, field):
+            yield (
+                f"TrainingArguments.{field} rounds the weights for an evaluation, for good, and leaves the "
+                "optimizer's "
+                "own behind. Set it to False."
+            )
+
+
+def _batches(trainer: Any, recipe: Recipe) -> Iterator[str]:
+    flattens = getattr(trainer, "padding_free", False) or isinstance(
+        trainer.data_collator, DataCollatorWithFlattening
+    )
+    if flattens and recipe.accumulation.order == "vertical":
+        yield (
+            "accumulation.order=vertical takes a batch a few rows at a time, and padding-free batches are one row. "
+            "Set "
+            "packing_strategy=wrapped or padding_free=False, or accumulation.order=horizontal."
+        )
+
+
+def _loss(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
+    chunks = f"loss.chunk_tokens={recipe.loss.chunk_tokens}"
+    if trainer.label_smoother is not None:
+        factor = trainer.args.label_smoothing_factor
+        yield (
+            f"TrainingArguments.label_smoothing_factor={factor:g} takes the labels away from the model, so that "
+            f"{chunks} "
+            f"would do nothing. Set loss.label_smoothing_factor={factor:g} in the recipe and 0 here, or "
+            "loss.chunk_tokens=null."
+        )
+    if trainer.compute_loss_func is not None:
+        yield (
+            f"compute_loss_func takes the labels away from the model, and asks for all logits, which {chunks} never "
+            "has. "
+            "Leave it out, or set loss.chunk_tokens=null."
+        )
+    stock: Any = next(one for one in type(trainer).__mro__ if one.__name__ == kind)
+    if type(trainer).compute_loss is not stock.compute_loss:
+        yield (
+            f"{type(trainer).__name__}.compute_loss is not {kind}'s own, and may ask for logits, which {chunks} "
+            "never has. "
+            "Set loss.chunk_tokens=null."
+        )
+
+
+def _sft(trainer: Any, recipe: Recipe) -> Iterator[str]:
+    args, chunks = trainer.args, recipe.loss.chunk_tokens
+    if chunks is not None and args.loss_type != "nll":
+        yield (
+            f"loss.chunk_tokens={chunks} is the mean negative log-likelihood, got "
+            f"SFTConfig.loss_type={args.loss_type}. "
+            "Set loss_type=nll, or loss.chunk_tokens=null."
+        )
+    if chunks is not None and trainer.aux_loss_enabled and args.gradient_accumulation_steps > 1:
+        yield (
+            f"loss.chunk_tokens={chunks} adds the routers' loss of each micro-batch whole, and SFTTrainer its share "
+            "of "
+            f"{args.gradient_accumulation_steps}. Set loss.chunk_tokens=null, or router_aux_loss_coef=0."
+        )
+    if chunks is None and recipe.offload.parameters == "stream":
+        yield (
+            "offload.parameters=stream under SFTTrainer needs loss.chunk_tokens, got null: TRL's own head reads the "
+            "weights of lm_head by itself, and they are on the host. Set loss.chunk_tokens=1024."
+        )
+    if args.activation_offloading and recipe.offload.activations != "none":
+        yield (
+            f"offload.activations={recipe.offload.activations} and SFTConfig.activation_offloading both copy what "
+            "backward needs to the host. Set activation_offloading=False."
+        )
+
+
+def already_attached(trainer: Any) -> Iterator[str]:
+    """Why this trainer, or its model, cannot be taken again.
+
+    Args:
+        trainer: any of the kinds that are known.
+    """
+    model = trainer.model
+    if trainer.is_in_train or trainer.model_wrapped is not model or _is_prepared(model):
+        yield (
+            "hf.attach() goes between a trainer's constructor and its first train() or evaluate(): the model has been "
+            "prepared by Accelerate already. Make a new trainer."
+        )
+
+
+def _is_prepared(model: torch.nn.Module) -> bool:
+    return getattr(model, "_is_accelerate_prepared", False)

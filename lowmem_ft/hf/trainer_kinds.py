@@ -1,0 +1,157 @@
+"""Which trainers a recipe can be attached to, and which of its techniques each of them allows: one table.
+
+The errors of :func:`lowmem_ft.hf.attach` and ``docs/trainers.md`` read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import recipe_keys
+
+Kind = Literal["Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Works:
+    """A technique that a trainer allows.
+
+    Args:
+        note: what it takes; empty: nothing.
+        costs: what the trainer loses by it, which is logged; empty: nothing.
+    """
+
+    note: str = ""
+    costs: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A technique that a trainer does not allow.
+
+    Args:
+        because: a clause about that trainer.
+    """
+
+    because: str
+
+
+Verdict = Works | Refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A recipe key whose values switch a technique on, and what becomes of it.
+
+    Args:
+        key: its dotted path.
+        under: the trainers, in the order of :data:`KINDS`.
+        by_default: whether the key's default switches it on. A trainer that refuses it then goes without: only another
+            value has been asked for.
+    """
+
+    key: str
+    under: Sequence[Verdict]
+    by_default: bool = False
+
+    def verdict(self, kind: Kind) -> Verdict:
+        """What becomes of it under a trainer."""
+        return dict(zip(KINDS, self.under, strict=True))[kind]
+
+    def problem(self, recipe: Recipe, kind: Kind) -> str | None:
+        """Why this recipe cannot be attached to a trainer; None if this key is not the reason."""
+        key, verdict = recipe_keys()[self.key], self.verdict(kind)
+        value = key.value_in(recipe)
+        if isinstance(verdict, Works) or value in (key.default, self.off):
+            return None
+        return f"{key.setting(value)} does not work under {kind}: {verdict.because}. Set {key.setting(self.off)}."
+
+    @property
+    def off(self) -> Any:
+        """The value that switches it off."""
+        return None if self.by_default else recipe_keys()[self.key].default
+
+
+_OWN_LOSS = "it computes log-probabilities by a head of TRL's, which never has all logits at once either"
+_READS_HEAD = "TRL's head reads the weights of lm_head by itself, and they would be on the host"
+_OWN_BATCHES = "its loss goes over the rows of each micro-batch as the trainer made it"
+_EVERYWHERE = (Works(),) * 4
+_NOT_WITHOUT_LOGITS = (Refused(_OWN_LOSS),) * 2
+_IN_TURN = "one batch of all rows, `gradient_accumulation_steps=1`"
+_PREPARED = "`hf.prepare_model` before the constructor"
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        key="loss.chunk_tokens",
+        under=(
+            Works("an evaluation that wants logits gets them from the model's own forward"),
+            Works("in place of TRL's head", costs="`entropy` and `mean_token_accuracy` are not logged"),
+            *_NOT_WITHOUT_LOGITS,
+        ),
+        by_default=True,
+    ),
+    Row(key="tiling.head", under=(*(Works("with `loss.chunk_tokens`"),) * 2, *_NOT_WITHOUT_LOGITS)),
+    Row(key="checkpointing.mode", under=_EVERYWHERE),
+    Row(key="tiling.mlp", under=_EVERYWHERE),
+    Row(key="offload.activations", under=_EVERYWHERE),
+    Row(
+        key="accumulation.order",
+        under=(
+            Works(_IN_TURN),
+            Works(f"{_IN_TURN}; no padding-free rows"),
+            *(Refused(_OWN_BATCHES),) * 2,
+        ),
+    ),
+    Row(key="accumulation.dtype", under=_EVERYWHERE),
+    Row(key="optimizer.name", under=_EVERYWHERE),
+    Row(key="optimizer.state", under=_EVERYWHERE),
+    Row(key="optimizer.master", under=_EVERYWHERE),
+    Row(key="optimizer.in_backward", under=(Works("`gradient_accumulation_steps=1`"),) * 4),
+    Row(key="offload.optimizer", under=_EVERYWHERE),
+    Row(
+        key="offload.parameters",
+        under=(
+            Works(_PREPARED),
+            Works(f"{_PREPARED}, with `loss.chunk_tokens`"),
+            *(Refused(_READS_HEAD),) * 2,
+        ),
+    ),
+    Row(key="adapter.name", under=(Works("a PEFT model"),) * 4),
+    Row(key="model.quantization", under=(Works("`hf.prepare_model`"),) * 4),
+)
+
+
+def kind_of(trainer: Any) -> Kind:
+    """Which of the trainers it is, or is derived from.
+
+    Raises:
+        UserError: if it is none of them.
+    """
+    for ancestor in type(trainer).__mro__:
+        library, name = ancestor.__module__.partition(".")[0], ancestor.__name__
+        if library in ("trl", "transformers") and name in KINDS:
+            return name
+        if library == "trl" and name.endswith("Trainer") and not name.startswith("_"):
+            break
+    raise UserError(
+        f"hf.attach() takes {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {type(trainer).__name__}. Switch techniques "
+        "on one by one there, by their enable_* functions."
+    )
+
+
+def problems_of_kind(recipe: Recipe, kind: Kind) -> Iterator[str]:
+    """Every technique that was asked for and that a trainer refuses: rule, value and way out."""
+    for row in ROWS:
+        if problem := row.problem(recipe, kind):
+            yield problem
+
+
+def refused_defaults(recipe: Recipe, kind: Kind) -> list[Row]:
+    """What a recipe has by default and a trainer refuses: nobody has asked for it, and it stays off."""
+    rows = (row for row in ROWS if row.by_default and isinstance(row.verdict(kind), Refused))
+    return [row for row in rows if recipe_keys()[row.key].value_in(recipe) != row.off]
