@@ -236,7 +236,8 @@ def _unknown_format(columns: Sequence[str], source: str) -> str:
         way_out = prompt if "prompt" in columns else "data.messages_column=chosen"
         return (
             f"{source} holds preferences (columns seen: {', '.join(columns)}), and training here is supervised: it "
-            f"learns answers, not which of two is better. To learn the chosen ones, set {way_out}."
+            f"learns answers, not which of two is better. To learn that, run scripts/trl/dpo.py: TRL's DPO with the "
+            f"same recipes. To learn the chosen answers, set {way_out}."
         )
     known = "; ".join(f"{name} ({', '.join(needed.values())})" for name, needed in _COLUMN_BY_DEFAULT.items())
     question, answer = _first_of(_QUESTIONS, columns), _first_of(_ANSWERS, columns)

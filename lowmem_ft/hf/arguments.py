@@ -101,25 +101,6 @@ def grpo_config(recipe: Recipe, **overrides: Any) -> GRPOConfig:
     return _made(_of_trl("GRPOConfig"), recipe, overrides)
 
 
-def argument_problems(args: TrainingArguments, recipe: Recipe) -> list[str]:
-    """What arguments say against what ``attach`` applies of a recipe; a field at its default says nothing.
-
-    Args:
-        args: of a trainer, whoever made them.
-        recipe: what is to be applied to it.
-
-    Returns:
-        One sentence a problem.
-    """
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    said = {
-        name: value
-        for name in _applied_by_attach(recipe)
-        if name in defaults and _plain(value := getattr(args, name)) != _plain(defaults[name])
-    }
-    return [*_contradictions(recipe, said), *_launcher_problems(recipe, args.mixed_precision)]
-
-
 def _of_trl(name: str) -> Any:
     require_package(f"trl.{name}", "trl", "trl")
     import trl
@@ -183,30 +164,29 @@ def _refused(recipe: Recipe) -> Iterator[str]:
             yield f"{setting} is for `lowmem-ft train`, and no trainer does it. {place.instead}"
 
 
-def _applied_by_attach(recipe: Recipe) -> dict[str, tuple[str, Any]]:
-    """The fields that ``attach`` answers for, each with its key and what it should say."""
-    applied: dict[str, tuple[str, Any]] = {}
+_FOLLOWS_ITS_DEFAULT = (
+    "checkpointing.mode",
+    "offload.activations",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+)
+"""Keys that say nothing at their default: ``attach`` then takes what the trainer has."""
+
+
+def _contradictions(recipe: Recipe, overrides: Mapping[str, Any]) -> Iterator[str]:
     for path, place in IN_TRAINER.items():
-        if place.carrier != "attach":
+        key = recipe_keys()[path]
+        own = key.value_in(recipe)
+        if place.carrier != "attach" or (path in _FOLLOWS_ITS_DEFAULT and own == key.default):
             continue
-        if (
-            path in ("checkpointing.mode", "offload.activations")
-            and recipe_keys()[path].value_in(recipe) == "none"
-        ):
-            continue  # attach brings none, and HF's own may do it
-        applied.update((name, (path, value)) for name, value in place.fields(recipe).items())
-    return applied
-
-
-def _contradictions(recipe: Recipe, said: Mapping[str, Any]) -> Iterator[str]:
-    for name, (path, value) in _applied_by_attach(recipe).items():
-        if name in said and _plain(said[name]) != _plain(value):
-            key = recipe_keys()[path]
-            yield (
-                f"{name}={said[name]} contradicts the recipe's {key.setting(key.value_in(recipe))}, which hf.attach "
-                f"applies: the field would be ignored or done twice. Leave {name} out, or set {path} in the recipe."
-            )
-    if said.get("use_liger_kernel") and recipe.loss.chunk_tokens is not None:
+        for name, value in place.fields(recipe).items():
+            if name in overrides and _plain(overrides[name]) != _plain(value):
+                yield (
+                    f"{name}={overrides[name]} contradicts the recipe's {key.setting(own)}, which hf.attach applies: "
+                    f"the field would be ignored or done twice. Leave {name} out, or set {path} in the recipe."
+                )
+    if overrides.get("use_liger_kernel") and recipe.loss.chunk_tokens is not None:
         yield (
             f"use_liger_kernel=True brings a loss of its own, and the recipe has loss.chunk_tokens="
             f"{recipe.loss.chunk_tokens}. Leave use_liger_kernel out, or set loss.chunk_tokens=null."

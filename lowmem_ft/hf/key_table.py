@@ -13,7 +13,8 @@ from lowmem_ft.recipe.paths import run_folder_of
 Carrier = Literal["arguments", "attach", "prepare_model", "callback", "script", "plan", "our loop", "nothing"]
 """Who sees to a key.
 
-arguments: fields of ``TrainingArguments`` or of TRL's configs; an override of such a field wins.
+arguments: fields of ``TrainingArguments`` or of TRL's configs; an override of such a field wins here, and ``attach``
+    refuses a recipe that says otherwise.
 attach: ``hf.attach``. Fields that say the same are set too, and an override that says otherwise is refused.
 prepare_model: ``hf.prepare_model``, or the script's own ``from_pretrained``.
 callback: ``hf.MemoryCallback``.
@@ -160,7 +161,7 @@ IN_TRAINER: Mapping[str, InTrainer] = {
         carrier="prepare_model", fields=lambda recipe: {"trust_remote_code": recipe.model.trust_remote_code}
     ),
     **{
-        f"adapter.{name}": _ATTACH
+        f"adapter.{name}": _PREPARE
         for name in (
             "name",
             "r",
@@ -244,9 +245,7 @@ IN_TRAINER: Mapping[str, InTrainer] = {
     "training.max_grad_norm": InTrainer(
         carrier="arguments", fields=lambda recipe: {"max_grad_norm": recipe.training.max_grad_norm or 0.0}
     ),
-    "training.max_skipped_steps": InTrainer(
-        carrier="our loop", instead="Leave it out: a Trainer applies steps that are not finite, and goes on."
-    ),
+    "training.max_skipped_steps": _ATTACH,
     "training.mixed_precision": InTrainer(
         carrier="arguments",
         fields=lambda recipe: {
@@ -289,9 +288,9 @@ IN_TRAINER: Mapping[str, InTrainer] = {
     ),
     "tiling.mlp": _ATTACH,
     "tiling.head": _ATTACH,
-    "budget.device": _CALLBACK,
-    "budget.host": _CALLBACK,
-    "budget.enforce": _CALLBACK,
+    "budget.device": _ATTACH,
+    "budget.host": _ATTACH,
+    "budget.enforce": _ATTACH,
     "budget.preflight": _CALLBACK,
     "budget.retry": InTrainer(
         carrier="our loop", instead="Leave it out: a step of a Trainer that runs out of memory ends the run."

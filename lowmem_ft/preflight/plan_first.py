@@ -60,6 +60,26 @@ def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
         logger.info("Going on with the memory knobs that the run was planned with.")
         return _as_planned(recipe, saved), None
     RunFolder.open(recipe)  # what is in the way is told before the search
+    found = planned_for_this_machine(recipe)
+    # What was free on this machine while the plan was made is no limit of the recipe's.
+    own_limits = limits(None if found.estimate.is_of_cpu else this_machines_gpu(), recipe.budget)
+    estimate = dataclasses.replace(found.estimate, budget=own_limits)
+    return dataclasses.replace(found.recipe, budget=recipe.budget), estimate
+
+
+def planned_for_this_machine(recipe: Recipe) -> MemoryPlan:
+    """What is chosen for a recipe on this machine's GPU, or its processor; one line of the log says it.
+
+    Args:
+        recipe: with ``plan.mode=auto`` or ``checkpointing.mode=auto``.
+
+    Returns:
+        The plan; its recipe has the budget that the host had when it was made.
+
+    Raises:
+        UserError: if it cannot be planned.
+        DoesNotFitError: if nothing fits; it says what the nearest lacks.
+    """
     gpu = this_machines_gpu() if torch.cuda.is_available() and not recipe.training.use_cpu else CPU
     found = _searched(recipe, gpu)
     if not found.fits:
@@ -74,10 +94,7 @@ def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
         )
     else:
         logger.info("%s", chosen_in_words(found))
-    # What was free on this machine while the plan was made is no limit of the recipe's.
-    own_limits = limits(None if isinstance(gpu, str) else gpu, recipe.budget)
-    estimate = dataclasses.replace(found.estimate, budget=own_limits)
-    return dataclasses.replace(found.recipe, budget=recipe.budget), estimate
+    return found
 
 
 def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:

@@ -5,72 +5,28 @@ from __future__ import annotations
 import logging
 
 import pytest
-from tiny_models import tiny_llama
-from transformers import Trainer, TrainingArguments, default_data_collator
+from stock_scripts import ProcessHere, trainer_of
 
 from lowmem_ft import DoesNotFitError, hf
 from lowmem_ft.budget import Budget
-from lowmem_ft.estimator import child_process
-from lowmem_ft.estimator.child_process import estimate_without_timeline
 from lowmem_ft.preflight import estimate_beside
-
-
-class ProcessHere:
-    """Answers here what the other process would be asked; questions go through pickle as they do there."""
-
-    def ask(self, function, *arguments, tells_progress=False):
-        import pickle
-
-        function, arguments = pickle.loads(pickle.dumps((function, arguments)))
-        assert function is estimate_without_timeline
-        self._result = function(*arguments)
-
-    def answer(self, on_progress=None):
-        return self._result
-
-    def close(self):
-        pass
 
 
 @pytest.fixture
 def here(monkeypatch):
-    assert hasattr(estimate_beside, child_process.EstimatingProcess.__name__)
     monkeypatch.setattr(estimate_beside, "EstimatingProcess", ProcessHere)
-
-
-def trainer_of(folder, callback, **fields):
-    tokens = list(range(2, 34))
-    rows = [{"input_ids": tokens, "labels": tokens}] * 16
-    args = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=2,
-        max_steps=3,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_steps=1,
-        **{"save_strategy": "no", **fields},
-    )
-    return Trainer(
-        model=tiny_llama(),
-        args=args,
-        train_dataset=rows,
-        eval_dataset=rows[:2],
-        data_collator=default_data_collator,
-        callbacks=[callback],
-    )
 
 
 def test_estimated_beside_measured_and_peaks_in_the_logs(here, tmp_path, caplog):
     callback = hf.MemoryCallback(budget="8GiB")
     trainer = trainer_of(
-        tmp_path, callback, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2
+        tmp_path, callback, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1
     )
     with caplog.at_level(logging.INFO, "lowmem_ft"):
         trainer.train()
     assert "Estimated: " in caplog.text
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 3
+    assert len(losses) == 2
     assert all(entry["memory_peak_bytes"] > 0 for entry in losses)
     rows = {row.name: row for row in callback.rows()}
     assert {"in a step", "in evaluation", "while saving", "weights", "optimizer state"} <= rows.keys()
@@ -80,21 +36,21 @@ def test_estimated_beside_measured_and_peaks_in_the_logs(here, tmp_path, caplog)
 
 
 def test_a_run_above_its_budget_ends_before_its_first_step(here, tmp_path):
-    trainer = trainer_of(tmp_path, hf.MemoryCallback(budget="16MiB"))
+    trainer = trainer_of(tmp_path, callbacks=[hf.MemoryCallback(budget="16MiB")])
     with pytest.raises(DoesNotFitError, match=r"budget\.device=16MiB"):
         trainer.train()
     assert trainer.state.global_step == 0
 
 
 def test_a_budget_that_is_not_enforced_warns(here, tmp_path, caplog):
-    trainer_of(tmp_path, hf.MemoryCallback(budget=Budget(device="16MiB", enforce=False))).train()
+    trainer_of(tmp_path, callbacks=[hf.MemoryCallback(budget=Budget(device="16MiB", enforce=False))]).train()
     assert "more than budget.device=16MiB allows" in caplog.text
 
 
 def test_a_script_that_no_recipe_describes_is_measured_all_the_same(tmp_path, caplog):
     callback = hf.MemoryCallback()
     with caplog.at_level(logging.INFO, "lowmem_ft"):
-        trainer_of(tmp_path, callback, optim="adagrad").train()
+        trainer_of(tmp_path, callbacks=[callback], optim="adagrad").train()
     assert "could not be estimated" in caplog.text
     assert "optim=adagrad" in caplog.text
     assert callback.estimate is None
@@ -105,7 +61,7 @@ def test_an_estimate_made_before_is_not_made_again(tmp_path, monkeypatch):
     from lowmem_ft import estimate_memory
 
     callback = hf.MemoryCallback()
-    trainer = trainer_of(tmp_path, callback)
+    trainer = trainer_of(tmp_path, callbacks=[callback])
     estimate = estimate_memory(hf.recipe_from(trainer), "cpu")
     monkeypatch.delattr(estimate_beside, "EstimatingProcess")
     callback.estimate = estimate
@@ -115,7 +71,7 @@ def test_an_estimate_made_before_is_not_made_again(tmp_path, monkeypatch):
 
 def test_a_second_run_of_a_trainer_is_measured_anew(here, tmp_path):
     callback = hf.MemoryCallback()
-    trainer = trainer_of(tmp_path, callback)
+    trainer = trainer_of(tmp_path, callbacks=[callback])
     trainer.train()
     first = callback.estimate
     trainer.train()

@@ -7,15 +7,14 @@ import logging
 
 import pytest
 import torch
+from stock_scripts import TOKENS, arguments, trainer_of
 from tiny_models import tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import TrainerCallback
 
 from lowmem_ft import estimate_memory, hf, load_recipe
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.recipe.keys import recipe_keys
-
-TOKENS = 64
 
 
 class Meter(TrainerCallback):
@@ -39,30 +38,6 @@ class Meter(TrainerCallback):
 
     def on_train_end(self, *args, **kwargs):
         self.tracker.__exit__(None, None, None)
-
-
-def arguments(folder, **fields):
-    shared = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(str(folder), **{**shared, **fields})
-
-
-def trainer_of(folder, *, model=None, **fields):
-    tokens = list(range(2, 2 + TOKENS))
-    rows = [{"input_ids": tokens, "labels": tokens, "attention_mask": [1] * TOKENS}] * 16
-    model = model or tiny_llama(vocab_size=512, max_position_embeddings=2 * TOKENS)
-    return Trainer(
-        model=model,
-        args=arguments(folder, **fields),
-        train_dataset=rows,
-        data_collator=default_data_collator,
-    )
 
 
 @pytest.mark.parametrize(

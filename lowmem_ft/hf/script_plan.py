@@ -1,0 +1,52 @@
+"""The memory knobs of somebody's script, chosen for a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.hf.script_recipe import recipe_from
+from lowmem_ft.planner import MemoryPlan
+from lowmem_ft.preflight.plan_first import planned_for_this_machine
+from lowmem_ft.recipe.plan_config import PlanConfig
+
+DECIDED_BY_THE_SCRIPT = (
+    "model",
+    "adapter",
+    "data",
+    "training",
+    "accumulation.order",
+    "offload.parameters",
+    "offload.resident_layers",
+)
+"""What a trainer has settled by the time it is made: its model, where that lies, its rows, their order and precision.
+
+Streamed weights need ``hf.prepare_model`` before the constructor, and vertical order needs other batches.
+"""
+
+
+def plan_for(trainer: Any, budget: Budget | str) -> MemoryPlan:
+    """The memory knobs with which a step of a trainer is fastest inside a budget on this machine.
+
+    The script's model, rows, learning rate and precision stay. Made in a process of its own, as a virtual GPU would
+    change torch for the trainer.
+
+    Args:
+        trainer: before ``hf.attach`` and ``train()``: ``transformers.Trainer`` or ``trl.SFTTrainer``.
+        budget: what may be used: a budget, or the device's part such as ``24GiB``.
+
+    Returns:
+        The plan; its recipe is what to attach.
+
+    Raises:
+        UserError: if a recipe cannot describe the trainer's script, or it cannot be planned.
+        DoesNotFitError: if nothing fits; it says what the nearest lacks.
+    """
+    limit = Budget(device=budget) if isinstance(budget, str) else budget
+    recipe = recipe_from(trainer)
+    recipe = dataclasses.replace(
+        recipe, budget=limit, plan=PlanConfig(mode="auto", keep=DECIDED_BY_THE_SCRIPT)
+    )
+    found = planned_for_this_machine(recipe)
+    return dataclasses.replace(found, recipe=dataclasses.replace(found.recipe, budget=limit))

@@ -1,0 +1,46 @@
+"""The memory knobs of somebody's script, chosen for a budget."""
+
+from __future__ import annotations
+
+import pytest
+from stock_scripts import ProcessHere, trainer_of
+
+from lowmem_ft import UserError, estimate_memory, hf
+from lowmem_ft.hf.script_plan import DECIDED_BY_THE_SCRIPT, plan_for
+from lowmem_ft.preflight import plan_first
+from lowmem_ft.recipe.keys import recipe_keys
+
+
+@pytest.fixture(autouse=True)
+def _process_here(monkeypatch):
+    monkeypatch.setattr(plan_first, "EstimatingProcess", ProcessHere)
+
+
+def decided(recipe):
+    return {
+        path: key.value_in(recipe)
+        for path, key in recipe_keys().items()
+        if path in DECIDED_BY_THE_SCRIPT or path.partition(".")[0] in DECIDED_BY_THE_SCRIPT
+    }
+
+
+def test_what_fits_is_left_as_it_is(tmp_path):
+    trainer = trainer_of(tmp_path)
+    found = plan_for(trainer, "4GiB")
+    assert (found.overrides, found.recipe.plan.mode, found.recipe.budget.device) == ({}, "none", "4GiB")
+
+
+@pytest.mark.slow
+def test_a_plan_changes_what_a_trainer_has_not_settled(tmp_path):
+    trainer = trainer_of(tmp_path, per_device_train_batch_size=512)
+    recipe = hf.recipe_from(trainer)
+    as_it_is = estimate_memory(recipe, "cpu")
+    found = plan_for(trainer, f"{as_it_is.process_peak_bytes * 3 // 4}B")
+    assert found.estimate.process_peak_bytes < as_it_is.process_peak_bytes * 3 // 4
+    assert found.overrides
+    assert decided(found.recipe) | {"model.name_or_path": ""} == decided(recipe) | {"model.name_or_path": ""}
+
+
+def test_a_budget_that_cannot_be_had_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"budget\.device=16MiB"):
+        plan_for(trainer_of(tmp_path), "16MiB")

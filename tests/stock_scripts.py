@@ -1,0 +1,61 @@
+"""Training scripts as somebody has them: stock trainers on a tiny model; and, for their estimates, no other process."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from tiny_models import tiny_llama
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+TOKENS = 64
+
+
+class ProcessHere:
+    """In place of ``EstimatingProcess``, whose imports take seconds: what it is asked goes through pickle here too."""
+
+    def __enter__(self) -> ProcessHere:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def ask(self, function: Any, *arguments: Any, tells_progress: bool = False) -> None:
+        function, arguments = pickle.loads(pickle.dumps((function, arguments)))
+        self._told: list[Any] = []
+        options = {"on_progress": self._told.append} if tells_progress else {}
+        self._result = function(*arguments, **options)
+
+    def answer(self, on_progress: Any = lambda progress: None) -> Any:
+        for progress in self._told:
+            on_progress(progress)
+        return pickle.loads(pickle.dumps(self._result))
+
+    def close(self) -> None:
+        pass
+
+
+def arguments(folder: Any, **fields: Any) -> TrainingArguments:
+    shared = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
+    return TrainingArguments(str(folder), **{**shared, **fields})
+
+
+def trainer_of(folder: Any, *, model: Any = None, callbacks: Any = None, **fields: Any) -> Trainer:
+    tokens = list(range(2, 2 + TOKENS))
+    rows = [{"input_ids": tokens, "labels": tokens, "attention_mask": [1] * TOKENS}] * 16
+    return Trainer(
+        model=model or tiny_llama(vocab_size=512, max_position_embeddings=2 * TOKENS),
+        args=arguments(folder, **fields),
+        train_dataset=rows,
+        eval_dataset=rows[:2] if "eval_strategy" in fields else None,
+        data_collator=default_data_collator,
+        callbacks=callbacks,
+    )
