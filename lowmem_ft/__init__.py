@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lowmem_ft.budget import Budget
     from lowmem_ft.errors import DoesNotFitError, Interrupted, UserError
     from lowmem_ft.estimator import estimate_memory
+    from lowmem_ft.estimator.script import estimate_script
     from lowmem_ft.planner import MemoryPlan, plan, plan_checkpointing
     from lowmem_ft.preflight import train
     from lowmem_ft.recipe import Recipe, load_recipe
@@ -32,6 +33,7 @@ __all__ = [
     "UserError",
     "VirtualGPU",
     "estimate_memory",
+    "estimate_script",
     "load_recipe",
     "plan",
     "plan_checkpointing",
@@ -47,6 +49,7 @@ __getattr__ = lazy_exports(
         "UserError": "errors",
         "Recipe": "recipe",
         "estimate_memory": "estimator",
+        "estimate_script": "estimator.script",
         "load_recipe": "recipe",
         "MemoryPlan": "planner",
         "plan": "planner",

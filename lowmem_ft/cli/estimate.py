@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.estimate_files import report_console, write_json, write_pictures
 from lowmem_ft.cli.estimate_model import estimate_model, gpus_asked_for, refuse_pictures
-from lowmem_ft.cli.estimate_options import ALL_GPUS, CPU, NO_SNAPSHOT_OF_CPU, names_model_alone, parse
+from lowmem_ft.cli.estimate_options import (
+    ALL_GPUS,
+    CPU,
+    FOR_THE_PROCESSOR,
+    NO_SNAPSHOT_OF_CPU,
+    names_model_alone,
+    names_script,
+    parse,
+)
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
@@ -24,8 +32,6 @@ if TYPE_CHECKING:
     from lowmem_ft.memory.estimate import MemoryEstimate
     from lowmem_ft.recipe import Recipe
 
-FOR_THE_PROCESSOR = "This is for the machine's processor. See GPUs with --gpu NAME or --gpu all."
-
 
 @explains_user_errors
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if it fits (on one GPU at least), else 3.
     """
-    options, recipe_name, settings = parse(sys.argv[1:] if argv is None else argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if names_script(arguments):
+        from lowmem_ft.cli.estimate_script import estimate_script
+
+        return estimate_script(arguments)
+    options, recipe_name, settings = parse(arguments)
     is_model_alone = recipe_name is None and names_model_alone(settings)
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs

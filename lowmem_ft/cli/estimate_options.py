@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,12 @@ from lowmem_ft.errors import RecipeError, UserError
 
 ALL_GPUS = "all"
 CPU = "cpu"
+FOR_THE_PROCESSOR = "This is for the machine's processor. See GPUs with --gpu NAME or --gpu all."
+STEPS_OF_SCRIPT, FEWEST_STEPS = 3, 2
 
 _USAGE = (
     "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
+    "       lowmem-ft estimate --script FILE.py [--steps N] [options] -- ARGS\n"
     "       [--gpu NAME|all] [--changes] [--json FILE|-] [--plot FILE]\n"
     "       [--snapshot FILE.pickle] [--overwrite]"
 )
@@ -26,11 +30,15 @@ examples:
   lowmem-ft estimate recipe=8b-bf16 data.max_length=8192 checkpointing.mode=none --gpu h100-80gb --plot memory.html
   lowmem-ft estimate recipe=my/recipe.yaml budget=24GiB --json -
   lowmem-ft estimate recipe=7b-lora checkpointing.mode=auto --gpu rtx-4090
+  lowmem-ft estimate --script train.py --gpu rtx-4090 -- --learning_rate 1e-4
 
 A model alone is estimated in three ways: full fine-tuning at the leanest rung, LoRA and QLoRA. With other settings
 beside it (budget= aside) it is one recipe, its other keys at their defaults. Data is not read: rows are taken to be
 data.max_length long. The recipe's own step runs on a virtual GPU, without weights. `lowmem-ft gpus` and
 `lowmem-ft models` list the names.
+
+A script is run as it is, on a virtual GPU, for a few optimizer steps: its weights are not read, it writes nothing,
+and what stands behind `--` are its own arguments (docs/estimate_a_script.md).
 
 Traces are kept in the folder that LOWMEM_FT_TRACE_CACHE names, by default ~/.cache/lowmem_ft/traces; `off` keeps none.
 
@@ -47,9 +55,57 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, lis
     options, others = parser.parse_known_args(list(arguments))
     if problems := parser.misspelt(others):
         raise UserError(*problems)
+    if options.steps is not None:
+        raise UserError(f"--steps is for --script, got {options.steps} without it. Leave it out.")
     recipe_name, settings = split_recipe(others)
     _check(options)
     return options, recipe_name, settings
+
+
+def names_script(arguments: Sequence[str]) -> bool:
+    """Whether a script is to be estimated, and no recipe."""
+    own = _before_dashes(arguments)
+    return any(argument == "--script" or argument.startswith("--script=") for argument in own)
+
+
+def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the script's own arguments, which stand behind ``--``.
+
+    Raises:
+        UserError: if an option cannot be done for a script.
+    """
+    parser = _parser()
+    own = _before_dashes(arguments)
+    options, others = parser.parse_known_args(own)
+    problems = [_problem_beside_script(other) for other in others[:1]]
+    if options.steps is None:
+        options.steps = STEPS_OF_SCRIPT
+    elif options.steps < FEWEST_STEPS:
+        problems.append(
+            f"--steps is at least {FEWEST_STEPS}, as the first step only makes the optimizer's state, "
+            f"got {options.steps}."
+        )
+    if options.changes:
+        problems.append("--changes are those of a recipe, got --script. Leave it out.")
+    if problems:
+        raise UserError(*problems)
+    _check(options)
+    return options, list(arguments[len(own) + 1 :])
+
+
+def _before_dashes(arguments: Sequence[str]) -> list[str]:
+    return list(itertools.takewhile(lambda argument: argument != "--", arguments))
+
+
+def _problem_beside_script(word: str) -> str:
+    if word.partition("=")[0] in ("--gpus", "--num_processes", "--nproc_per_node"):
+        return (
+            f"A script is estimated in one process, on one GPU, got {word}. Leave it out: a virtual GPU stands for one "
+            "device."
+        )
+    if word.startswith(("recipe=", "model=")):
+        return f"An estimate is of one thing, got --script and {word}. Leave one out."
+    return f"--script takes the script's own arguments behind `--`, got {word} before it. Write `-- {word}`."
 
 
 _MODEL_NAME = ("model", "model.name_or_path")
@@ -230,6 +286,19 @@ def _parser() -> Parser:
         metavar="NAME|all",
         action=Once,
         help="a GPU of `lowmem-ft gpus`, cpu, or all GPUs by price; without: what this machine has",
+    )
+    parser.add_argument(
+        "--script",
+        metavar="FILE.py",
+        action=Once,
+        help="a training script of your own, in place of a recipe; its arguments stand behind --",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        action=Once,
+        help=f"with --script: optimizer steps to see, {STEPS_OF_SCRIPT} by default",
     )
     parser.add_argument(
         "--changes",

@@ -39,17 +39,20 @@ WORTH_A_WORD = 0.005
 """Of the host's peak: smaller parts are left out."""
 
 
-def estimate_table(estimate: MemoryEstimate, price: Price | None = None) -> RenderableType:
+def estimate_table(
+    estimate: MemoryEstimate, price: Price | None = None, further: Sequence[tuple[str, str]] = ()
+) -> RenderableType:
     """One estimate, for a rich console of any width, with colour or without.
 
     Args:
         estimate: what to show.
         price: what an hour of the GPU costs; None leaves the cost out.
+        further: labels and texts of more lines, which come below the place of the peak.
 
     Returns:
         Something that ``rich.print`` prints.
     """
-    return Group(_headline(estimate), "", _memory_bars(estimate), "", _facts(estimate, price))
+    return Group(_headline(estimate), "", _memory_bars(estimate), "", _facts(estimate, price, further))
 
 
 def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
@@ -195,10 +198,11 @@ def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
         yield ("free", free, "dim") if free >= 0 else ("missing", -free, "red")
 
 
-def _facts(estimate: MemoryEstimate, price: Price | None) -> Table:
+def _facts(estimate: MemoryEstimate, price: Price | None, further: Sequence[tuple[str, str]]) -> Table:
     """Label and text, a line each, wrapped beside the label."""
     table = _grid()
-    for label, text in _fact_lines(estimate, price):
+    peak, *others = _fact_lines(estimate, price)
+    for label, text in (peak, *further, *others):
         table.add_row(Text(label, "bold"), Prose(text))
     return table
 

@@ -370,6 +370,24 @@ TRANSFORMERS = (
         "transformers.modeling_utils", "str_to_torch_dtype", "dtypes of safetensors by their names", "dict"
     ),
     _replaced(
+        "transformers.modeling_utils",
+        "_get_resolved_checkpoint_files",
+        None,
+        "a script's weights stay on the hub",
+    ),
+    _replaced(
+        "transformers.modeling_utils",
+        "_get_dtype",
+        "dtype checkpoint_files config sharded_metadata state_dict weights_only hf_quantizer",
+        "the type of weights that are not read",
+    ),
+    _replaced(
+        _MODEL,
+        "_load_pretrained_model",
+        "model state_dict checkpoint_files load_config expected_keys",
+        "shapes in place of weights",
+    ),
+    _replaced(
         "transformers.generation.utils.GenerationMixin",
         "_beam_search_has_unfinished_sequences",
         "is_early_stop_heuristic_unsatisfied is_sent_finished next_token_hits_stopping_criteria early_stopping",
@@ -449,6 +467,15 @@ BITSANDBYTES = (
 
 DATASETS = (*_data("datasets.Dataset()", "_fingerprint", "the tokenized rows' place in the cache", "str"),)
 
+TRL = (
+    _replaced(
+        "trl.trainer.grpo_trainer.GRPOTrainer",
+        "_generate_single_turn",
+        None,  # they differ between its versions
+        "completions without generating them",
+    ),
+)
+
 NAMES: tuple[UpstreamName, ...] = (
     *TORCH,
     *OPERATORS,
@@ -457,4 +484,5 @@ NAMES: tuple[UpstreamName, ...] = (
     *PEFT,
     *BITSANDBYTES,
     *DATASETS,
+    *TRL,
 )

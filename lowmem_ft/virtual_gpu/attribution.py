@@ -114,6 +114,11 @@ class Attribution:
         return self.phase, bool(self._stack)
 
     @property
+    def is_in_backward(self) -> bool:
+        """Whether autograd runs: a forward within it is a recomputation."""
+        return torch._C._current_graph_task_id() != -1
+
+    @property
     def inherits_module(self) -> bool:
         """Whether results belong to the module of what they are made from, as in an optimizer's step."""
         return self.phase in ("optimizer_step", "load", "save")
@@ -122,7 +127,7 @@ class Attribution:
         """Find out where the program is; called before each operator."""
         self.is_accumulating_gradient = False
         self.module = self._stack[-1] if self._stack else ""
-        if torch._C._current_graph_task_id() != -1:
+        if self.is_in_backward:
             self.phase = self._fixed or "backward"
             self._outside_backward = "optimizer_step"  # clipping, the step, until the next batch comes
             if not self._stack:
@@ -188,7 +193,7 @@ class Attribution:
             self.module = self._module_by_sequence.get(node._sequence_nr(), "")
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not self._stack and torch._C._current_graph_task_id() == -1:
+        if not self._stack and not self.is_in_backward:
             if module not in self._names:
                 self.name_modules(module)
             if self._fixed is None:

@@ -103,6 +103,8 @@ class Recorder(TorchDispatchMode):
         self.alike = AlikeRounds(self.work)
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.on_peak: Callable[[int], None] | None = None
+        """Called with the live bytes whenever they are more than since the last reset."""
         self.largest_assumed: set[str] = set()
         """Operators whose result depends on values: it was taken at its largest."""
         self._questions = questions or Questions(lambda choice: None)
@@ -200,7 +202,7 @@ class Recorder(TorchDispatchMode):
             return args[0].device
         kwargs = kwargs or {}
         if func is _READ_NUMBER:
-            self.work.synchronize()
+            self.work.synchronize(waits=args[0].device.type == self.device_type)
             value = read_value(func, args[0])
             return self.ask(args[0].dtype) if value is None else value
         if func is _RECORD_STREAM:
@@ -427,7 +429,10 @@ class Recorder(TorchDispatchMode):
 
     def _add(self, size: int) -> None:
         self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+            if self.on_peak is not None:
+                self.on_peak(self.live_bytes)
 
 
 def _without_pinning(

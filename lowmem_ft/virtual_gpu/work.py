@@ -72,13 +72,17 @@ class WorkLog:
     Args:
         timeline: of memory.
         entries: the log.
+        num_host_waits: how often the host has waited for the device.
     """
 
     timeline: Timeline
     entries: list[Work] = field(default_factory=list)
+    num_host_waits: int = 0
 
     def add(self, work: Work) -> None:
         """Log a kernel or a copy."""
+        if work.blocking and work.to_host:
+            self.num_host_waits += work.times
         self.entries.append(work)
 
     @property
@@ -108,8 +112,14 @@ class WorkLog:
 
     def synchronize_event(self, event: int) -> None:
         """The host waits for the event."""
+        self.num_host_waits += 1
         self.entries.append(Work("synchronize", self.position, event=event))
 
-    def synchronize(self) -> None:
-        """The host waits for every stream."""
+    def synchronize(self, *, waits: bool = True) -> None:
+        """The host waits for every stream.
+
+        Args:
+            waits: whether it does on a GPU too: a number on the host is read without.
+        """
+        self.num_host_waits += waits
         self.entries.append(Work("synchronize", self.position))

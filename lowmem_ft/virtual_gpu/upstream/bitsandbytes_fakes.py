@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowmem_ft.upstream.on_import import when_imported
 from lowmem_ft.upstream.patches import existing, replace
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu
 from lowmem_ft.virtual_gpu.kernels.bitsandbytes_operators import register_operator_steps
@@ -27,16 +25,18 @@ from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import accepting_fakes
 def bitsandbytes_on_virtual_gpu() -> Iterator[None]:
     """Let bitsandbytes work on fake tensors in a block, whether it is imported before or in it."""
     with contextlib.ExitStack() as undo:
-        if "bitsandbytes" in sys.modules:
-            _adapt(undo)
-        else:
-            hook = _ImportHook("bitsandbytes", functools.partial(_adapt, undo))
-            sys.meta_path.insert(0, hook)
-            undo.callback(sys.meta_path.remove, hook)
+        when_imported(undo, "bitsandbytes", functools.partial(_adapt, undo), _on_a_machine_without_gpu)
         yield
 
 
-def _adapt(undo: contextlib.ExitStack) -> None:
+@contextlib.contextmanager
+def _on_a_machine_without_gpu() -> Iterator[None]:
+    """Where there is a GPU, bitsandbytes looks for CUDA's runtime when it is imported."""
+    with _disable_current_modes(), activated(None):
+        yield
+
+
+def _adapt(undo: contextlib.ExitStack, bitsandbytes: Any) -> None:
     from bitsandbytes import functional
     from bitsandbytes.nn import Int8Params, Params4bit
     from bitsandbytes.optim import optimizer
@@ -89,32 +89,3 @@ def _synchronize(tensor: Tensor) -> None:
     """After each parameter's update the host waits for the device."""
     if tensor.device.type == DEVICE_TYPE:
         active_gpu().recorder.work.synchronize()
-
-
-class _ImportHook(importlib.abc.MetaPathFinder):
-    """Runs a function right after a package is first imported, and its import outside of all dispatch modes."""
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            self._extend(spec.loader)
-        return spec
-
-    def _extend(self, loader: Any) -> None:
-        execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            # Where there is a GPU, bitsandbytes looks for CUDA's runtime when it is imported.
-            with _disable_current_modes(), activated(None):
-                execute(module)
-            self._then()
-
-        loader.exec_module = exec_module

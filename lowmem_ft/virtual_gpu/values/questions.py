@@ -122,19 +122,28 @@ def asking_line() -> str:
     asking: FrameType | None = None
     for frame in asking_frames():
         asking = asking or frame
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not is_of_library(frame.f_code.co_filename):
             place = _place(frame)
             return f"{place}{_source(frame)}" if frame is asking else f"{_place(asking)}, called from {place}"
     return "a line without source" if asking is None else _place(asking)
 
 
-def _place(frame: FrameType) -> str:
-    path = Path(frame.f_code.co_filename)
+def is_of_library(file: str) -> bool:
+    """Whether code lies in this package, in an installed one, or comes with Python."""
+    return file.startswith(_LIBRARIES)
+
+
+def shown_file(file: str) -> str:
+    """A file for people: one of a package without the folder of all packages, another as seen from here."""
+    path = Path(file)
     for folder in (Path(_TORCH).parent, Path.cwd()):
         if path.is_relative_to(folder):
-            path = path.relative_to(folder)
-            break
-    return f"{path}:{frame.f_lineno}"
+            return str(path.relative_to(folder))
+    return file
+
+
+def _place(frame: FrameType) -> str:
+    return f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _source(frame: FrameType) -> str:

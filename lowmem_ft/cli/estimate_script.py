@@ -1,0 +1,124 @@
+"""``lowmem-ft estimate --script train.py -- ARGS``: what somebody's unchanged training script needs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowmem_ft.cli.estimate_files import report_console, write_json, write_pictures
+from lowmem_ft.cli.estimate_options import ALL_GPUS, FOR_THE_PROCESSOR, NO_SNAPSHOT_OF_CPU, parse_for_script
+from lowmem_ft.cli.progress import progress_line
+from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.script_file import check_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lowmem_ft.estimator.script import ScriptEstimate
+
+
+def estimate_script(arguments: Sequence[str]) -> int:
+    """Report what a script needs on one GPU, or on all.
+
+    Args:
+        arguments: of the command; those of the script come behind ``--``.
+
+    Returns:
+        The exit code: 0 if it fits (on one GPU at least), else 3.
+
+    Raises:
+        UserError: if the script cannot be run, or not be estimated.
+    """
+    options, script_arguments = parse_for_script(arguments)
+    path = check_script(options.script)
+
+    from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
+
+    set_up_logging()
+    logging.getLogger("lowmem_ft").setLevel(logging.WARNING)
+    with progress_line("loading torch and transformers"):
+        import lowmem_ft.estimator.script
+
+    take_over_library_logs()
+    import rich
+
+    rich.get_console().file = (
+        sys.stderr
+    )  # the line of progress, not what stands for stderr while the script runs
+    doing = f"{path.name}: running on a virtual GPU"
+    try:
+        with progress_line(f"{doing}: making it ready") as say:
+            report = _on_all if options.gpu == ALL_GPUS else _on_one
+
+            def on_step(step: int) -> None:
+                say(f"{doing}: step {min(step + 1, options.steps)} of {options.steps}")
+
+            finish = report(path, script_arguments, options, on_step)
+    except lowmem_ft.estimator.script.ScriptError as error:
+        print(error.own_traceback, end="", file=sys.stderr)
+        raise
+    return finish()
+
+
+def _on_one(
+    path: Path, arguments: Sequence[str], options: argparse.Namespace, on_step: Callable[[int], None]
+) -> Callable[[], int]:
+    from lowmem_ft.estimator.script import estimate_script
+
+    estimate = estimate_script(path, arguments, gpu=options.gpu, steps=options.steps, on_step=on_step)
+    return lambda: _report_one(estimate, options)
+
+
+def _report_one(found: ScriptEstimate, options: argparse.Namespace) -> int:
+    from lowmem_ft.catalog.gpus import load_gpus
+    from lowmem_ft.reports.estimate_table import estimate_table
+    from lowmem_ft.reports.script_facts import script_facts
+
+    if found.estimate.is_of_cpu and options.snapshot is not None:
+        raise UserError(NO_SNAPSHOT_OF_CPU)
+    gpu = load_gpus().get(found.estimate.gpu.name)
+    console = report_console(options)
+    price = gpu.cheapest_price if gpu else None
+    console.print(estimate_table(found.estimate, price, tuple(script_facts(found))))
+    if options.gpu is None and found.estimate.is_of_cpu:
+        console.print(f"\n{FOR_THE_PROCESSOR}")
+    write_pictures(found.estimate, options)
+    write_json(found.to_json(), options)
+    return 0 if found.estimate.fits else EXIT_DOES_NOT_FIT
+
+
+def _on_all(
+    path: Path, arguments: Sequence[str], options: argparse.Namespace, on_step: Callable[[int], None]
+) -> Callable[[], int]:
+    from lowmem_ft.catalog.gpus import load_gpus
+    from lowmem_ft.estimator import CannotRun
+    from lowmem_ft.estimator.script import estimate_script_on_gpus
+
+    gpus = list(load_gpus().values())
+    results = estimate_script_on_gpus(path, arguments, gpus, steps=options.steps, on_step=on_step)
+    found = [result for result in results if not isinstance(result, CannotRun)]
+    cannot_run = {
+        result.gpu.name: " ".join(result.problems) for result in results if isinstance(result, CannotRun)
+    }
+    return lambda: _report_all(found, cannot_run, options)
+
+
+def _report_all(
+    found: Sequence[ScriptEstimate], cannot_run: dict[str, str], options: argparse.Namespace
+) -> int:
+    from lowmem_ft.catalog.gpus import load_gpus
+    from lowmem_ft.memory.estimate import SCHEMA
+    from lowmem_ft.reports.gpu_table import gpu_table
+
+    report_console(options).print(gpu_table([each.estimate for each in found], load_gpus(), cannot_run))
+    values = {
+        "schema": SCHEMA,
+        "estimates": [each.to_json() for each in found],
+        "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],
+    }
+    write_json(values, options)
+    return 0 if any(each.estimate.fits for each in found) else EXIT_DOES_NOT_FIT

@@ -1,0 +1,273 @@
+"""What somebody's training script needs, unchanged: run for a few steps on a virtual GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.errors import UserError
+from lowmem_ft.estimator.estimate import CannotRun
+from lowmem_ft.estimator.host import TENSORS_IN_FLIGHT, process_bytes_on_cpu
+from lowmem_ft.estimator.script.running import ScriptRun
+from lowmem_ft.estimator.target import choose_gpu, limits, processor_name
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.process_size import PROCESS_BESIDE_GPU_BYTES
+from lowmem_ft.script_file import check_script
+from lowmem_ft.virtual_gpu.code_places import CodePlace, Running
+from lowmem_ft.virtual_gpu.garbage import collector_paused
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
+from lowmem_ft.virtual_gpu.replay.estimate import (
+    Surroundings,
+    allocator_config_of_environment,
+    estimate_on_cpu,
+    estimate_on_gpu,
+)
+from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
+from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
+from lowmem_ft.virtual_gpu.replay.replays import Replays
+from lowmem_ft.virtual_gpu.trace import Trace
+
+NUM_STEPS = 3
+"""State is made in the first step, so the second is the first to hold all of it; by the third the caching allocator
+has settled."""
+
+NOT_MODELLED = (
+    "host memory of the script beside its tensors, and of files being written",
+    "rows of the data that are longer than those of these steps",
+)
+
+_OF_BITSANDBYTES = ("4bit", "8bit", "bitsandbytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptEstimate:
+    """What a script needs on one device.
+
+    Args:
+        estimate: memory and time, as of a recipe.
+        script: its path.
+        arguments: that it was given.
+        steps: optimizer steps that were seen.
+        tokens_per_step: that the model was given to learn from in the last step, padding included; 0: it has no
+            embedding.
+        kept_bytes: on the device as the last step ended: weights, gradients, optimizer state and what else there was.
+        peak: what ran when the most memory of the device was in use.
+        host_waits_per_step: how often the host waited for the device in the last step; None: only one was seen, or
+            there is no device.
+    """
+
+    estimate: MemoryEstimate
+    script: str
+    arguments: tuple[str, ...]
+    steps: int
+    tokens_per_step: int
+    kept_bytes: int
+    peak: Running
+    host_waits_per_step: int | None
+
+    def __str__(self) -> str:
+        own = "outside the script" if self.peak.own is None else f"at {self.peak.own}"
+        return f"{self.estimate}\nPeak {own}; {self.steps} steps seen, {self.tokens_per_step:,} tokens each."
+
+    def to_json(self) -> dict[str, Any]:
+        """As of a recipe, and ``script`` beside it."""
+        return {
+            **self.estimate.to_json(),
+            "script": {
+                "path": self.script,
+                "arguments": list(self.arguments),
+                "steps": self.steps,
+                "tokens_per_step": self.tokens_per_step,
+                "kept_bytes": self.kept_bytes,
+                "peak_in_code": {"own": _json(self.peak.own), "library": _json(self.peak.library)},
+                "host_waits_per_step": self.host_waits_per_step,
+            },
+        }
+
+
+def estimate_script(
+    script: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    gpu: str | Gpu | None = None,
+    steps: int = NUM_STEPS,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> ScriptEstimate:
+    """What a training script needs on one device, without a GPU and without weights.
+
+    The script runs as it is, in this process, for a few optimizer steps: its models are built from their configs, its
+    data is cut, and what it would write goes to a temporary folder that is deleted.
+
+    Args:
+        script: a Python file that trains with torch in one process.
+        arguments: what it finds in ``sys.argv`` behind its own name.
+        gpu: a GPU or its name in the catalogue (``rtx-4090``), or ``cpu``; None: this machine's GPU, else its
+            processor.
+        steps: optimizer steps to see.
+        on_step: called with the number of each step as it ends.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        UserError: if the script cannot be run, never steps, or does what a virtual GPU cannot follow.
+        ScriptError: if it ends in an error of its own.
+    """
+    path = check_script(script)
+    spec, reason = choose_gpu(gpu, Budget(), use_cpu=False)
+    seen = _run(path, arguments, spec, steps, on_step)
+    return seen.on(spec, reason)
+
+
+def estimate_script_on_gpus(
+    script: str | os.PathLike[str],
+    arguments: Sequence[str],
+    gpus: Sequence[Gpu],
+    *,
+    steps: int = NUM_STEPS,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> list[ScriptEstimate | CannotRun]:
+    """The same for many GPUs: the script runs once for all that compute with bfloat16, and once for the others.
+
+    Args:
+        script: as above.
+        arguments: as above.
+        gpus: the GPUs.
+        steps: as above.
+        on_step: as above.
+
+    Returns:
+        For each GPU, in their order, the estimate or why it cannot run the script.
+
+    Raises:
+        UserError: if no GPU at all can run it: the problems of the first.
+    """
+    path = check_script(script)
+    runs: dict[bool, _Seen | UserError] = {}
+    results: list[ScriptEstimate | CannotRun] = []
+    for gpu in gpus:
+        if gpu.has_bfloat16 not in runs:
+            try:
+                runs[gpu.has_bfloat16] = _run(path, arguments, gpu, steps, on_step)
+            except UserError as error:
+                runs[gpu.has_bfloat16] = error
+        seen = runs[gpu.has_bfloat16]
+        if isinstance(seen, UserError):
+            results.append(CannotRun(gpu=gpu, problems=seen.problems))
+        else:
+            results.append(seen.on(gpu, ""))
+    errors = [run for run in runs.values() if isinstance(run, UserError)]
+    if errors and len(errors) == len(runs):
+        raise errors[0]
+    return results
+
+
+@collector_paused()
+def _run(
+    path: Path, arguments: Sequence[str], gpu: Gpu | None, steps: int, on_step: Callable[[int], None]
+) -> _Seen:
+    machine = VirtualMachine() if gpu is None else VirtualGPU(gpu)
+    run = ScriptRun(path, arguments, machine, steps, on_step)
+    run.run()
+    return _Seen(run, path, tuple(arguments))
+
+
+class _Seen:
+    """A run that is over, to be replayed on the GPUs of its kind."""
+
+    def __init__(self, run: ScriptRun, path: Path, arguments: tuple[str, ...]) -> None:
+        self._run = run
+        self._path = path
+        self._arguments = arguments
+        self._trace = run.machine.trace()
+        self._replays: dict[int, Replays] = {}
+
+    @collector_paused()
+    def on(self, gpu: Gpu | None, reason: str) -> ScriptEstimate:
+        """The estimate for one device."""
+        steps, trace, seconds = self._run.watch.steps, self._trace, self._run.machine.trace_seconds
+        tokens = steps[-1].tokens * self._run.training.untraced_share
+        surroundings = Surroundings(
+            host=_host_outside(trace, on_gpu=gpu is not None),
+            tokens_per_step=tokens,
+            micro_batches_per_step=self._run.training.micro_batches,
+            not_modelled=NOT_MODELLED,
+        )
+        if gpu is None:
+            estimate = estimate_on_cpu(trace, processor_name(), limits(None, Budget()), surroundings, seconds)
+        else:
+            outside = process_overhead_bytes(
+                gpu, uses_bitsandbytes=_uses_bitsandbytes(trace), num_processes=1
+            )
+            surroundings = dataclasses.replace(
+                surroundings,
+                outside_bytes=outside,
+                allowed_bytes=getattr(self._run.machine, "cap_bytes", None),
+            )
+            replays = self._replays_for(gpu)
+            estimate = estimate_on_gpu(
+                replays.trace, gpu, limits(gpu, Budget()), surroundings, seconds, replays
+            )
+        choices = (reason, *estimate.choices, self._steps_in_words(), self._data_in_words())
+        return ScriptEstimate(
+            estimate=dataclasses.replace(estimate, choices=tuple(filter(None, choices))),
+            script=str(self._path),
+            arguments=self._arguments,
+            steps=len(steps),
+            tokens_per_step=tokens,
+            kept_bytes=steps[-1].kept_bytes,
+            peak=self._run.peak.running,
+            host_waits_per_step=None if gpu is None else self._run.watch.host_waits(),
+        )
+
+    def _replays_for(self, gpu: Gpu) -> Replays:
+        workspace = cublas_workspace_bytes(gpu.compute_capability)
+        if workspace not in self._replays:
+            trace = with_workspaces(self._trace, workspace)
+            self._replays[workspace] = Replays(trace, allocator_config_of_environment())
+        return self._replays[workspace]
+
+    def _steps_in_words(self) -> str:
+        seen, wanted = len(self._run.watch.steps), self._run.watch.num_steps
+        if seen >= wanted:
+            return ""
+        first = "; with one, the optimizer's state was just being made" if seen == 1 else ""
+        return f"steps: the script ended after {seen}, of {wanted} asked for{first}"
+
+    def _data_in_words(self) -> str:
+        left_out = self._run.cut.rows_left_out
+        return f"data: {left_out:,} rows were left out as these steps do not come to them" if left_out else ""
+
+
+def _host_outside(trace: Trace, *, on_gpu: bool) -> HostOutside:
+    if not on_gpu:
+        return HostOutside(process_bytes=process_bytes_on_cpu())
+    weights = (item.size_bytes for item in trace.timeline.allocations if item.category == "parameter")
+    return HostOutside(
+        process_bytes=PROCESS_BESIDE_GPU_BYTES, loading_bytes=TENSORS_IN_FLIGHT * max(weights, default=0)
+    )
+
+
+def _uses_bitsandbytes(trace: Trace) -> bool:
+    return trace.is_quantized or any(
+        _is_of_bitsandbytes(name) for name in {entry.name for entry in trace.work}
+    )
+
+
+@functools.cache
+def _is_of_bitsandbytes(name: str) -> bool:
+    return any(part in name for part in _OF_BITSANDBYTES)
+
+
+def _json(place: CodePlace | None) -> dict[str, Any] | None:
+    return None if place is None else dataclasses.asdict(place)

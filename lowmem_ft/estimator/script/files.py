@@ -1,0 +1,194 @@
+"""Files of a script that is only estimated: what it writes goes to a temporary folder, and nothing is deleted or moved.
+
+A path that was written is read from there again. Caches of the libraries are written as ever; so is whatever a program
+in C writes by itself, or another process.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lowmem_ft.upstream.on_import import when_imported
+from lowmem_ft.upstream.patches import replace
+
+_WRITES = frozenset("wax+")
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGES = (
+    "remove",
+    "unlink",
+    "rmdir",
+    "rename",
+    "replace",
+    "removedirs",
+    "renames",
+    "truncate",
+    "symlink",
+    "link",
+)
+
+_SAVERS = (
+    ("safetensors.torch", None, ("save_file", "save_model")),
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", ("save_pretrained", "push_to_hub")),
+    ("transformers.modeling_utils", "PreTrainedModel", ("push_to_hub",)),
+    ("transformers.trainer", "Trainer", ("save_model", "push_to_hub", "create_model_card")),
+    ("accelerate.accelerator", "Accelerator", ("save_state", "save_model", "init_trackers")),
+    ("datasets.arrow_dataset", "Dataset", ("save_to_disk", "push_to_hub")),
+    ("datasets.dataset_dict", "DatasetDict", ("save_to_disk", "push_to_hub")),
+    ("huggingface_hub.hf_api", "HfApi", ("create_commit", "upload_file", "upload_folder")),
+)
+"""What would write by itself, or to the hub or a tracker: module, class, and methods that do nothing here."""
+
+
+class FilesKeptAway:
+    """Redirects what is written to a folder that is deleted in the end.
+
+    Attributes:
+        folder: the temporary folder.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path()
+        self._written = Path()
+        self._real: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def redirecting(self) -> Iterator[None]:
+        """Redirect whatever is written in a block."""
+        with contextlib.ExitStack() as undo:
+            self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_ft_script_")))
+            self._written = self.folder / "written"
+            self._written.mkdir()
+            self._real = tuple(f"{os.path.realpath(path)}{os.sep}" for path in (self.folder, *_caches()))
+            replace(undo, tempfile, "tempdir", str(self.folder))
+            replace(undo, sys, "dont_write_bytecode", True)
+            open_file, open_descriptor, mkdir = builtins.open, os.open, os.mkdir
+            for module in (builtins, io):
+                replace(undo, module, "open", self._opened(open_file))
+            replace(undo, os, "open", self._opened_descriptor(open_descriptor))
+            replace(undo, os, "mkdir", self._made(mkdir))
+            for name in _CHANGES:
+                replace(undo, os, name, self._changed(getattr(os, name)))
+            replace(undo, shutil, "rmtree", self._changed(shutil.rmtree))
+            for module_name, class_name, methods in _SAVERS:
+                when_imported(undo, module_name, functools.partial(_save_nothing, undo, class_name, methods))
+            when_imported(undo, "huggingface_hub.hf_api", functools.partial(_make_no_repositories, undo))
+            yield
+
+    def place_of(self, path: Any, *, is_written: bool) -> Any:
+        """Where a path leads: to the temporary folder if it is written there, or was."""
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return path  # an open file's number
+        real = os.path.realpath(os.fsdecode(path))
+        if f"{real}{os.sep}".startswith(self._real):
+            return path
+        there = str(self._written) + real
+        if not is_written:
+            return there if os.path.exists(there) else path
+        os.makedirs(os.path.dirname(there), exist_ok=True)
+        if not os.path.exists(there) and os.path.isfile(real):
+            shutil.copyfile(real, there)  # for what is appended
+        return there
+
+    def _opened(self, open_file: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(open_file)
+        def open_elsewhere(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            is_written = not _WRITES.isdisjoint(mode)
+            return open_file(self.place_of(file, is_written=is_written), mode, *args, **kwargs)
+
+        return open_elsewhere
+
+    def _opened_descriptor(self, open_descriptor: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(open_descriptor)
+        def open_elsewhere(path: Any, flags: int, *args: Any, dir_fd: int | None = None) -> int:
+            if dir_fd is not None or flags & os.O_DIRECTORY:
+                return open_descriptor(path, flags, *args, dir_fd=dir_fd)
+            is_written = bool(flags & _WRITE_FLAGS)
+            return open_descriptor(self.place_of(path, is_written=is_written), flags, *args)
+
+        return open_elsewhere
+
+    def _made(self, mkdir: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(mkdir)
+        def make_elsewhere(path: Any, *args: Any, **kwargs: Any) -> None:
+            if self._is_real(path):
+                mkdir(path, *args, **kwargs)
+            elif os.path.exists(path):
+                raise FileExistsError(17, os.strerror(17), os.fspath(path))
+            else:
+                os.makedirs(str(self._written) + os.path.realpath(os.fsdecode(path)), exist_ok=True)
+
+        return make_elsewhere
+
+    def _changed(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that deletes, moves or links: of files that are not the temporary folder's it changes none."""
+
+        @functools.wraps(change)
+        def change_none(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dir_fd") is not None or self._is_real(path):
+                return change(path, *args, **kwargs)
+            return None
+
+        return change_none
+
+    def _is_real(self, path: Any) -> bool:
+        return isinstance(path, int) or f"{os.path.realpath(os.fsdecode(path))}{os.sep}".startswith(
+            self._real
+        )
+
+
+def _caches() -> Iterator[str]:
+    """Where libraries keep what they have fetched or compiled."""
+    home = os.path.expanduser("~/.cache")
+    yield from (
+        os.environ.get("XDG_CACHE_HOME", home),
+        home,
+        os.path.expanduser("~/.triton"),
+        "/dev",
+        "/proc",
+    )
+    for name in (
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_DATASETS_CACHE",
+        "HF_MODULES_CACHE",
+        "TORCH_HOME",
+        "TRITON_CACHE_DIR",
+    ):
+        if os.environ.get(name):
+            yield os.environ[name]
+
+
+def _save_nothing(
+    undo: contextlib.ExitStack, class_name: str | None, methods: tuple[str, ...], module: Any
+) -> None:
+    owner = module if class_name is None else getattr(module, class_name)
+    for name in methods:
+        replace(undo, owner, name, _nothing(getattr(owner, name)))
+
+
+def _make_no_repositories(undo: contextlib.ExitStack, hf_api: Any) -> None:
+    def make_none(*args: Any, **kwargs: Any) -> Any:
+        name = kwargs.get("repo_id") or next((arg for arg in args if isinstance(arg, str)), "")
+        return SimpleNamespace(repo_id=name)
+
+    replace(undo, hf_api.HfApi, "create_repo", make_none)
+    replace(undo, hf_api, "create_repo", make_none)
+
+
+def _nothing(function: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def do_nothing(*args: Any, **kwargs: Any) -> None:
+        """Nothing leaves a trace."""
+
+    return do_nothing

@@ -1,0 +1,73 @@
+"""What an estimate of a script cannot go along with: questions to a keyboard, and other processes that train."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch.multiprocessing
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.upstream.on_import import when_imported
+from lowmem_ft.upstream.patches import existing, replace
+
+
+class ScriptRefusal(UserError):
+    """The script does what an estimate cannot."""
+
+
+def refuse_what_cannot_be(undo: contextlib.ExitStack) -> None:
+    """Refuse both until a stack is undone."""
+    replace(undo, builtins, "input", _refuse_to_ask)
+    replace(undo, sys, "stdin", _NoKeyboard())
+    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        replace(undo, module, "start_processes", _refuse_processes)
+        replace(undo, module, "spawn", _refuse_processes)
+    when_imported(undo, "accelerate", functools.partial(_adapt_accelerate, undo))
+
+
+def _refuse_to_ask(*args: Any) -> NoReturn:
+    raise ScriptRefusal(
+        "A script that is estimated gets no answers: it called input() or read stdin. Give it what it asks for as "
+        "arguments, behind `--`."
+    )
+
+
+class _NoKeyboard(io.TextIOBase):
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def read(self, size: int | None = -1) -> str:
+        _refuse_to_ask()
+
+    readline = read  # type: ignore[assignment]
+
+
+def _adapt_accelerate(undo: contextlib.ExitStack, accelerate: Any) -> None:
+    launch = existing(accelerate, "notebook_launcher")
+
+    @functools.wraps(launch)
+    def launch_here(
+        function: Callable[..., Any], args: Any = (), num_processes: Any = None, **kwargs: Any
+    ) -> None:
+        if num_processes not in (None, 0, 1):
+            _refuse_processes()
+        function(*args)
+
+    for module in (accelerate, accelerate.launchers):
+        replace(undo, module, "notebook_launcher", launch_here)
+
+
+def _refuse_processes(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ScriptRefusal(
+        "A script is estimated in one process, on one GPU, but it starts others to train in. Call the function that it "
+        "gives them from a script of its own, for one process."
+    )

@@ -1,0 +1,188 @@
+"""Somebody's script, run on a virtual machine as ``python script.py ARGS`` would run it, until enough has been seen."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import runpy
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.estimator.script.data import DataCut
+from lowmem_ft.estimator.script.files import FilesKeptAway
+from lowmem_ft.estimator.script.refusals import refuse_what_cannot_be
+from lowmem_ft.estimator.script.steps import Enough, StepWatch
+from lowmem_ft.estimator.script.trainers import ShortTraining
+from lowmem_ft.estimator.script.weights import weights_from_configs
+from lowmem_ft.upstream.patches import replace
+from lowmem_ft.virtual_gpu.code_places import PeakPlace
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
+
+ENVIRONMENT = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "MLFLOW_TRACKING_URI": "",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Trackers that are off, whatever the script asks for, and libraries that are quiet."""
+
+_MOST_FRAMES = 5
+
+
+class ScriptError(UserError):
+    """The script ended in an error of its own.
+
+    Attributes:
+        own_traceback: Python's words about it, with the frames of the script's own code.
+    """
+
+    def __init__(self, problem: str, own_traceback: str) -> None:
+        super().__init__(problem)
+        self.own_traceback = own_traceback
+
+
+class ScriptRun:
+    """One run of a script.
+
+    Args:
+        path: of the script.
+        arguments: that it finds in ``sys.argv``.
+        machine: a fresh one, which it runs on.
+        num_steps: optimizer steps to see.
+        on_step: called with the number of each step as it ends.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        arguments: Sequence[str],
+        machine: VirtualMachine,
+        num_steps: int,
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._path = path
+        self._arguments = arguments
+        self.machine = machine
+        self.watch = StepWatch(machine, num_steps, on_step)
+        self.peak = PeakPlace(machine.recorder, str(path))
+        self.cut = DataCut(num_steps)
+        files = FilesKeptAway()
+        self.training = ShortTraining(machine, self.cut, files, num_steps)
+        self._files = files
+
+    def run(self) -> None:
+        """Run it.
+
+        Raises:
+            ScriptError: if it ends in an error.
+            UserError: if it does what an estimate cannot follow, or ends without a step.
+        """
+        with _as_program(self._path, self._arguments), self.machine, contextlib.ExitStack() as undo:
+            undo.enter_context(self._files.redirecting())
+            weights_from_configs(undo, self.machine.say)
+            self.cut.apply(undo)
+            self.training.apply(undo)
+            undo.enter_context(self.watch.watching())
+            refuse_what_cannot_be(undo)
+            self._run()
+        if not self.watch.steps:
+            raise UserError(
+                f"{self._path} ended without an optimizer step, so there is nothing to estimate. Pass it, behind `--`, "
+                "what makes it train; steps that other processes take are not seen."
+            )
+
+    def _run(self) -> None:
+        try:
+            runpy.run_path(str(self._path), run_name="__main__")
+        except Enough:
+            pass
+        except SystemExit as end:
+            if end.code not in (None, 0) and not self.watch.steps:
+                said = f": {end.code}" if isinstance(end.code, str) else f" by sys.exit({end.code})"
+                last = _last_words(sys.stderr)
+                raise ScriptError(f"{self._path} ended itself{said}{last}", "") from end
+        except UserError as error:
+            own = _own_frames(error.__traceback__, str(self._path))
+            where = f" (at {shown_file(own[-1].filename)}:{own[-1].lineno})" if own else ""
+            raise UserError(*(f"{problem}{where}" for problem in error.problems)) from error
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: Exception) -> ScriptError:
+        own = _own_frames(error.__traceback__, str(self._path))
+        innermost = traceback.extract_tb(error.__traceback__)[-1]
+        frames = own if own and own[-1] == innermost else [*own, innermost]
+        words = traceback.format_exception_only(type(error), error)
+        shown = "".join([*traceback.format_list(frames[-_MOST_FRAMES:]), *words])
+        step = len(self.watch.steps)
+        when = f"in step {step + 1}" if step else "before its first step was done"
+        first_line = words[-1].strip().splitlines()[0] if words else type(error).__name__
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            first_line = f"it needs the package {error.name}, which is not installed here"
+        return ScriptError(
+            f"{self._path} ended in an error {when}: {first_line}", f"Traceback of its own code:\n{shown}"
+        )
+
+
+def _own_frames(trace: TracebackType | None, script: str) -> list[traceback.FrameSummary]:
+    """The frames of the script's own code."""
+    frames = traceback.extract_tb(trace)
+    return [frame for frame in frames if frame.filename == script or not is_of_library(frame.filename)]
+
+
+def _last_words(stream: Any) -> str:
+    """The last line of what a script has said, such as argparse's error."""
+    said = stream.getvalue().strip().splitlines() if isinstance(stream, io.StringIO) else []
+    return f". Its last line: {said[-1]}" if said else "."
+
+
+@contextlib.contextmanager
+def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """What a process of its own would give the script, and what it may change, put back in the end.
+
+    What it prints goes nowhere: losses are those of a model without values.
+    """
+    environment, folder, modules = dict(os.environ), os.getcwd(), set(sys.modules)
+    disabled = logging.root.manager.disable
+    with contextlib.ExitStack() as undo:
+        undo.callback(_forget_modules_of, path.parent, modules)
+        undo.callback(os.chdir, folder)
+        undo.callback(_set_environment, environment)
+        undo.callback(logging.disable, disabled)
+        undo.enter_context(warnings.catch_warnings())
+        undo.enter_context(torch.random.fork_rng(devices=[]))
+        replace(undo, sys, "argv", [str(path), *arguments])
+        replace(undo, sys, "path", [str(path.parent.absolute()), *sys.path])
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        os.environ.update(ENVIRONMENT)
+        undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        undo.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _forget_modules_of(folder: Path, before: set[str]) -> None:
+    """Modules beside the script, which another script may have by the same names."""
+    inside = f"{folder.absolute()}{os.sep}"
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if file.startswith(inside) and not is_of_library(file):
+            del sys.modules[name]

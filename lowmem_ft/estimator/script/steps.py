@@ -1,0 +1,120 @@
+"""The optimizer steps of somebody's script: counted, and the script ended after enough of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+
+
+class Enough(BaseException):
+    """The steps have been seen.
+
+    Not an ``Exception``: a script that goes on after an error must not go on after this.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenStep:
+    """One step of the main optimizer.
+
+    Args:
+        kept_bytes: on the device as the step ends: weights, gradients, optimizer state and what else there is.
+        tokens: that the model was given to learn from, padding included; 0: it has no embedding.
+        host_waits: of the host for the device, up to then.
+    """
+
+    kept_bytes: int
+    tokens: int
+    host_waits: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What has been seen of an optimizer."""
+
+    size: int
+    steps: list[SeenStep]
+
+
+class StepWatch:
+    """Counts the steps of the main optimizer, the one with the most parameters, and ends the script before one more.
+
+    Args:
+        machine: that the script runs on.
+        num_steps: how many to see.
+        on_step: called with the number of each step as it ends.
+    """
+
+    def __init__(self, machine: VirtualMachine, num_steps: int, on_step: Callable[[int], None]) -> None:
+        self.num_steps = num_steps
+        self._machine = machine
+        self._on_step = on_step
+        self._optimizers: dict[int, _Seen] = {}
+        self._tokens: dict[int, int] = {}
+        """Tokens of the present step, by the rows of the embedding that they went through."""
+
+    @contextlib.contextmanager
+    def watching(self) -> Any:
+        """Watch what runs in a block, on the machine."""
+        with contextlib.ExitStack() as hooks:
+            for handle in (
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+                register_module_forward_pre_hook(self._before_forward),
+            ):
+                hooks.callback(handle.remove)
+            yield
+
+    @property
+    def steps(self) -> list[SeenStep]:
+        """Of the main optimizer."""
+        return max(self._optimizers.values(), key=lambda seen: seen.size).steps if self._optimizers else []
+
+    def host_waits(self) -> int | None:
+        """How often the host waited for the device in the last step; None if only one was seen."""
+        if len(self.steps) < 2:
+            return None
+        before, last = self.steps[-2:]
+        return last.host_waits - before.host_waits
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in self._optimizers:
+            size = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+            self._optimizers[id(optimizer)] = _Seen(size, [])
+        if self._is_main(optimizer) and len(self.steps) >= self.num_steps:
+            raise Enough
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_main(optimizer):
+            return
+        vocabulary = max(self._tokens, default=0)
+        self.steps.append(
+            SeenStep(
+                kept_bytes=self._machine.recorder.live_bytes,
+                tokens=self._tokens.get(vocabulary, 0),
+                host_waits=self._machine.work.num_host_waits,
+            )
+        )
+        self._tokens.clear()
+        self._on_step(len(self.steps))
+
+    def _is_main(self, optimizer: Optimizer) -> bool:
+        return self._optimizers[id(optimizer)].steps is self.steps
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Tokens are what goes into the largest embedding, but for a forward that nothing is learnt from."""
+        if isinstance(module, nn.Embedding) and args and torch.is_grad_enabled():
+            if self._machine.attribution.is_in_backward:
+                return
+            rows = module.num_embeddings
+            self._tokens[rows] = self._tokens.get(rows, 0) + args[0].numel()

@@ -1,0 +1,153 @@
+"""Trainers of transformers and TRL in an estimate: no saves and trackers, a few steps, an evaluation after them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Subset
+
+from lowmem_ft.estimator.script.data import DataCut
+from lowmem_ft.estimator.script.files import FilesKeptAway
+from lowmem_ft.estimator.script.steps import Enough
+from lowmem_ft.upstream.on_import import when_imported
+from lowmem_ft.upstream.patches import replace
+from lowmem_ft.virtual_gpu.machine import VirtualMachine
+
+NUM_MICRO_BATCHES = 2
+"""At most: from the second on, each meets the gradients of the ones before, and nothing else changes."""
+
+EVALUATION_BATCHES = 2
+
+
+class ShortTraining:
+    """Lets the trainers of a script train for a few steps.
+
+    Args:
+        machine: that the script runs on.
+        cut: is told how many rows a step takes.
+        files: where output goes.
+        num_steps: to take.
+    """
+
+    def __init__(self, machine: VirtualMachine, cut: DataCut, files: FilesKeptAway, num_steps: int) -> None:
+        self._machine = machine
+        self._cut = cut
+        self._files = files
+        self._num_steps = num_steps
+        self.micro_batches: int | None = None
+        """Of a step, where only some of them are traced."""
+
+    @property
+    def untraced_share(self) -> int:
+        """How many times as many micro-batches a step has as are traced."""
+        return 1 if self.micro_batches is None else self.micro_batches // NUM_MICRO_BATCHES
+
+    def apply(self, undo: contextlib.ExitStack) -> None:
+        """Shorten whatever is trained from now on, until the stack is undone."""
+        when_imported(undo, "transformers.training_args", functools.partial(self._adapt_arguments, undo))
+        when_imported(undo, "transformers.trainer", functools.partial(self._adapt_trainer, undo))
+        when_imported(undo, "trl.trainer.grpo_trainer", functools.partial(self._adapt_grpo, undo))
+
+    def _adapt_arguments(self, undo: contextlib.ExitStack, training_args: Any) -> None:
+        check = training_args.TrainingArguments.__post_init__
+
+        @functools.wraps(check)
+        def quietly(arguments: Any) -> None:
+            arguments.output_dir = str(self._files.folder / "output")
+            arguments.report_to, arguments.disable_tqdm = "none", True
+            arguments.save_strategy, arguments.push_to_hub = "no", False
+            if arguments.load_best_model_at_end:
+                arguments.load_best_model_at_end = False
+                arguments.metric_for_best_model = arguments.metric_for_best_model or "loss"
+            arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor = 0, None
+            arguments.dataloader_persistent_workers = False
+            check(arguments)
+            rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+            self._cut.rows_per_step = max(self._cut.rows_per_step, rows)
+
+        replace(undo, training_args.TrainingArguments, "__post_init__", quietly)
+
+    def _adapt_trainer(self, undo: contextlib.ExitStack, module: Any) -> None:
+        trainer = module.Trainer
+        replace(undo, trainer, "train", self._shortened(trainer.train))
+        replace(undo, trainer, "training_step", self._marked(trainer.training_step))
+
+    def _shortened(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(train)
+        def train_shortly(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if resume_from_checkpoint:
+                self._machine.say(
+                    "resume_from_checkpoint: not read; the steps are those of a run that begins"
+                )
+            self._leave_out_micro_batches(trainer)
+            trainer.eval_dataset = self._few_rows(
+                trainer.eval_dataset, trainer.args.per_device_eval_batch_size
+            )
+            trainer.add_callback(_stop_after(self._num_steps, evaluates=trainer.eval_dataset is not None))
+            result = train(trainer, None, *args, **kwargs)
+            if trainer.state.global_step >= self._num_steps:
+                raise Enough
+            return result
+
+        return train_shortly
+
+    def _leave_out_micro_batches(self, trainer: Any) -> None:
+        """Not where completions are generated for a whole step before it."""
+        in_a_step = trainer.args.gradient_accumulation_steps
+        if in_a_step <= NUM_MICRO_BATCHES or hasattr(trainer, "num_generations"):
+            return
+        trainer.args.gradient_accumulation_steps = NUM_MICRO_BATCHES
+        self.micro_batches = in_a_step
+        self._machine.say(f"micro-batches: {NUM_MICRO_BATCHES} of the {in_a_step} of a step are traced")
+
+    def _few_rows(self, rows: Any, batch_size: int) -> Any:
+        if isinstance(rows, dict):
+            return {name: self._few_rows(part, batch_size) for name, part in rows.items()}
+        most = EVALUATION_BATCHES * batch_size
+        if rows is None:
+            return None
+        if not hasattr(rows, "__len__"):
+            return rows.take(most) if hasattr(rows, "take") else rows
+        if len(rows) <= most:
+            return rows
+        return rows.select(range(most)) if hasattr(rows, "select") else Subset(rows, range(most))
+
+    def _marked(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(training_step)
+        def one_micro_batch(*args: Any, **kwargs: Any) -> Any:
+            with self._machine.micro_batch():
+                return training_step(*args, **kwargs)
+
+        return one_micro_batch
+
+    def _adapt_grpo(self, undo: contextlib.ExitStack, module: Any) -> None:
+        machine = self._machine
+
+        def complete(trainer: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            length = trainer.max_completion_length
+            machine.say(
+                f"generation: not run; each completion is taken to have {length} tokens (max_completion_length), and "
+                "neither the time nor the keys and values of generating are in the figures"
+            )
+            ends = trainer.eos_token_ids
+            token = next(number for number in range(len(ends) + 1) if number not in ends)
+            return [[token] * length for _ in prompt_ids], None
+
+        replace(undo, module.GRPOTrainer, "_generate_single_turn", complete)
+
+
+def _stop_after(num_steps: int, *, evaluates: bool) -> Any:
+    from transformers import TrainerCallback
+
+    class StopAfter(TrainerCallback):
+        """Ends training as ``max_steps`` would, but with the schedule of the whole run."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_evaluate = evaluates and state.global_step == num_steps
+            control.should_training_stop = control.should_training_stop or state.global_step >= num_steps
+            return control
+
+    return StopAfter()

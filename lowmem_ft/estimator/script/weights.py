@@ -1,0 +1,138 @@
+"""``from_pretrained`` without weights: all that upstream decides is decided by upstream, from the config alone.
+
+The real function runs: it reads the config, chooses the type, quantises, places. Only where it would look for the files
+of weights and read them, it gets the shapes of the model that it has just built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.upstream.on_import import when_imported
+from lowmem_ft.upstream.patches import existing, replace
+
+_QUANTISES_ANYTHING = "bitsandbytes"
+"""The methods whose weights can be made from any model; others are quantised once, with data, and published so."""
+
+
+def weights_from_configs(undo: contextlib.ExitStack, say: Callable[[str], None]) -> None:
+    """Let models and adapters be loaded without their weights until a stack is undone.
+
+    Args:
+        undo: puts the real functions back.
+        say: is told what had to be assumed.
+    """
+    when_imported(undo, "transformers.modeling_utils", functools.partial(_adapt_models, undo, say))
+    when_imported(undo, "peft.peft_model", functools.partial(_adapt_adapters, undo))
+
+
+def _adapt_models(undo: contextlib.ExitStack, say: Callable[[str], None], modeling_utils: Any) -> None:
+    models = modeling_utils.PreTrainedModel
+    find, choose = (
+        existing(modeling_utils, name) for name in ("_get_resolved_checkpoint_files", "_get_dtype")
+    )
+    replace(undo, modeling_utils, "_get_resolved_checkpoint_files", _local_files(find))
+    replace(undo, modeling_utils, "_get_dtype", _dtype_without_files(choose, say))
+    load = existing(models, "_load_pretrained_model")
+    replace(undo, models, "_load_pretrained_model", staticmethod(_load_shapes(load)))
+
+
+def _adapt_adapters(undo: contextlib.ExitStack, peft_model: Any) -> None:
+    replace(
+        undo, peft_model, "load_peft_weights", lambda *args, **kwargs: {}
+    )  # as they are made, at their size
+
+
+def _local_files(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Files of weights in a local folder, of which the type is read where the config has none; never the hub's."""
+
+    @functools.wraps(find)
+    def files(*args: Any, **kwargs: Any) -> Any:
+        name = kwargs.get("pretrained_model_name_or_path")
+        if kwargs.get("gguf_file") is not None:
+            raise UserError(
+                f"A script is estimated without its weights, got gguf_file={kwargs['gguf_file']}, which has no config "
+                "beside them. Load the model that it was made from."
+            )
+        if name is None or not os.path.isdir(name):
+            return None, None
+        try:
+            return find(*args, **kwargs)
+        except OSError:  # the config alone is there
+            return None, None
+
+    return files
+
+
+def _dtype_without_files(choose: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(choose)
+    def dtype_of(dtype: Any, checkpoint_files: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if dtype == "auto" and checkpoint_files is None and getattr(config, "dtype", None) is None:
+            say("weights: float32, as the model's config names no type and its weights are not read")
+            dtype = torch.float32
+        return choose(dtype, checkpoint_files, config, *args, **kwargs)
+
+    return dtype_of
+
+
+def _load_shapes(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_shapes(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
+        if state_dict is None:
+            _quantise_as_loaded(load_config.hf_quantizer)
+            load_config = dataclasses.replace(
+                load_config, weight_mapping=None
+            )  # the names are the model's own
+            state_dict, checkpoint_files = _shapes_of(model, load_config), None
+        return load(model, state_dict, checkpoint_files, load_config, *args)
+
+    return load_shapes
+
+
+def _quantise_as_loaded(quantizer: Any) -> None:
+    """Of a checkpoint that was saved quantised the shapes are those of its plain weights."""
+    if quantizer is None or not quantizer.pre_quantized:
+        return
+    method = quantizer.quantization_config.quant_method
+    method = str(getattr(method, "value", method))
+    if not method.startswith(_QUANTISES_ANYTHING):
+        raise UserError(
+            f"Weights that were published quantised are modelled for bitsandbytes alone, got {method}. Estimate the "
+            "script with the model that they were made from."
+        )
+    quantizer.pre_quantized = False
+
+
+class _Shape:
+    """A tensor of a file, as far as it is asked for: what a slice of safetensors says of itself."""
+
+    def __init__(self, shape: torch.Size, dtype_name: str) -> None:
+        self._shape, self._dtype_name = list(shape), dtype_name
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return self._dtype_name
+
+
+def _shapes_of(model: Any, load_config: Any) -> dict[str, _Shape]:
+    """What a checkpoint of the model would hold, in the type it is loaded in; a tied weight is in it once."""
+    from transformers.modeling_utils import str_to_torch_dtype
+
+    quantizer = load_config.hf_quantizer
+    names = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+    shapes = {}
+    for name, tensor in model.state_dict().items():
+        if name not in model.all_tied_weights_keys:
+            becomes_small = quantizer is not None and quantizer.param_needs_quantization(model, name)
+            shapes[name] = _Shape(tensor.shape, names[load_config.dtype if becomes_small else tensor.dtype])
+    return shapes

@@ -1,0 +1,95 @@
+"""A training script as a file: what is wrong with it that can be told without running it, in less than a second."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.user_paths import expand_user, neighbours
+
+_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
+"""What launchers set to the number of processes that they start."""
+
+
+def check_script(script: str | os.PathLike[str]) -> Path:
+    """The script's path, if it can be run here at all.
+
+    Args:
+        script: as typed.
+
+    Raises:
+        UserError: if there is no such file, it is no Python, it needs packages that are not installed, or this process
+            is one of several.
+    """
+    path = expand_user(script)
+    if problem := _file_problem(path, os.fspath(script)):
+        raise UserError(problem)
+    try:
+        tree = ast.parse(path.read_bytes(), os.fspath(path))
+    except (SyntaxError, ValueError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UserError(
+            f"--script takes Python, but {script} is none{line}: {reason}. Correct it."
+        ) from error
+    problems = [*_launcher_problems(), *_missing_packages(tree, path)]
+    if problems:
+        raise UserError(*problems)
+    return path
+
+
+def _file_problem(path: Path, typed: str) -> str | None:
+    if path.suffix == ".ipynb":
+        return f"--script takes a Python file, got the notebook {typed}. Run: jupyter nbconvert --to script {typed}"
+    if path.is_dir():
+        return f"--script takes a Python file, got the folder {typed}. Name the file in it that trains."
+    if not path.is_file():
+        return f"--script names no file, got {typed}.{neighbours(path)} Correct the path."
+    if path.suffix != ".py":
+        return f"--script takes a Python file, got {typed}. Name one that ends in .py."
+    return None
+
+
+def _launcher_problems() -> Iterator[str]:
+    for name in _PROCESSES:
+        number = os.environ.get(name, "")
+        if number.isdigit() and int(number) > 1:
+            yield (
+                f"A script is estimated in one process, on one GPU, got {name}={number} from a launcher. "
+                f"Run `lowmem-ft estimate --script` by itself, with {name} unset."
+            )
+
+
+def _missing_packages(tree: ast.Module, path: Path) -> list[str]:
+    """What the script imports at once, not within functions or ``try``: the rest it may do without."""
+    lines: dict[str, int] = {}
+    for statement in tree.body:
+        for name in _imported(statement):
+            lines.setdefault(name.partition(".")[0], statement.lineno)
+    missing = {name: line for name, line in lines.items() if not _is_there(name, path.parent)}
+    return [
+        f"{path.name} needs the package {name} (line {line}), which is not installed here. Install it beside lowmem_ft."
+        for name, line in missing.items()
+    ]
+
+
+def _imported(statement: ast.stmt) -> Sequence[str]:
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+        return [statement.module]
+    return ()
+
+
+def _is_there(name: str, folder: Path) -> bool:
+    if name in sys.modules or (folder / name).is_dir() or (folder / f"{name}.py").is_file():
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

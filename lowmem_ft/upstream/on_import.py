@@ -1,0 +1,64 @@
+"""Changes to a library's module that are made when a program imports it: at once, if it has."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+Surroundings = Callable[[], AbstractContextManager[Any]]
+
+
+def when_imported(
+    undo: contextlib.ExitStack,
+    name: str,
+    then: Callable[[Any], None],
+    within: Surroundings = contextlib.nullcontext,
+) -> None:
+    """Call a function once a module is there: now, or right after the program has imported it, before it is used.
+
+    Args:
+        undo: ends the waiting.
+        name: of the module, such as ``transformers.trainer``.
+        then: the function, which gets the module; those around it may not be whole yet.
+        within: around the module's import.
+    """
+    if name in sys.modules:
+        then(sys.modules[name])
+        return
+    hook = _ImportHook(name, then, within)
+    sys.meta_path.insert(0, hook)
+    undo.callback(sys.meta_path.remove, hook)
+
+
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Leaves it to the others to find the module, and runs the function behind its code."""
+
+    def __init__(self, name: str, then: Callable[[Any], None], within: Surroundings) -> None:
+        self._name = name
+        self._then = then
+        self._within = within
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another hook may wait for the same module
+        found = (finder.find_spec(fullname, path, target) for finder in behind)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._extend(spec.loader)
+        return spec
+
+    def _extend(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            with self._within():
+                execute(module)
+            self._then(module)
+
+        loader.exec_module = exec_module

@@ -1,0 +1,32 @@
+"""A folder that somebody's scripts are run in: a tiny model with its tokenizer, and what the scripts say."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+
+TINY = Path(__file__).parents[3] / "recipes" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Config and tokenizer, and no weights."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("data.jsonl"))
+    return folder
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch, model_folder):
+    """Writes a script into a folder of its own, which is the present one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model_folder)
+
+    def write(text: str, name: str = "train.py") -> str:
+        Path(name).write_text(textwrap.dedent(text), encoding="utf-8")
+        return name
+
+    return write

@@ -1,0 +1,238 @@
+"""What becomes of somebody's script while it is estimated: what it sees, what it leaves, and what is said of it."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.estimator.script import ScriptError, estimate_script
+
+PARAMETERS = 64 * 64 + 64
+
+STEPS = """
+    import torch
+
+    model = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        loss = model(torch.randn(8, 64, device="cuda")).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+"""
+
+
+def test_a_loop_is_ended_after_the_steps_and_its_peak_is_a_line_of_it(script):
+    seen = []
+    name = script(STEPS + "\n    while True:\n        step().item()\n        torch.cuda.synchronize()\n")
+    found = estimate_script(name, gpu="t4", steps=4, on_step=seen.append)
+    assert seen == [1, 2, 3, 4]
+    assert found.steps == 4
+    assert found.estimate.by_category_at_peak["optimizer_state"] >= 2 * 4 * PARAMETERS
+    assert found.peak.own is not None
+    assert Path(name).read_text().splitlines()[found.peak.own.line - 1].strip() == "optimizer.step()"
+    assert found.peak.own.function == "step"
+    assert found.host_waits_per_step == 2
+    assert found.tokens_per_step == 0
+    assert found.to_json()["script"]["peak_in_code"]["own"]["file"] == name
+
+
+def test_the_main_optimizer_counts_and_tokens_are_those_that_are_learnt_from(script):
+    name = script(
+        """
+        import torch
+        from torch import nn
+
+        table, small = nn.Embedding(100, 32).cuda(), nn.Embedding(4, 32).cuda()
+        main, other = torch.optim.SGD(table.parameters()), torch.optim.SGD(small.parameters())
+        for step in range(9):
+            for batch in range(2):
+                ids = torch.randint(0, 4, (3, 5), device="cuda")
+                with torch.no_grad():
+                    table(ids)
+                (table(ids) + small(ids)).sum().backward()
+                other.step()
+            main.step()
+        """
+    )
+    found = estimate_script(name, gpu="t4", steps=3)
+    assert found.steps == 3
+    assert found.tokens_per_step == 2 * 3 * 5
+
+
+def test_nothing_is_left_of_a_script_but_its_estimate(script, tmp_path):
+    (tmp_path / "kept.txt").write_text("old")
+    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    before = (
+        sorted(path.name for path in tmp_path.rglob("*")),
+        dict(os.environ),
+        builtins.open,
+        sys.stdin,
+        sys.argv,
+    )
+    name = script(
+        STEPS
+        + """
+    import json, os, pathlib, shutil, sys, tempfile
+    import beside
+
+    assert sys.argv[1:] == ["--lr", "1e-4"], sys.argv
+    os.environ["MINE"] = "1"
+    os.makedirs("made/deep", exist_ok=True)
+    with open("made/deep/log.json", "w") as file:
+        json.dump([1], file)
+    assert json.load(open("made/deep/log.json")) == [1]
+    with open("kept.txt", "a") as file:
+        file.write(" and new")
+    assert pathlib.Path("kept.txt").read_text() == "old and new"
+    pathlib.Path("touched").touch()
+    os.remove("kept.txt")
+    shutil.rmtree("model", ignore_errors=True)
+    tempfile.NamedTemporaryFile().write(b"x")
+    torch.save(model.state_dict(), "weights.pt")
+    print("loss", step())
+    step()
+    sys.exit(0)
+    """
+    )
+    found = estimate_script(name, ["--lr", "1e-4"], gpu="t4")
+    assert found.steps == 2
+    assert "steps: the script ended after 2, of 3 asked for" in found.estimate.choices
+    names = sorted(path.name for path in tmp_path.rglob("*") if path.name != name)
+    assert (names, dict(os.environ), builtins.open, sys.stdin, sys.argv) == before
+    assert (tmp_path / "kept.txt").read_text() == "old"
+    assert "beside" not in sys.modules
+    assert torch.cuda.is_available() == (torch.version.cuda is not None and os.path.exists("/dev/nvidia0"))
+
+
+ENDINGS = {
+    "never steps": ("print(1)", "ended without an optimizer step"),
+    "input": ("input('name? ')", r"gets no answers: it called input\(\) or read stdin.*\(at train.py:2\)"),
+    "stdin": ("import sys\nfor line in sys.stdin: pass", "gets no answers"),
+    "spawn": ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)", "one process, on one GPU"),
+    "notebook": (
+        "from accelerate import notebook_launcher\nnotebook_launcher(print, (), num_processes=2)",
+        "one process, on one GPU",
+    ),
+    "second GPU": (
+        "import torch\ntorch.zeros(1, device='cuda:1')",
+        r"one device, cuda:0, got cuda:1.*train.py:3",
+    ),
+    "exit": (
+        "import sys\nprint('usage: no', file=sys.stderr)\nsys.exit(2)",
+        r"ended itself by sys.exit\(2\).*usage: no",
+    ),
+    "gguf": (
+        "from transformers import AutoModelForCausalLM as A, LlamaConfig\n"
+        "A.from_pretrained('model', gguf_file='x.gguf', config=LlamaConfig())",
+        "without its weights, got gguf_file|gguf",
+    ),
+}
+
+
+@pytest.mark.parametrize("text, words", ENDINGS.values(), ids=ENDINGS.keys())
+def test_what_cannot_be_estimated_is_said(script, text, words):
+    with pytest.raises(UserError, match=words):
+        estimate_script(script("\n" + text), gpu="t4")
+
+
+def test_an_error_of_the_script_is_shown_with_its_own_frames(script):
+    name = script(
+        STEPS + "\n    def train():\n        step()\n        torch.zeros(2).view(3)\n\n    train()\n"
+    )
+    with pytest.raises(
+        ScriptError, match=r"train.py ended in an error in step 2: RuntimeError: shape"
+    ) as raised:
+        estimate_script(name, gpu="t4")
+    shown = raised.value.own_traceback
+    assert 'train.py", line 18, in <module>' in shown
+    assert "torch.zeros(2).view(3)" in shown
+    assert "runpy" not in shown
+    assert type(torch.zeros(1)) is torch.Tensor
+
+
+TRAINING = """
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
+
+    seen = []
+    rows = Dataset.from_dict({"text": ["a"] * 6000})
+    rows = rows.map(lambda row: seen.append(1) or {"input_ids": [1] * 16, "labels": [1] * 16}, remove_columns=["text"])
+    assert len(seen) < 1000, len(seen)
+    parts = rows.train_test_split(test_size=2000)
+    train = parts["train"].shuffle(seed=1).select(range(3000))
+    arguments = TrainingArguments(
+        "out", per_device_train_batch_size=2, gradient_accumulation_steps=6, num_train_epochs=2, bf16=True,
+        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, push_to_hub=True, report_to="all",
+    )
+    model = AutoModelForCausalLM.from_pretrained("model", dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    trainer = Trainer(
+        model, arguments, train_dataset=train, eval_dataset=parts["test"], data_collator=default_data_collator
+    )
+    trainer.train(resume_from_checkpoint="nowhere")
+    raise AssertionError("it was to be stopped")
+"""
+
+
+def test_a_trainer_takes_few_rows_and_micro_batches_and_evaluates(script, tmp_path):
+    found = estimate_script(script(TRAINING), gpu="l4")
+    estimate = found.estimate
+    assert found.steps == 3
+    assert "evaluation" in estimate.by_phase
+    assert found.tokens_per_step == 2 * 6 * 16
+    assert estimate.step is not None
+    assert estimate.step.tokens == found.tokens_per_step
+    assert "micro-batches: 2 of the 6 of a step are traced" in estimate.choices
+    assert any(choice.startswith("data: 5,488 rows were left out") for choice in estimate.choices)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "train.py"]
+    of_two = estimate_script(script(TRAINING.replace("steps=6", "steps=2")), gpu="l4").estimate
+    assert of_two.step is not None
+    assert 2 * of_two.step.seconds < estimate.step.seconds < 3 * of_two.step.seconds
+
+
+def test_weights_are_of_the_type_and_the_kind_that_a_real_load_gives(script):
+    name = script(
+        """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
+
+        def types(**kwargs):
+            return {parameter.dtype for parameter in LlamaForCausalLM.from_pretrained("model", **kwargs).parameters()}
+
+        assert types() == {torch.float32}
+        assert types(dtype=torch.float16) == {torch.float16}
+        config = AutoConfig.from_pretrained("model")
+        config.dtype = torch.bfloat16
+        assert types(config=config) == {torch.bfloat16}
+        config.tie_word_embeddings = True
+        tied = AutoModelForCausalLM.from_pretrained("model", config=config)
+        assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+        bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = AutoModelForCausalLM.from_pretrained("model", quantization_config=bits)
+        weight = model.model.layers[0].mlp.up_proj.weight
+        assert weight.quant_state.quant_type == "nf4" and weight.dtype == torch.uint8
+        assert weight.device.type == "vgpu"
+        norm = torch.nn.Parameter(torch.zeros(2, device="cuda"))
+        optimizer = torch.optim.SGD([norm])
+        for step in range(4):
+            (norm * model(torch.ones(2, 8, dtype=torch.long, device="cuda")).logits.sum()).sum().backward()
+            optimizer.step()
+        """
+    )
+    found = estimate_script(name, gpu="l4")
+    assert (
+        "weights: float32, as the model's config names no type and its weights are not read"
+        in found.estimate.choices
+    )
+    assert found.estimate.model.parameters == 41120
