@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lowmem_ft.hf.attaching import Attached, attach
     from lowmem_ft.hf.memory_callback import MemoryCallback
     from lowmem_ft.hf.prepared_model import prepare_model
+    from lowmem_ft.hf.script_data import load_rows
     from lowmem_ft.hf.script_recipe import recipe_from
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "attach",
     "dpo_config",
     "grpo_config",
+    "load_rows",
     "prepare_model",
     "recipe_from",
     "sft_config",
@@ -33,6 +35,7 @@ __getattr__ = lazy_exports(
         "attach": "attaching",
         "dpo_config": "arguments",
         "grpo_config": "arguments",
+        "load_rows": "script_data",
         "prepare_model": "prepared_model",
         "recipe_from": "script_recipe",
         "sft_config": "arguments",

@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import UserError
-from lowmem_ft.hf.script_recipe import Script, is_sft, recipe_of
+from lowmem_ft.hf.script_recipe import Script, is_sft, recipe_of, refuse_other_losses
 from lowmem_ft.hf.script_rows import longest_row
 from lowmem_ft.memory.comparison import Row
 from lowmem_ft.memory.estimate import MemoryEstimate
@@ -43,6 +43,7 @@ class MemoryCallback(TrainerCallback):
 
     Args:
         recipe: what runs, such as that given to ``hf.attach``; None: :func:`recipe_from` reads it from the trainer.
+            Runs of TRL's other trainers than SFT's are measured and not estimated.
         budget: what may be used: a budget, or the device's part such as ``24GiB``; None: the recipe's, else all there
             is.
         estimate: made before; None: it is made.
@@ -160,6 +161,7 @@ class MemoryCallback(TrainerCallback):
     def _recipe_of(self, args: TrainingArguments, kwargs: dict[str, Any]) -> Recipe | None:
         recipe = self._recipe
         try:
+            refuse_other_losses(args)
             if recipe is None:
                 recipe = recipe_of(_script_of(args, kwargs))
         except UserError as error:

@@ -115,7 +115,7 @@ def recipe_from(
         raise UserError(
             "recipe_from takes a trainer, or arguments and a model; got arguments alone. Pass the model."
         )
-    _refuse_other_losses(trainer)
+    refuse_other_losses(trainer)
     if isinstance(model, str):
         script = Script(args=trainer, model=nn.Module(), has_fused_head=is_sft(type(trainer)))
         return _read(script, _named_model(trainer, model), AdapterConfig(), max_length, Reading())
@@ -142,7 +142,7 @@ def recipe_of(script: Script, *, max_length: int | None = None) -> Recipe:
 
 
 def _script_of(trainer: Any) -> Script:
-    _refuse_other_losses(trainer)
+    refuse_other_losses(trainer)
     data = [one for one in (trainer.train_dataset, trainer.eval_dataset) if one is not None]
     return Script(
         args=trainer.args,
@@ -169,7 +169,15 @@ def is_sft(kind: type) -> bool:
     return any(one.__name__ in ("SFTTrainer", "SFTConfig") for one in kind.__mro__)
 
 
-def _refuse_other_losses(script: Any) -> None:
+def refuse_other_losses(script: Trainer | TrainingArguments) -> None:
+    """Refuse what a recipe does not train.
+
+    Args:
+        script: its trainer, or the arguments of that.
+
+    Raises:
+        UserError: if it is one of TRL's others than SFT.
+    """
     if _is_trl_but_not_sft(type(script)):
         raise UserError(
             f"A recipe trains a model on next tokens, and {type(script).__name__} does more in a step: reference "

@@ -20,7 +20,12 @@ def here(monkeypatch):
 def test_estimated_beside_measured_and_peaks_in_the_logs(here, tmp_path, caplog):
     callback = hf.MemoryCallback(budget="8GiB")
     trainer = trainer_of(
-        tmp_path, callbacks=[callback], save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1
+        tmp_path,
+        callbacks=[callback],
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
     )
     with caplog.at_level(logging.INFO, "lowmem_ft"):
         trainer.train()

@@ -1,0 +1,58 @@
+"""Learning from preferences by TRL's DPOTrainer, with the model, data, techniques and optimizer of a recipe.
+
+python scripts/trl/dpo.py --recipe demo data.path=pairs.jsonl loss.chunk_tokens=null training.learning_rate=5e-7
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+
+from lowmem_ft import hf, load_recipe  # first: what bitsandbytes says to no purpose is then left out
+from lowmem_ft.models import load_tokenizer
+
+# isort: split
+from trl import DPOTrainer
+
+
+def main(arguments: Sequence[str] | None = None) -> DPOTrainer:
+    """Train on rows with ``chosen`` and ``rejected``, and save the model in ``training.output_dir``.
+
+    Args:
+        arguments: of the command line; None: this process's.
+
+    Returns:
+        The trainer, as training left it.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--recipe", required=True, help="name of a recipe, or a .yaml file")
+    parser.add_argument(
+        "--beta", type=float, default=0.1, help="how far the model may go from where it began"
+    )
+    parser.add_argument("--stock", action="store_true", help="without the recipe's techniques, to compare")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    rows, name = hf.load_rows(recipe), recipe.model.name_or_path or ""
+    is_adapted = recipe.adapter.name != "none"  # the model without its adapters is the reference then
+    trainer = DPOTrainer(
+        model=hf.prepare_model(name, recipe),
+        ref_model=None if is_adapted else hf.prepare_model(name, recipe),
+        args=hf.dpo_config(recipe, beta=options.beta),
+        train_dataset=rows.train,
+        eval_dataset=rows.evaluation,
+        processing_class=load_tokenizer(recipe.model),
+        callbacks=[hf.MemoryCallback()],
+    )
+    if not options.stock:
+        hf.attach(trainer, recipe)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    trainer.save_model()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Learning from rewards by TRL's GRPOTrainer, with the model, prompts, techniques and optimizer of a recipe.
+
+python scripts/trl/grpo.py --recipe demo loss.chunk_tokens=null training.per_device_train_batch_size=8
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pkgutil
+from collections.abc import Sequence
+
+from lowmem_ft import hf, load_recipe  # first: what bitsandbytes says to no purpose is then left out
+from lowmem_ft.models import load_tokenizer
+
+# isort: split
+from trl import GRPOTrainer
+
+
+def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
+    """Train on rows with a ``prompt``, or on chats without their last turn; save in ``training.output_dir``.
+
+    Args:
+        arguments: of the command line; None: this process's.
+
+    Returns:
+        The trainer, as training left it.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--recipe", required=True, help="name of a recipe, or a .yaml file")
+    parser.add_argument("--reward", default="trl.rewards:think_format_reward", help="MODULE:FUNCTION")
+    parser.add_argument("--generations", type=int, default=8, help="answers to a prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="of the longest answer")
+    parser.add_argument("--stock", action="store_true", help="without the recipe's techniques, to compare")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
+    options = parser.parse_args(arguments)
+    lengths = {"num_generations": options.generations, "max_completion_length": options.tokens}
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    recipe = load_recipe(options.recipe, options.overrides)
+    prompts = hf.load_rows(recipe).train
+    if "messages" in prompts.column_names:
+        prompts = prompts.map(lambda row: {"prompt": row["messages"][:-1]}, remove_columns="messages")
+    trainer = GRPOTrainer(
+        model=hf.prepare_model(recipe.model.name_or_path or "", recipe),
+        reward_funcs=pkgutil.resolve_name(options.reward),
+        args=hf.grpo_config(recipe, **lengths),
+        train_dataset=prompts,
+        processing_class=load_tokenizer(recipe.model),
+        callbacks=[hf.MemoryCallback()],
+    )
+    if not options.stock:
+        hf.attach(trainer, recipe)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    trainer.save_model()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
