@@ -2,8 +2,9 @@
 
     python scripts/measure_trl.py dpo --recipe demo model=PATH data=pairs.jsonl training.use_cpu=true ...
 
-runs ``scripts/trl/dpo.py`` twice with these arguments, the first time with ``--stock``. Every tensor on the CPU counts.
-Kept: what is alive as backward begins; peak: the most in a step; of the last steps, when optimizer state is there.
+runs ``scripts/trl/dpo.py`` twice with these arguments, the first time with ``--stock``. Every tensor on the CPU counts
+but the weights, which are read from files. Kept: what is alive as backward begins; peak: the most in a step; both of
+the last step, when optimizer state is there.
 """
 
 from __future__ import annotations

@@ -6,19 +6,21 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import AutocastKwargs
 from transformers import Trainer
 
+from lowmem_ft.budget import Budget
 from lowmem_ft.errors import UserError
 from lowmem_ft.handle import Handle
 from lowmem_ft.hf.agreement import agree, unread_settings
 from lowmem_ft.hf.attached_step import AttachedOptimizer, AttachedStep
-from lowmem_ft.hf.checkpointing_switch import take_switch
+from lowmem_ft.hf.checkpointing_switch import flags_off, take_switch
 from lowmem_ft.hf.prepared_model import source_of
 from lowmem_ft.hf.refusals import already_attached, problems_with_trainer
+from lowmem_ft.hf.script_plan import plan_for
 from lowmem_ft.hf.trainer_kinds import ROWS, Kind, Works, kind_of
 from lowmem_ft.models import load_master_weights
 from lowmem_ft.optimizers import ChunkedOptimizer
@@ -54,7 +56,13 @@ class Attached(Handle):
         self.applied = applied
 
 
-def attach(trainer: Any, recipe: Recipe) -> Attached:
+def attach(
+    trainer: Any,
+    recipe: Recipe | None = None,
+    *,
+    plan: Literal["auto"] | None = None,
+    budget: Budget | str | None = None,
+) -> Attached:
     """Let ``transformers.Trainer``, or TRL's SFT, DPO or GRPO trainer, train as a recipe says.
 
     Call it between the constructor and ``train()``. The trainer keeps its data, batches, schedule, precision, logs and
@@ -72,19 +80,42 @@ def attach(trainer: Any, recipe: Recipe) -> Attached:
         trainer: not trained yet.
         recipe: what to switch on. Where the trainer has a value of its own, that is trained with; a recipe's that is
             neither its default nor that value is refused.
+        plan: in place of a recipe, ``auto``: the memory knobs with which the trainer's own step is fastest inside the
+            budget, see :func:`lowmem_ft.hf.script_plan.plan_for`. The trainer's checkpointing flag is one of them.
+        budget: for the plan: a budget, or the device's part such as ``24GiB``; None: all there is.
 
     Returns:
         A handle that says what is on; ``remove()`` undoes it all.
 
     Raises:
         UserError: for everything that the trainer, its arguments or its model exclude, all at once.
+        DoesNotFitError: if no plan fits.
     """
+    if (recipe is None) == (plan is None) or (plan is None and budget is not None):
+        raise UserError(
+            "hf.attach() takes a recipe, or plan='auto' and a budget, and not both. Write hf.attach(trainer, recipe) "
+            "or hf.attach(trainer, plan='auto', budget='24GiB'); a recipe has its own budget.device."
+        )
     kind = kind_of(trainer)
     if getattr(trainer, _MARK, None) or getattr(_causal_lm(trainer.model), _MARK, None):
         raise UserError(
             "hf.attach() takes a trainer and its model once, and a recipe is attached to one of them already. Call "
             "remove() on its handle first."
         )
+    flags = Handle()
+    if recipe is None:
+        if problems := list(already_attached(trainer)):
+            raise UserError(*problems)
+        recipe = plan_for(trainer, budget or Budget()).recipe
+        flags.undo_first(*flags_off(trainer.args))
+    try:
+        return _attach_recipe(trainer, recipe, kind, flags)
+    except BaseException:
+        flags.remove()
+        raise
+
+
+def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
     agreement = agree(trainer, recipe, kind)
     settled = agreement.recipe
     problems = [*already_attached(trainer), *agreement.problems]
@@ -93,14 +124,15 @@ def attach(trainer: Any, recipe: Recipe) -> Attached:
         raise UserError(*problems)
     if unread := list(unread_settings(recipe, agreement.read)):
         logger.info("Not read, as the trainer has its own: %s.", ", ".join(unread))
-    return _attach(trainer, settled, kind)
+    return _attach(trainer, settled, kind, flags)
 
 
-def _attach(trainer: Any, recipe: Recipe, kind: Kind) -> Attached:
+def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
     model, runtime = trainer.model, AccelerateRuntime(trainer.accelerator, "no")
     runtime.scaler = trainer.accelerator.scaler  # and autocast is the accelerator's
     stock_forward, source = _causal_lm(model).forward, source_of(model)
     attached = Attached(recipe, tuple(_applied(recipe, kind)))
+    attached.undo_first(flags.remove)  # of all, the last
     try:
         apply_budget(
             recipe.budget,

@@ -70,10 +70,15 @@ def take_switch(model: Any, args: Any) -> Handle:
         A handle whose ``remove()`` gives both back.
     """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return Handle(*_flags_off(args), *_switch(causal_lm))
+    return Handle(*flags_off(args), *_switch(causal_lm))
 
 
-def _flags_off(args: Any) -> Iterator[Callable[[], object]]:
+def flags_off(args: Any) -> Iterator[Callable[[], object]]:
+    """Take the trainer's own checkpointing away from it; what gives it back.
+
+    Args:
+        args: the trainer's.
+    """
     for flag in _FLAGS:
         if hasattr(args, flag):
             yield functools.partial(setattr, args, flag, getattr(args, flag))

@@ -44,3 +44,31 @@ def test_a_plan_changes_what_a_trainer_has_not_settled(tmp_path):
 def test_a_budget_that_cannot_be_had_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"budget\.device=16MiB"):
         plan_for(trainer_of(tmp_path), "16MiB")
+
+
+def test_attached_as_planned_with_the_scripts_own_checkpointing_taken_over(tmp_path):
+    trainer = trainer_of(tmp_path, activation_checkpointing=True)
+    attached = hf.attach(trainer, plan="auto", budget="4GiB")
+    assert (
+        attached.recipe.checkpointing.mode == "full"
+    )  # it fits as it is; a CPU has no clock to tell better by
+    assert attached.recipe.budget.device == "4GiB"
+    assert not trainer.args.activation_checkpointing
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    attached.remove()
+    assert trainer.args.activation_checkpointing
+    stock = trainer_of(tmp_path, activation_checkpointing=True)
+    stock.train()
+    assert losses == pytest.approx(
+        [entry["loss"] for entry in stock.state.log_history if "loss" in entry], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("how", [{}, {"plan": "auto", "recipe": 1}, {"recipe": 1, "budget": "4GiB"}])
+def test_a_recipe_or_a_plan_is_attached_and_not_both(how, tmp_path):
+    trainer = trainer_of(tmp_path)
+    if "recipe" in how:
+        how = {**how, "recipe": hf.recipe_from(trainer)}
+    with pytest.raises(UserError, match="takes a recipe, or plan='auto'"):
+        hf.attach(trainer, **how)
