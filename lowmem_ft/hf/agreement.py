@@ -77,6 +77,11 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
         The recipe to switch on, and all that speaks against it.
     """
     agreement = Agreement(recipe)
+    agreement.problems += [
+        f"{setting} leaves a choice to a planner, which comes before a recipe is attached. Plan first, with `lowmem-ft "
+        "plan ... --write my.yaml`, and load that."
+        for setting in recipe.left_to_choose
+    ]
     _take_arguments(agreement, trainer)
     _take_optimizer_arguments(agreement, trainer.args)
     _take_batch(agreement, trainer.args)

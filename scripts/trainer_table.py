@@ -1,0 +1,53 @@
+"""Write what each trainer allows into ``docs/trainers.md``, from the table that ``hf.attach`` itself reads.
+
+    python scripts/trainer_table.py
+
+Run it when that table has changed; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowmem_ft.hf.trainer_kinds import KINDS, ROWS, Refused, Row, Verdict
+
+PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
+BEGIN, END = "<!-- written by scripts/trainer_table.py -->\n", "<!-- end of the table -->\n"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_table(page: str) -> str:
+    """A page with the present table between its marks."""
+    before, mark, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert mark, f"{PAGE} has no line {BEGIN}"
+    assert end, f"{PAGE} has no line {END}"
+    header = f"| recipe key | {' | '.join(KINDS)} |\n|{'---|' * (len(KINDS) + 1)}\n"
+    return f"{before}{BEGIN}{header}{''.join(map(_row, ROWS))}{END}{after}"
+
+
+def _row(row: Row) -> str:
+    cells = (_cell(row.verdict(kind)) for kind in KINDS)
+    return f"| `{row.key}` | {' | '.join(cells)} |\n"
+
+
+def _cell(verdict: Verdict) -> str:
+    return "; ".join(_words(verdict))
+
+
+def _words(verdict: Verdict) -> Iterator[str]:
+    if isinstance(verdict, Refused):
+        yield f"refused: {verdict.because}"
+        return
+    yield f"yes: {verdict.note}" if verdict.note else "yes"
+    if verdict.costs:
+        yield verdict.costs
+
+
+if __name__ == "__main__":
+    main()

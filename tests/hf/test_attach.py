@@ -1,0 +1,301 @@
+"""A recipe inside transformers' Trainer: its losses, its bytes, its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from attached_trainers import attached_trainer, measure_kept_bytes, recipe_of, trainer_of, weights_of
+from ladder_rungs import RUNGS, settings_of
+from tiny_models import tiny_llama
+from transformers import TrainingArguments, set_seed
+
+from lowmem_ft import hf
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.storage_tracker import StorageTracker
+
+VERTICAL = (
+    "accumulation.order=vertical",
+    "checkpointing.mode=full",
+    "training.per_device_train_batch_size=4",
+)
+ON_THE_HOST = (
+    *VERTICAL,
+    "offload.optimizer=host",
+    "offload.parameters=stream",
+    "optimizer.in_backward=true",
+    "offload.activations=inputs",
+)
+LADDER = (*ON_THE_HOST, "tiling.mlp=2", "tiling.head=3", "loss.chunk_tokens=32")
+LORA = ("adapter.name=lora", "adapter.r=4", "checkpointing.mode=full")
+BF16 = {"bf16": True}
+FLAG = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if hasattr(TrainingArguments, name)
+)
+"""As this transformers calls it."""
+
+EXACT = {
+    "own loss": ("loss.chunk_tokens=null",),
+    "chunked loss": ("loss.chunk_tokens=32", "tiling.head=3"),
+    "checkpointing and tiles": ("checkpointing.mode=full", "tiling.mlp=2"),
+    "activations on the host": ("checkpointing.mode=full", "offload.activations=inputs"),
+    "state on the host": ("offload.optimizer=host",),
+    "vertical": VERTICAL,
+    "the ladder": LADDER,
+}
+SAME_LOSSES = 2e-6
+"""Of a loss near 4: float32 sums in another order, four steps on. One rounding of it is 5e-7."""
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    trainer, meter = trainer_of(tmp_path_factory.mktemp("stock"))
+    trainer.train()
+    return meter
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_techniques_have_the_stock_trainers_losses(name, stock, tmp_path):
+    trainer, meter, _ = attached_trainer(tmp_path, *EXACT[name])
+    trainer.train()
+    assert meter.losses == pytest.approx(stock.losses, abs=SAME_LOSSES)
+    assert meter.norms == pytest.approx(stock.norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [(), ("offload.parameters=stream",)])
+def test_adapters_have_the_losses_of_peft_alone(settings, tmp_path):
+    wanted = recipe_of(*LORA)
+    alone, expected = trainer_of(tmp_path / "alone", model=hf.prepare_model(tiny_llama(), wanted))
+    alone.train()
+    trainer, meter, _ = attached_trainer(tmp_path / "ours", *LORA, *settings)
+    trainer.train()
+    assert meter.losses == pytest.approx(expected.losses, abs=SAME_LOSSES)
+
+
+def test_rounded_state_drifts_and_is_our_optimizers(stock, tmp_path):
+    trainer, meter, handle = attached_trainer(tmp_path, "optimizer.state=8bit")
+    trainer.train()
+    assert "optimizer.state=8bit" in handle.applied
+    assert meter.losses[:2] == pytest.approx(stock.losses[:2], abs=1e-4)
+    assert meter.losses != pytest.approx(stock.losses, abs=SAME_LOSSES)
+
+
+ONE_STEP = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 1}
+
+
+def kept_by(trainer, meter):
+    measure_kept_bytes(trainer, meter)
+    with StorageTracker() as meter.tracker:
+        trainer.train()
+    (kept,) = meter.kept
+    return kept
+
+
+@pytest.fixture(scope="module")
+def stock_bytes(tmp_path_factory):
+    return kept_by(*trainer_of(tmp_path_factory.mktemp("stock"), fields=ONE_STEP))
+
+
+@pytest.mark.parametrize(
+    "settings, least",
+    [(("loss.chunk_tokens=32",), 0.96), (("checkpointing.mode=full",), 0.6), (LADDER, 0.5)],
+)
+def test_less_is_kept_for_backward(settings, least, stock_bytes, tmp_path):
+    """Of what the stock trainer keeps of eight rows, at most this share."""
+    trainer, meter, _ = attached_trainer(tmp_path / "ours", *settings, fields=ONE_STEP)
+    assert kept_by(trainer, meter) <= least * stock_bytes
+
+
+def metrics_of_logits():
+    """What wants logits in an evaluation."""
+    return {
+        "compute_metrics": lambda p: {"right": float((p.predictions[:, :-1] == p.label_ids[:, 1:]).mean())},
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    }
+
+
+RESUMED = {
+    "the ladder": ((*LADDER, "optimizer.state=8bit"), torch.float32, {}),
+    "the ladder in bfloat16": ((*LADDER, "optimizer.master=split24"), torch.bfloat16, {}),
+    "adapters": (LORA, torch.float32, {}),
+    "streamed adapters": ((*LORA, "offload.parameters=stream"), torch.float32, {}),
+    "autocast": (("checkpointing.mode=full",), torch.float32, BF16),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("the ladder", "adapters") else [])
+        for name in RESUMED
+    ],
+)
+def test_a_run_goes_on_bit_for_bit(name, tmp_path):
+    """From a checkpoint at half, with evaluations that want logits in between."""
+    settings, dtype, fields = RESUMED[name]
+    every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    fields = {**fields, **every_step, "max_steps": 2}
+
+    def run(**how):
+        trainer, meter, handle = attached_trainer(
+            tmp_path, *settings, dtype=dtype, fields=fields, **metrics_of_logits()
+        )
+        trainer.train(**how)
+        handle.remove()
+        return meter, weights_of(trainer.model)
+
+    whole, weights = run()
+    rest, again = run(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert rest.losses == whole.losses[1:]
+    assert rest.norms == whole.norms[1:]
+    scores = [(logs["eval_loss"], logs["eval_right"]) for logs in whole.evaluations]
+    assert [(logs["eval_loss"], logs["eval_right"]) for logs in rest.evaluations] == scores[1:]
+    assert all(torch.equal(weights[key], again[key]) for key in weights)
+
+
+def test_the_best_model_is_loaded_where_the_weights_are(tmp_path):
+    """By a metric by which it is not the last."""
+    fields = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
+    trainer, meter, handle = attached_trainer(tmp_path, *ON_THE_HOST, fields=fields)
+    trainer.train()
+    best = max(logs["eval_loss"] for logs in meter.evaluations)
+    assert best > meter.evaluations[-1]["eval_loss"] + 0.1
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, abs=SAME_LOSSES)
+    handle.remove()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, abs=SAME_LOSSES)
+
+
+def test_removing_leaves_the_stock_trainer(tmp_path):
+    """Under autocast, which Accelerate puts around what is attached."""
+    fields = {**BF16, FLAG: True, "max_steps": 2}
+
+    def state_of(trainer):
+        """What an attachment could have left, but for how often a trainer has trained."""
+        things = (trainer, trainer.accelerator, trainer.model)
+        names = [sorted(vars(thing)) for thing in things]
+        return names, [vars(trainer)[name] for name in ("optimizer", "model_wrapped")]
+
+    trainer, _ = trainer_of(tmp_path, fields=fields)
+    before, layers = state_of(trainer), [vars(layer).keys() for layer in trainer.model.model.layers]
+    weights = weights_of(trainer.model)
+    handle = hf.attach(trainer, recipe_of("tiling.mlp=2", "checkpointing.mode=full"))
+    assert not getattr(trainer.args, FLAG)
+    handle.remove()
+    assert getattr(trainer.args, FLAG)
+    assert state_of(trainer) == before
+    assert [vars(layer).keys() for layer in trainer.model.model.layers] == layers
+
+    handle = hf.attach(trainer, recipe_of())
+    trainer.train()
+    handle.remove()
+    assert vars(trainer.model).keys() == tiny_llama().__dict__.keys()
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            parameter.copy_(weights[name])
+    expected, _ = trainer_of(tmp_path / "stock", fields=fields)
+    losses = []
+    for one in (trainer, expected):
+        set_seed(0)  # rows are drawn by it
+        losses.append(one.train().training_loss)
+    assert losses[0] == losses[1]
+
+
+def test_it_says_what_is_on_and_what_of_the_recipe_is_not_read(tmp_path, caplog):
+    trainer, _ = trainer_of(tmp_path)
+    with caplog.at_level(logging.INFO, "lowmem_ft.hf"):
+        handle = hf.attach(
+            trainer, recipe_of("data.path=mine.jsonl", "training.num_train_epochs=3", "tiling.mlp=2")
+        )
+    lines = [record.message for record in caplog.records if record.name.startswith("lowmem_ft.hf")]
+    assert (
+        lines[0]
+        == "Not read, as the trainer has its own: data.path=mine.jsonl, training.num_train_epochs=3.0."
+    )
+    assert lines[1].startswith(
+        "Attached to Trainer: loss.chunk_tokens=1024; tiling.mlp=2; optimizer.name=adamw"
+    )
+    assert len(lines) == 2
+    assert handle.recipe.training.learning_rate == 1e-2
+
+
+def not_finite(trainer, *, at):
+    """Make the loss of some steps infinite on its way to backward."""
+    backward, count = trainer.accelerator.backward, iter(range(100))
+
+    def broken(loss, **kwargs):
+        backward(loss * (math.inf if next(count) // 2 in at else 1), **kwargs)
+
+    trainer.accelerator.backward = broken
+
+
+def test_a_step_that_is_not_finite_changes_nothing(tmp_path):
+    """Neither weights nor state nor schedule; the next steps do as if it had not been."""
+    fields = {"lr_scheduler_type": "linear", "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
+    model = tiny_llama()
+    trainer, meter = trainer_of(tmp_path, model=model, fields=fields)
+    not_finite(trainer, at={0})
+    hf.attach(trainer, recipe_of())
+    before = weights_of(model)
+    seen = []
+    trainer.add_callback(
+        type("Seen", (type(meter),), {"on_step_end": lambda *_, **__: seen.append(weights_of(model))})
+    )
+    trainer.train()
+    assert all(torch.equal(before[name], seen[0][name]) for name in before)
+    assert not all(torch.equal(before[name], seen[1][name]) for name in before)
+    rates = [logs["learning_rate"] for logs in meter.logs if "learning_rate" in logs]
+    assert rates[0] == rates[1] == 1e-2
+    assert all(math.isfinite(logs["eval_loss"]) for logs in meter.evaluations)
+
+
+def test_too_many_of_them_end_the_run(tmp_path):
+    trainer, _ = trainer_of(tmp_path)
+    not_finite(trainer, at={0, 1, 2, 3})
+    hf.attach(trainer, recipe_of("training.max_skipped_steps=3"))
+    with pytest.raises(UserError, match=r"not finite for 3 steps in a row \(training.max_skipped_steps\)"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_loss_scale_that_is_too_high_skips_and_falls(tmp_path, stock):
+    """fp16's scaler on a CPU in float32: its arithmetic is exact, its overflow is not."""
+    trainer, meter = trainer_of(tmp_path)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    trainer.accelerator.scaler.set_backoff_factor(2.0**-120)
+    hf.attach(trainer, recipe_of("training.max_skipped_steps=1"))
+    trainer.train()
+    assert trainer.accelerator.scaler.get_scale() == 2.0**7
+    # The first batch is lost; the others of stock come a step later, from the same weights.
+    assert not math.isfinite(meter.norms[0])
+    assert all(map(math.isfinite, meter.norms[1:]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+def test_every_rung_goes_on_bit_for_bit(rung, tmp_path):
+    settings = [one for one in settings_of(rung) if not one.startswith(("tiling", "model.dtype", "training"))]
+    dtype = torch.bfloat16 if "model.dtype=bfloat16" in settings_of(rung) else torch.float32
+    if "accumulation.order=vertical" in settings:
+        settings.append("training.per_device_train_batch_size=4")
+    fields = {"save_strategy": "steps", "save_steps": 2, "bf16": dtype == torch.float32}
+    ends = []
+    for how in ({}, {"resume_from_checkpoint": str(tmp_path / "checkpoint-2")}):
+        trainer, meter, handle = attached_trainer(tmp_path, *settings, dtype=dtype, fields=fields)
+        trainer.train(**how)
+        handle.remove()
+        ends.append((meter.losses[-2:], weights_of(trainer.model)))
+    (losses, weights), (losses_again, again) = ends
+    assert losses == losses_again
+    assert all(torch.equal(weights[name], again[name]) for name in weights)

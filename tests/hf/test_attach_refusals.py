@@ -1,0 +1,214 @@
+"""What a recipe cannot be attached to, and what a trainer was told that would silently do nothing: each by name."""
+
+from __future__ import annotations
+
+import re
+import types
+
+import pytest
+import torch
+from attached_trainers import arguments, recipe_of, trainer_of
+from tiny_models import tiny_llama
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from lowmem_ft import hf
+from lowmem_ft.errors import UserError
+from lowmem_ft.hf.refusals import problems_with_trainer
+
+VERTICAL = ("accumulation.order=vertical", "checkpointing.mode=full")
+
+
+def problems_of(trainer, *settings, dtype=torch.float32):
+    with pytest.raises(UserError) as caught:
+        hf.attach(trainer, recipe_of(*settings, dtype=dtype))
+    assert not hasattr(trainer, "lowmem_ft"), "something is attached"
+    assert trainer.model.forward.__func__ is type(trainer.model).forward, "something is switched on"
+    return caught.value.problems
+
+
+def sentence_of(trainer, *settings, dtype=torch.float32):
+    (problem,) = problems_of(trainer, *settings, dtype=dtype)
+    return problem
+
+
+DISAGREEING = {
+    "training.learning_rate=1e-4": "TrainingArguments.learning_rate=0.01",
+    "training.max_grad_norm=null": "TrainingArguments.max_grad_norm=0.5",
+    "training.seed=7": "TrainingArguments.seed=42",
+    "training.gradient_accumulation_steps=4": "TrainingArguments.gradient_accumulation_steps=2",
+    "training.per_device_train_batch_size=2": "TrainingArguments.per_device_train_batch_size=4",
+    "training.mixed_precision=bf16": "trainer.accelerator.mixed_precision=no",
+    "optimizer.weight_decay=0.1": "TrainingArguments.weight_decay=0.0",
+    "optimizer.betas=[0.9,0.95]": "TrainingArguments.adam_beta1 and TrainingArguments.adam_beta2=[0.9, 0.999]",
+    "model.dtype=bfloat16": "the model's own type=float32",
+}
+
+
+def test_what_the_two_do_not_agree_on_is_named_with_both_all_at_once(tmp_path):
+    """The trainer's value is what is trained with; a recipe that asks for another is not passed over."""
+    trainer, _ = trainer_of(tmp_path)
+    problems = problems_of(trainer, *DISAGREEING)
+    assert len(problems) == len(DISAGREEING)
+    for setting, theirs in DISAGREEING.items():
+        key = setting.partition("=")[0]
+        (problem,) = [one for one in problems if one.startswith(f"{key}=")]
+        assert theirs in problem
+        assert f"leave {key} out" in problem
+
+
+@pytest.mark.parametrize(
+    "fields, settings, words",
+    [
+        ({"gradient_accumulation_steps": 2}, VERTICAL, "gradient_accumulation_steps must be 1, got 2"),
+        (
+            {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 6},
+            (*VERTICAL, "training.per_device_train_batch_size=4"),
+            "per_device_train_batch_size must be a multiple of 4",
+        ),
+        (
+            {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+            (*VERTICAL, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=8"),
+            "per_device_train_batch_size must be 2 \\* 8",
+        ),
+        ({"label_smoothing_factor": 0.1}, (), "label_smoothing_factor=0.1 takes the labels away"),
+        ({"torch_compile": True}, (), "TrainingArguments.torch_compile"),
+        ({"auto_find_batch_size": True}, (), "auto_find_batch_size.*lowmem-ft plan"),
+        ({"bf16_full_eval": True}, (), "bf16_full_eval rounds the weights"),
+        ({"optim": "adafactor"}, (), "optim=adafactor is not.*set optimizer.name=adafactor"),
+        ({"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}, (), "none of ours"),
+        ({"optim_args": "beta=1"}, (), "TrainingArguments.optim_args"),
+        (
+            {"adam_epsilon": 1e-6},
+            ("optimizer.name=lion",),
+            "adam_epsilon is set to 1e-06, and optimizer.name=lion",
+        ),
+        ({}, ("optimizer.in_backward=true",), "optimizer.in_backward needs accumulation.order=vertical"),
+        ({}, ("adapter.name=lora",), "needs a PEFT model before the trainer is made"),
+        ({}, ("model.quantization=nf4", "adapter.name=lora"), "quantization=nf4 is done as weights are read"),
+        ({}, ("model.attn_implementation=eager",), "the trainer's has sdpa"),
+        ({}, ("checkpointing.mode=auto",), "checkpointing.mode=auto"),
+        ({}, ("plan.mode=auto",), "plan.mode=auto"),
+    ],
+)
+def test_training_arguments_that_cannot_go_with_it(fields, settings, words, tmp_path):
+    trainer, _ = trainer_of(tmp_path, fields=fields)
+    problems = problems_of(trainer, *settings)
+    assert any(re.search(words, problem) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (
+            {"compute_loss_func": lambda outputs, labels, **_: outputs.loss},
+            "compute_loss_func takes the labels",
+        ),
+        ({"model_init": lambda: tiny_llama()}, "model_init makes another"),
+        ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "been given one: SGD"),
+        ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0})}, "Leave optimizer_cls_and_kwargs= out"),
+    ],
+)
+def test_what_a_constructor_was_given_that_cannot_go_with_it(given, words, tmp_path):
+    if "model_init" in given:
+        trainer = Trainer(args=TrainingArguments(str(tmp_path), **arguments()), **given)
+    else:
+        trainer, _ = trainer_of(tmp_path, **given)
+    assert words in sentence_of(trainer)
+
+
+def test_a_loss_of_ones_own_is_asked_for_its_logits(tmp_path):
+    class Weighed(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    trainer, _ = trainer_of(tmp_path, kind=Weighed)
+    assert "Weighed.compute_loss is not Trainer's own" in sentence_of(trainer)
+    hf.attach(trainer, recipe_of("loss.chunk_tokens=null")).remove()
+
+
+def test_flattened_batches_have_no_rows_to_cut(tmp_path):
+    trainer, _ = trainer_of(tmp_path, fields={"gradient_accumulation_steps": 1})
+    trainer.data_collator = DataCollatorWithFlattening()
+    assert "padding-free batches are one row" in sentence_of(trainer, *VERTICAL)
+
+
+def test_attaching_twice_to_the_trainer_or_to_its_model(tmp_path):
+    trainer, _ = trainer_of(tmp_path)
+    handle = hf.attach(trainer, recipe_of())
+    other, _ = trainer_of(tmp_path, model=trainer.model)
+    for one in (trainer, other):
+        with pytest.raises(UserError, match=r"once, and a recipe is attached .* remove\(\)"):
+            hf.attach(one, recipe_of())
+    handle.remove()
+    hf.attach(other, recipe_of()).remove()
+
+
+def test_a_trainer_that_has_trained_already(tmp_path):
+    trainer, _ = trainer_of(tmp_path, fields={"max_steps": 1})
+    trainer.train()
+    assert any("between a trainer's constructor" in problem for problem in problems_of_trained(trainer))
+
+
+def problems_of_trained(trainer):
+    with pytest.raises(UserError) as caught:
+        hf.attach(trainer, recipe_of())
+    return caught.value.problems
+
+
+def test_streamed_weights_that_the_trainer_has_moved(tmp_path):
+    """On this machine there is no other device to move to: the trainer says that it trains on one."""
+    settings = (
+        "offload.parameters=stream",
+        "offload.optimizer=host",
+        "optimizer.in_backward=true",
+        "checkpointing.mode=full",
+    )
+    trainer, _ = trainer_of(tmp_path, fields={"gradient_accumulation_steps": 1})
+    with torch.device("meta"):
+        trainer.model = tiny_llama()
+    assert any(
+        "hf.prepare_model(model, recipe)" in problem
+        for problem in list(problems_with_trainer(trainer, recipe_of(*settings), "Trainer"))
+    )
+
+
+LAUNCHES = {
+    "FSDP": {"is_fsdp_enabled": True},
+    "DeepSpeed": {"is_deepspeed_enabled": True},
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_sharded_launches(name, tmp_path):
+    trainer, _ = trainer_of(tmp_path)
+    vars(trainer).update(LAUNCHES[name])
+    assert f"got {name}" in sentence_of(trainer)
+
+
+def test_several_processes_do_what_our_own_loop_allows(tmp_path):
+    """The accelerator of a launch of two, as far as it is asked."""
+    trainer, _ = trainer_of(
+        tmp_path, fields={"average_tokens_across_devices": False, "gradient_accumulation_steps": 1}
+    )
+    real = trainer.accelerator
+    trainer.accelerator = types.SimpleNamespace(
+        num_processes=2,
+        mixed_precision="no",
+        distributed_type=types.SimpleNamespace(value="MULTI_CPU"),
+        scaler=None,
+    )
+    problems = problems_of(trainer, "optimizer.in_backward=true", "offload.optimizer=host")
+    trainer.accelerator = real
+    assert len(problems) == 3
+    assert "a mean of the processes' means" in problems[0]
+    assert {problem.partition(" works in one process")[0] for problem in problems[1:]} == {
+        "optimizer.in_backward=true",
+        "offload.optimizer=host",
+    }
+
+
+def test_only_trainers_that_are_known():
+    with pytest.raises(
+        UserError, match="takes Trainer, SFTTrainer, DPOTrainer or GRPOTrainer, got SimpleNamespace"
+    ):
+        hf.attach(types.SimpleNamespace(), recipe_of())

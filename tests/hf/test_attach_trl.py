@@ -1,0 +1,208 @@
+"""A recipe inside TRL's trainers: the same losses, and by name what each does not allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attached_trainers import IN_ONE_BATCH, TINY, Meter, arguments, chats, recipe_of
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, SFTConfig, SFTTrainer
+
+from lowmem_ft import hf
+from lowmem_ft.errors import UserError
+from lowmem_ft.hf.trainer_kinds import ROWS, Refused
+
+STATE = ("offload.optimizer=host", "checkpointing.mode=full", "tiling.mlp=2", "offload.activations=inputs")
+VERTICAL = (
+    "accumulation.order=vertical",
+    "checkpointing.mode=full",
+    "training.per_device_train_batch_size=4",
+)
+STREAMED = (
+    *VERTICAL,
+    "offload.parameters=stream",
+    "offload.optimizer=host",
+    "optimizer.in_backward=true",
+)
+SAME_LOSSES = 2e-6
+"""Of a loss near 6: float32 sums in another order; one rounding of it is 5e-7."""
+
+
+def model_of():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
+
+
+def preferences():
+    no_idea = [{"role": "assistant", "content": "No idea at all."}]
+    pairs = ((chat["messages"][:1], chat["messages"][1:2]) for chat in chats())
+    return [{"prompt": prompt, "chosen": answer, "rejected": no_idea} for prompt, answer in pairs]
+
+
+def length_of(completions, **kwargs):
+    return [float(len(str(completion)) % 7) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def data():
+    prompts = [{"prompt": chat["messages"][:1]} for chat in chats()]
+    lists = {
+        "sft": [{"messages": chat["messages"]} for chat in chats()],
+        "dpo": preferences(),
+        "grpo": prompts,
+    }
+    return {kind: Dataset.from_list(rows[:16]) for kind, rows in lists.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """Trainers by kind, as they are or with a recipe attached, and what they log in two steps."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    folder = str(tmp_path_factory.mktemp("trl"))
+
+    def make(kind, settings=None, *, fields=None, lora=False, prepare=False):
+        wanted = recipe_of(*settings) if settings is not None else None
+        model = hf.prepare_model(model_of(), wanted) if prepare and wanted else model_of()
+        shared = arguments(max_steps=2, learning_rate=1e-3, bf16=False, **(fields or {}))
+        meter = Meter()
+        given = {
+            "train_dataset": data[kind],
+            "processing_class": tokenizer,
+            "callbacks": [meter],
+            "peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+            if lora
+            else None,
+        }
+        if kind == "sft":
+            trainer = SFTTrainer(model, args=SFTConfig(folder, max_length=64, **shared), **given)
+        elif kind == "dpo":
+            reference = None if lora else model_of()
+            trainer = DPOTrainer(model, reference, args=DPOConfig(folder, max_length=64, **shared), **given)
+        else:
+            config = GRPOConfig(folder, num_generations=4, max_completion_length=8, **shared)
+            trainer = GRPOTrainer(model, length_of, args=config, **given)
+        trainer.remove_callback(PrinterCallback)
+        return trainer, meter, hf.attach(trainer, wanted) if wanted is not None else None
+
+    def train(*args, **kwargs):
+        trainer, meter, handle = make(*args, **kwargs)
+        trainer.train()
+        return meter, handle
+
+    train.make = make
+    return train
+
+
+@pytest.fixture(scope="module")
+def stock(trained):
+    return {kind: trained(kind)[0] for kind in ("sft", "dpo", "grpo")}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_state_on_the_host_and_recomputation_have_trls_losses(kind, trained, stock):
+    meter, _ = trained(kind, STATE)
+    assert meter.losses == pytest.approx(stock[kind].losses, abs=SAME_LOSSES)
+    assert meter.norms == pytest.approx(stock[kind].norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings, how",
+    [(("loss.chunk_tokens=null",), {}), (STREAMED, {"fields": IN_ONE_BATCH, "prepare": True})],
+)
+def test_sft_has_trls_losses_by_its_head_and_by_ours(settings, how, trained, stock):
+    meter, _ = trained("sft", settings, **how)
+    assert meter.losses == pytest.approx(stock["sft"].losses, abs=SAME_LOSSES)
+    assert ("entropy" in meter.logs[0]) == ("loss.chunk_tokens=null" in settings)
+
+
+def test_an_evaluation_of_sft_that_wants_logits_has_them(trained):
+    trainer, _, _ = trained.make("sft", ("loss.chunk_tokens=32",))
+    trainer.compute_metrics = lambda prediction: {"shape": prediction.predictions.shape[-1]}
+    vocabulary = trainer.model.config.vocab_size
+    assert trainer.evaluate(trainer.train_dataset.select(range(4)))["eval_shape"] == vocabulary
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_passes_without_gradients_leave_our_choice_of_layers(kind, trained):
+    """TRL turns HF's switch off and on around them; the layers that are recomputed stay those of the recipe."""
+    trainer, _, _ = trained.make(
+        kind, ("checkpointing.mode=full", "checkpointing.skip_last_layers=1"), lora=True
+    )
+    trainer.train()
+    layers = trainer.model.get_base_model().model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False]
+    trainer.model.gradient_checkpointing_disable()
+    assert not any(layer.gradient_checkpointing for layer in layers)
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False]
+
+
+ASKED = {
+    "loss.chunk_tokens": ("loss.chunk_tokens=64",),
+    "tiling.head": ("tiling.head=2",),
+    "accumulation.order": ("accumulation.order=vertical", "checkpointing.mode=full"),
+    "offload.parameters": STREAMED,
+}
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_what_it_does_not_allow_is_refused_by_name(kind, trained):
+    named = {"dpo": "DPOTrainer", "grpo": "GRPOTrainer"}[kind]
+    refused = [row.key for row in ROWS if isinstance(row.verdict(named), Refused)]
+    assert refused == list(ASKED)
+    trainer, _, _ = trained.make(kind, fields=IN_ONE_BATCH)
+    for key, settings in ASKED.items():
+        with pytest.raises(UserError) as caught:
+            hf.attach(trainer, recipe_of(*settings))
+        assert any(f"{key}=" in problem and f"under {named}" in problem for problem in caught.value.problems)
+    handle = hf.attach(trainer, recipe_of())  # which has loss.chunk_tokens by default
+    assert handle.recipe.loss.chunk_tokens is None
+
+
+@pytest.mark.parametrize(
+    "fields, settings, words",
+    [
+        ({"loss_type": "dft"}, (), "SFTConfig.loss_type=dft"),
+        ({**IN_ONE_BATCH, "packing": True}, VERTICAL, "padding-free batches are one row"),
+        (IN_ONE_BATCH, (*STREAMED, "loss.chunk_tokens=null"), "TRL's own head reads the weights of lm_head"),
+        ({"activation_checkpointing_kwargs": {"offload": True}}, (), "offload.activations=inputs does it"),
+        (
+            {"activation_checkpointing_kwargs": {"every_n_layers": 2}},
+            STATE,
+            "checkpointing.every_n_layers=1 is not",
+        ),
+    ],
+)
+def test_what_sft_was_told_that_cannot_go_with_it(fields, settings, words, trained):
+    names = {"activation_checkpointing_kwargs": "gradient_checkpointing_kwargs"}
+    if not hasattr(SFTConfig, "activation_checkpointing"):
+        fields = {names.get(name, name): value for name, value in fields.items()}
+    trainer, _, _ = trained.make("sft", fields=fields, prepare=False)
+    with pytest.raises(UserError) as caught:
+        hf.attach(trainer, recipe_of(*settings))
+    assert any(words in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_only_one_of_the_two_copies_activations_to_the_host(trained):
+    """TRL's own way there asks for a GPU as the trainer is made."""
+    trainer, _, _ = trained.make("sft")
+    trainer.args.activation_offloading = True
+    with pytest.raises(UserError, match="activation_offloading both copy"):
+        hf.attach(trainer, recipe_of(*STATE))
+    hf.attach(trainer, recipe_of("checkpointing.mode=full"))
+
+
+def test_trls_flag_becomes_the_recipes_checkpointing(trained):
+    """It is on by default, and would be HF's own mechanism over ours."""
+    _, _, handle = trained.make("sft", ())
+    assert handle.recipe.checkpointing.mode == "full"
+
+
+def test_trainers_that_are_not_known_are_refused():
+    trainer = KTOTrainer.__new__(KTOTrainer)
+    with pytest.raises(
+        UserError, match="takes Trainer, SFTTrainer, DPOTrainer or GRPOTrainer, got KTOTrainer"
+    ):
+        hf.attach(trainer, recipe_of())
