@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import types
@@ -198,7 +199,8 @@ def _changes_of_accelerator(
     yield set_attribute(accelerator, "autocast_handler", AutocastKwargs(cache_enabled=False))
     if recipe.checkpointing.mode != "none" and trainer.args.ddp_find_unused_parameters is None:
         # Trainer's own choice where it recomputes activations itself.
-        yield set_attribute(accelerator.ddp_handler, "find_unused_parameters", False)
+        handler = dataclasses.replace(accelerator.ddp_handler, find_unused_parameters=False)
+        yield set_attribute(accelerator, "ddp_handler", handler)
 
     def noting(backward: Callable[..., Any]) -> Callable[..., Any]:
         def noted(loss: torch.Tensor, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attached_trainers import IN_ONE_BATCH, TINY, Meter, arguments, chats, recipe_of
 from datasets import Dataset
+from ladder_rungs import RUNGS, settings_of
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, SFTConfig, SFTTrainer
@@ -183,6 +184,34 @@ def test_what_sft_was_told_that_cannot_go_with_it(fields, settings, words, train
     with pytest.raises(UserError) as caught:
         hf.attach(trainer, recipe_of(*settings))
     assert any(words in problem for problem in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+def test_every_rung_trains_as_trl_does_or_is_refused_by_name(kind, rung, trained, stock):
+    named = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}[kind]
+    formats = ("training", "model.dtype", "optimizer.master", "tiling")
+    settings = [one for one in settings_of(rung) if not one.startswith(formats)]
+    refused = [
+        row.key
+        for row in ROWS
+        if isinstance(row.verdict(named), Refused) and any(one.startswith(f"{row.key}=") for one in settings)
+    ]
+    asked = [key for key in refused if f"{key}=null" not in settings]
+    if asked:
+        with pytest.raises(UserError) as caught:
+            trained(kind, settings, fields=IN_ONE_BATCH)
+        assert all(any(f"{key}=" in problem for problem in caught.value.problems) for key in asked)
+        return
+    if "accumulation.order=vertical" in settings:
+        how = {"fields": IN_ONE_BATCH, "prepare": True}
+        settings.append("training.per_device_train_batch_size=4")
+    else:
+        how = {}
+    meter, _ = trained(kind, settings, **how)
+    rounded = "optimizer.state=8bit" in settings
+    assert meter.losses == pytest.approx(stock[kind].losses, abs=1e-4 if rounded else SAME_LOSSES)
 
 
 def test_only_one_of_the_two_copies_activations_to_the_host(trained):
