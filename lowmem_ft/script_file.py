@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from lowmem_ft.errors import UserError
@@ -89,7 +90,9 @@ def _imported(statement: ast.stmt) -> Sequence[str]:
 def _is_there(name: str, folder: Path) -> bool:
     if name in sys.modules or (folder / name).is_dir() or (folder / f"{name}.py").is_file():
         return True
+    if name in sys.stdlib_module_names or PathFinder.find_spec(name) is not None:
+        return True
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name) is not None  # installed in other ways than as a folder
     except (ImportError, ValueError):
         return False

@@ -109,6 +109,11 @@ def _write_text_files(folder: Path) -> None:
         "no_suffix": "x",
         "template_broken.jinja": "{% for message in messages %}",
         "template_refuses.jinja": "{{ raise_exception('no chats here') }}",
+        "good.py": "print('Hello')\n",
+        "ends.py": "import torch\n\n1 / 0\n",
+        "not_python.py": "import torch\nprint 'Hello'\n",
+        "missing_package.py": "import torch\nimport no_such_package.parts\n",
+        "notebook.ipynb": "{}",
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -133,7 +133,7 @@ class ScriptRun:
         if isinstance(error, ModuleNotFoundError) and error.name:
             first_line = f"it needs the package {error.name}, which is not installed here"
         return ScriptError(
-            f"{self._path} ended in an error {when}: {first_line}", f"Traceback of its own code:\n{shown}"
+            f"{self._path} ended in an error {when}: {first_line}", f"The frames of its own code:\n{shown}"
         )
 
 

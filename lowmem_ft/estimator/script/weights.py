@@ -42,7 +42,7 @@ def _adapt_models(undo: contextlib.ExitStack, say: Callable[[str], None], modeli
     replace(undo, modeling_utils, "_get_resolved_checkpoint_files", _local_files(find))
     replace(undo, modeling_utils, "_get_dtype", _dtype_without_files(choose, say))
     load = existing(models, "_load_pretrained_model")
-    replace(undo, models, "_load_pretrained_model", staticmethod(_load_shapes(load)))
+    replace(undo, models, "_load_pretrained_model", staticmethod(_load_shapes(load, say)))
 
 
 def _adapt_adapters(undo: contextlib.ExitStack, peft_model: Any) -> None:
@@ -83,11 +83,12 @@ def _dtype_without_files(choose: Callable[..., Any], say: Callable[[str], None])
     return dtype_of
 
 
-def _load_shapes(load: Callable[..., Any]) -> Callable[..., Any]:
+def _load_shapes(load: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_shapes(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
         if state_dict is None:
             _quantise_as_loaded(load_config.hf_quantizer)
+            _put_on_one_device(load_config.device_map, say)
             load_config = dataclasses.replace(
                 load_config, weight_mapping=None
             )  # the names are the model's own
@@ -95,6 +96,21 @@ def _load_shapes(load: Callable[..., Any]) -> Callable[..., Any]:
         return load(model, state_dict, checkpoint_files, load_config, *args)
 
     return load_shapes
+
+
+def _put_on_one_device(device_map: dict[str, Any] | None, say: Callable[[str], None]) -> None:
+    """What ``device_map="auto"`` would leave on the host has to train on the device too; then it does not fit."""
+    on_host = {"cpu", "disk"}
+    places = {str(place) for place in (device_map or {}).values()}
+    if not places & on_host or places <= on_host:
+        return
+    assert device_map is not None
+    device = next(place for place in device_map.values() if str(place) not in on_host)
+    device_map.update(dict.fromkeys(device_map, device))
+    say(
+        "device_map: all of the model on the GPU, though its weights leave no room there; a run would keep some of it "
+        "on the host, and trainers refuse to train that"
+    )
 
 
 def _quantise_as_loaded(quantizer: Any) -> None:

@@ -236,3 +236,47 @@ def test_weights_are_of_the_type_and_the_kind_that_a_real_load_gives(script):
         in found.estimate.choices
     )
     assert found.estimate.model.parameters == 41120
+
+
+def test_a_model_that_a_device_map_would_leave_in_part_on_the_host_is_placed_whole(script):
+    name = script(
+        """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained("model")
+        config.intermediate_size, config.num_hidden_layers, config.hidden_size = 65536, 8, 4096
+        config.dtype = torch.float32
+        model = AutoModelForCausalLM.from_pretrained("model", config=config, device_map="auto")
+        optimizer = torch.optim.SGD(model.model.norm.parameters())
+        for step in range(3):
+            model(torch.ones(1, 8, dtype=torch.long, device="cuda")).logits.sum().backward()
+            optimizer.step()
+        """
+    )
+    found = estimate_script(name, gpu="t4", steps=2)
+    assert not found.estimate.fits
+    assert found.estimate.by_category_at_peak["parameter"] > 16 * 2**30
+    assert any(
+        choice.startswith("device_map: all of the model on the GPU") for choice in found.estimate.choices
+    )
+
+
+def test_completions_of_grpo_are_taken_at_their_longest(script, tmp_path):
+    name = script(
+        """
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+
+        arguments = GRPOConfig(
+            "out", max_completion_length=24, num_generations=2, per_device_train_batch_size=2, max_steps=2
+        )
+        rows = Dataset.from_dict({"prompt": ["What?"] * 8})
+        GRPOTrainer("model", lambda completions, **kwargs: [1.0] * len(completions), arguments, rows).train()
+        """
+    )
+    found = estimate_script(name, gpu="l4", steps=2)
+    assert found.tokens_per_step >= 2 * 24
+    assert any(
+        "generation: not run; each completion is taken to have 24" in word for word in found.estimate.choices
+    )

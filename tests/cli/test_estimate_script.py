@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.cli import main
+
+LOOP = """
+import sys
+import torch
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float32
+model = torch.nn.Linear(int(sys.argv[1]), 256, device=device, dtype=dtype)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(4, int(sys.argv[1]), device=device, dtype=dtype)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("weights are real")
+"""
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch):
+    (tmp_path / "loop.py").write_text(LOOP, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return ["estimate", "--script", "loop.py"]
+
+
+def test_the_report_is_that_of_a_recipe_and_says_where_the_script_is(loop, capsys):
+    assert main([*loop, "--gpu", "t4", "--", "1024"]) == 0
+    said = capsys.readouterr().out
+    assert "Linear fits on t4" in said
+    assert "the peak is at loop.py:10" in said
+    assert "host waits    never a step" in said
+    assert "weights are real" not in said
+    assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_json_is_alone_on_stdout_and_what_does_not_fit_is_told_by_the_exit_code(loop, capsys, tmp_path):
+    assert (
+        main([*loop, "--gpu", "t4", "--steps", "2", "--json", "-", "--plot", "m.html", "--", "40000000"]) == 3
+    )
+    values = json.loads(capsys.readouterr().out)
+    assert not values["fits"]
+    assert values["script"]["steps"] == 2
+    assert values["script"]["arguments"] == ["40000000"]
+    assert values["device"]["allocated_peak_bytes"] > 2 * 40_000_000 * 256 * 4
+    assert (tmp_path / "m.html").stat().st_size > 1000
+
+
+def test_all_gpus_are_told_from_two_runs(loop, capsys):
+    assert main([*loop, "--gpu", "all", "--json", "all.json", "--", "1024"]) == 0
+    assert f"fits on {len(load_gpus())} of {len(load_gpus())} GPUs" in capsys.readouterr().out
+    with open("all.json", encoding="utf-8") as file:
+        values = json.load(file)
+    parameters = {
+        each["gpu"]["name"]: each["by_category_at_peak"]["parameter"] for each in values["estimates"]
+    }
+    assert parameters["t4"] == pytest.approx(2 * parameters["l4"], rel=0.01)
