@@ -72,14 +72,17 @@ def prior_of(
     space: Space, candidates: Candidates, limits: Limits, shape: bounds.ModelShape, gpu: Gpu | None
 ) -> Prior:
     """What is expected of each combination that may fit; of a processor, of which no clock is known, bytes alone."""
-    device_N, host_N, seconds_N = (np.zeros(len(candidates)) for _ in range(3))
+    nothing_N = np.zeros(len(candidates))
+    device_N, host_N, seconds_N, effort_N = (nothing_N.copy() for _ in range(4))
     for place in np.flatnonzero(candidates.may_fit(limits)).tolist():
         recipe = space.recipe_of(space.combinations[place])
         device_N[place], host_N[place] = expected_bytes(recipe, shape, gpu)
+        effort_N[place] = expectations.effort(recipe)
         if gpu is not None:
             seconds_N[place] = expectations.seconds(recipe, shape, gpu)
     expected: dict[Quantity, tuple[NDArray[np.float64], NDArray[np.float64]]] = {
-        "device_bytes": (device_N, candidates.device_bytes_N)
+        "device_bytes": (device_N, candidates.device_bytes_N),
+        "effort": (effort_N, nothing_N),
     }
     if gpu is not None:
         expected["host_bytes"] = host_N, candidates.host_bytes_N

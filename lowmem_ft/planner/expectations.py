@@ -1,4 +1,4 @@
-"""What a step should take, by rule of thumb: where a search begins, and nothing else.
+"""What a step and its estimate should take, by rule of thumb: where a search begins, and nothing else.
 
 Unlike the bounds, none of this has to hold. It is of the right size for common decoders, so that the first combinations
 that are estimated lie near the limits; each estimate corrects it for those that resemble it. The shares were set by
@@ -58,6 +58,13 @@ def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
     return max(products, copied / host_link_rate(gpu))
 
 
+def effort(recipe: Recipe) -> float:
+    """Of an estimate, in common ones: vertical order that keeps more than inputs is traced with all micro-batches."""
+    if recipe.accumulation.order == "horizontal" or recipe.checkpointing.mode == "full":
+        return 1.0
+    return max(1.0, recipe.training.gradient_accumulation_steps / 4)
+
+
 def _kept_of_a_token(recipe: Recipe, shape: ModelShape) -> float:
     """Bytes that a layer keeps for its backward pass."""
     itemsize = bounds.activation_itemsize(recipe, shape)
@@ -69,7 +76,7 @@ def _layers_at_work(recipe: Recipe, shape: ModelShape) -> float:
     """Weights and gradients of some layers at once, and the largest gradient."""
     itemsize = shape.dtype_of(recipe).itemsize
     layer = shape.layer_parameters * itemsize / max(1, shape.num_layers)
-    head = shape.head_products * itemsize
+    head = shape.head_products * itemsize / recipe.tiling.head
     if recipe.adapter.name != "none":
         return layer
     return 2 * head + (4 if recipe.offload.parameters == "stream" else 2) * layer

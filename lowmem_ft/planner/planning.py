@@ -42,7 +42,7 @@ NEIGHBOUR_ESTIMATES = 12
 """For the neighbours of the best, which is what the explanation speaks of."""
 
 NEAREST_TRIED = 3
-"""Where nothing can fit by its bounds: estimates of those that should miss least."""
+"""Where nothing is found to fit, or nothing can by its bounds: estimates of those that should miss least."""
 
 NEAREST_LOOKED_AT = 500
 """Of those that miss least by their bounds, to ask the rule of thumb which these are."""
@@ -239,6 +239,7 @@ def _searched(
         prior_of(space, candidates, target.limits, target.shape, target.gpu),
         max_effort=MAX_EFFORT,
         least_promise=LEAST_PROMISE,
+        nearest_tried=NEAREST_TRIED,
         look_ahead=lambda places: ahead.guess(places, recipe_of),
     )
     neighbours = Neighbours(space, search)

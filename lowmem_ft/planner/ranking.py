@@ -28,10 +28,10 @@ _OF_NEED: tuple[Quantity, ...] = ("seconds", "device_bytes", "host_bytes")
 _NOISE: dict[Quantity, float] = {"seconds": 0.02, "device_bytes": 0.1, "host_bytes": 0.02, "effort": 0.2}
 """What the sum over choices leaves out, as a standard deviation: seconds add up nearly, a peak moves about."""
 
-_LEVEL: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.5, "host_bytes": 0.3}
+_LEVEL: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.5, "host_bytes": 0.3, "effort": 0.5}
 """How far what is expected may be off as a whole, likewise."""
 
-_SPREAD: dict[Quantity, float] = {"seconds": 0.05, "device_bytes": 0.15, "host_bytes": 0.05}
+_SPREAD: dict[Quantity, float] = {"seconds": 0.05, "device_bytes": 0.15, "host_bytes": 0.05, "effort": 0.3}
 """How far it may be off for one choice more than for another."""
 
 _LIKELY = 0.9
@@ -128,10 +128,11 @@ class Beliefs:
     def expected(self, place: int) -> dict[Quantity, float]:
         """What one is expected to exceed its bounds by, and its effort, once something is known."""
         places = np.array([place])
-        return {
-            quantity: float(np.exp(self._posterior(places, quantity)[0][0]))
-            for quantity in get_args(Quantity)
-        }
+        return {quantity: float(self.excess(places, quantity)[0]) for quantity in get_args(Quantity)}
+
+    def excess(self, places: Ints, quantity: Quantity) -> Floats:
+        """What some combinations are expected to exceed a bound by, or their effort, once something is known."""
+        return np.exp(self._posterior(places, quantity)[0])
 
     def chance(self, places: Ints, *, spare_device_bytes: Floats, spare_host_bytes: Floats) -> Floats:
         """How likely each of some combinations fits.
@@ -166,10 +167,6 @@ class Beliefs:
         # The spread of the logarithm of the whole: the bound is certain.
         spread = np.maximum(1e-3, spread * np.exp(excess) / expected)
         return _expected_improvement((np.log(target) - np.log(expected)), spread)
-
-    def effort(self, places: Ints) -> Floats:
-        """What estimates of some combinations are expected to take, in common ones."""
-        return np.exp(self._posterior(places, "effort")[0])
 
     def _features(self, places: Ints) -> Floats:
         features = np.zeros((len(places), self._num_features))

@@ -133,6 +133,7 @@ class Search:
         least_promise: it ends before where the effort is too little for all that is left, and no more is expected of
             any than to be faster by this share; where nothing fits yet, if the chances of all to fit add up to less.
             What gives up less than the best is passed over likewise.
+        nearest_tried: where it would end with nothing that fits, it asks for so many that should miss least.
         look_ahead: told, before each estimate, what would be asked next if it comes out as expected; what it does
             changes nothing here.
     """
@@ -146,6 +147,7 @@ class Search:
         *,
         max_effort: float | None = None,
         least_promise: float = 0.0,
+        nearest_tried: int = 0,
         look_ahead: Callable[[Iterator[int]], None] = lambda places: None,
     ) -> None:
         self.candidates = candidates
@@ -154,6 +156,7 @@ class Search:
         self._beliefs = Beliefs(candidates.choices_ND, prior)
         self._max_effort = max_effort
         self._least_promise = least_promise
+        self._nearest_tried = nearest_tried
         self._look_ahead = look_ahead
         self._open_N = candidates.may_fit(limits)
         self.found = Searched(beyond_bytes=int((~self._open_N).sum()))
@@ -170,11 +173,18 @@ class Search:
         try:
             if first is not None and self._open_N[first] and self._effort_left > 0:
                 self.estimate(first)
-            while self._effort_left > 0 and (place := self._next()) is not None:
-                self.estimate(place)
+            self._ask_what_promises_most()
+            for _ in range(self._nearest_tried):
+                if self.found.best is None and self._open_N.any():
+                    self.estimate(self._nearest())
+            self._ask_what_promises_most()  # if one of those fits after all
         except KeyboardInterrupt:
             self.found.interrupted = True
         return self.conclude()
+
+    def _ask_what_promises_most(self) -> None:
+        while self._effort_left > 0 and (place := self._next()) is not None:
+            self.estimate(place)
 
     def estimate(self, place: int, then: Sequence[int] = ()) -> Need | str:
         """What one needs, which is asked once.
@@ -306,6 +316,16 @@ class Search:
             return False
         return self._chance(open_).sum() < self._least_promise
 
+    def _nearest(self) -> int:
+        """Of those left, the one that should miss least; of several that should fit, the likeliest."""
+        open_, candidates, limits = np.flatnonzero(self._open_N), self.candidates, self._limits
+        device_N = candidates.device_bytes_N[open_] + self._beliefs.excess(open_, "device_bytes")
+        host_N = candidates.host_bytes_N[open_] + self._beliefs.excess(open_, "host_bytes")
+        missing_N = np.maximum(0.0, device_N - limits.device_bytes)
+        missing_N += np.maximum(0.0, host_N - limits.host_bytes)
+        order = np.lexsort((candidates.after_N[open_], -self._chance(open_), missing_N))
+        return int(open_[order[0]])
+
     def _promise(self, places: Ints, best_seconds: float | None) -> Floats:
         """How much is to be hoped for of each, as a share of the best; the chance to fit alone where no clock tells."""
         chance = self._chance(places)
@@ -322,7 +342,7 @@ class Search:
         )
 
     def _worthiest(self, places: Ints, promise: Floats) -> int:
-        candidates, worth = self.candidates, promise / self._beliefs.effort(places)
+        candidates, worth = self.candidates, promise / self._beliefs.excess(places, "effort")
         order = np.lexsort((candidates.after_N[places], candidates.before_N[places], -worth))
         return int(places[order[0]])
 

@@ -206,7 +206,9 @@ class Products:
     def effort(self, place: int) -> float:
         return self._effort_of_first[self.choices_ND[place, 0]]
 
-    def searched(self, *, max_effort: float | None, least_promise: float = 0.005) -> Searched:
+    def searched(
+        self, *, max_effort: float | None, least_promise: float = 0.005, nearest_tried: int = 0
+    ) -> Searched:
         def need_of(place: int) -> Need:
             return Need(
                 seconds=float(self.seconds[place]),
@@ -218,7 +220,13 @@ class Products:
 
         prior = Prior.flat(len(self.candidates))
         search = Search(
-            self.candidates, self.limits, need_of, prior, max_effort=max_effort, least_promise=least_promise
+            self.candidates,
+            self.limits,
+            need_of,
+            prior,
+            max_effort=max_effort,
+            least_promise=least_promise,
+            nearest_tried=nearest_tried,
         )
         return search.run(0)
 
@@ -293,6 +301,15 @@ def test_where_nothing_can_be_expected_to_fit_it_ends_soon_and_the_rare_one_that
         one_in_200 = Products(seed, share_that_fits=0.005)
         assert one_in_200.searched(max_effort=60).best is not None, seed
     assert sum(estimates) < 20 * 30, "half of the effort"
+
+
+def test_where_nothing_was_found_to_fit_it_asks_for_what_should_miss_least():
+    for seed in range(10):
+        made_up = Products(seed, share_that_fits=0.0)
+        made_up.limits = Limits(device_bytes=0.7 * float(made_up.device.min()))
+        made_up.fits[:] = False
+        found = made_up.searched(max_effort=12, nearest_tried=3)
+        assert min(need.device_bytes for need in found.needs.values()) == made_up.device.min(), seed
 
 
 def test_memory_that_nothing_comes_near_decides_nothing():
