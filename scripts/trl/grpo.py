@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     parser.add_argument("--tokens", type=int, default=256, help="of the longest answer")
     parser.add_argument("--stock", action="store_true", help="without the recipe's techniques, to compare")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     lengths = {"num_generations": options.generations, "max_completion_length": options.tokens}
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     recipe = load_recipe(options.recipe, options.overrides)

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> SFTTrainer:
     parser.add_argument("--recipe", required=True, help="name of a recipe, or a .yaml file")
     parser.add_argument("--stock", action="store_true", help="without the recipe's techniques, to compare")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     recipe = load_recipe(options.recipe, options.overrides)
