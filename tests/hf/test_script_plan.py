@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 from stock_scripts import ProcessHere, trainer_of
 
 from lowmem_ft import UserError, estimate_memory, hf
+from lowmem_ft.hf import attaching
 from lowmem_ft.hf.script_plan import DECIDED_BY_THE_SCRIPT, plan_for
 from lowmem_ft.preflight import plan_first
 from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.techniques.config import CheckpointingConfig
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +68,14 @@ def test_attached_as_planned_with_the_scripts_own_checkpointing_taken_over(tmp_p
     assert losses == pytest.approx(
         [entry["loss"] for entry in stock.state.log_history if "loss" in entry], abs=1e-5
     )
+
+
+def test_a_plan_without_checkpointing_is_not_overruled_by_the_scripts_flag(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, activation_checkpointing=True)
+    recipe = hf.recipe_from(trainer)
+    chosen = dataclasses.replace(recipe, checkpointing=CheckpointingConfig(mode="none"))
+    monkeypatch.setattr(attaching, "plan_for", lambda trainer, budget: SimpleNamespace(recipe=chosen))
+    assert hf.attach(trainer, plan="auto").recipe.checkpointing.mode == "none"
 
 
 @pytest.mark.parametrize("how", [{}, {"plan": "auto", "recipe": 1}, {"recipe": 1, "budget": "4GiB"}])
