@@ -16,9 +16,10 @@ from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
 from lowmem_ft.script_file import check_script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lowmem_ft.estimator.script import ScriptEstimate
+    from lowmem_ft.hf.script_savings import Savings
 
 
 def estimate_script(arguments: Sequence[str]) -> int:
@@ -49,31 +50,53 @@ def estimate_script(arguments: Sequence[str]) -> int:
     rich.get_console().file = (
         sys.stderr
     )  # the line of progress, not what stands for stderr while the script runs
-    doing = f"{path.name}: running on a virtual GPU"
     try:
-        with progress_line(f"{doing}: making it ready") as say:
+        with progress_line(f"{_doing(path)}: making it ready") as say:
             report = _on_all if options.gpu == ALL_GPUS else _on_one
-
-            def on_step(step: int) -> None:
-                say(f"{doing}: step {min(step + 1, options.steps)} of {options.steps}")
-
-            finish = report(path, script_arguments, options, on_step)
+            finish = report(path, script_arguments, options, say)
     except lowmem_ft.estimator.script.ScriptError as error:
         print(error.own_traceback, end="", file=sys.stderr)
         raise
     return finish()
 
 
+def _doing(path: Path) -> str:
+    return f"{path.name}: running on a virtual GPU"
+
+
+def _says_steps(path: Path, options: argparse.Namespace, say: Callable[[str], None]) -> Callable[[int], None]:
+    def on_step(step: int) -> None:
+        say(f"{_doing(path)}: step {min(step + 1, options.steps)} of {options.steps}")
+
+    return on_step
+
+
 def _on_one(
-    path: Path, arguments: Sequence[str], options: argparse.Namespace, on_step: Callable[[int], None]
+    path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
     from lowmem_ft.estimator.script import estimate_script
+    from lowmem_ft.hf.script_savings import TrainerSeen
 
-    estimate = estimate_script(path, arguments, gpu=options.gpu, steps=options.steps, on_step=on_step)
-    return lambda: _report_one(estimate, options)
+    seen = TrainerSeen()
+    found = estimate_script(
+        path,
+        arguments,
+        gpu=options.gpu,
+        steps=options.steps,
+        on_step=_says_steps(path, options, say),
+        on_trainer=seen,
+    )
+    say(f"{path.name}: what hf.attach would save")
+    try:
+        savings, problems = seen.savings(options.gpu), seen.problems
+    except UserError as error:
+        savings, problems = None, error.problems
+    return lambda: _report_one(found, savings, problems, options)
 
 
-def _report_one(found: ScriptEstimate, options: argparse.Namespace) -> int:
+def _report_one(
+    found: ScriptEstimate, savings: Savings | None, problems: Sequence[str], options: argparse.Namespace
+) -> int:
     from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.reports.script_facts import script_facts
@@ -83,22 +106,34 @@ def _report_one(found: ScriptEstimate, options: argparse.Namespace) -> int:
     gpu = load_gpus().get(found.estimate.gpu.name)
     console = report_console(options)
     price = gpu.cheapest_price if gpu else None
-    console.print(estimate_table(found.estimate, price, tuple(script_facts(found))))
+    console.print(
+        estimate_table(found.estimate, price, (*script_facts(found), *_attach_facts(savings, problems)))
+    )
     if options.gpu is None and found.estimate.is_of_cpu:
         console.print(f"\n{FOR_THE_PROCESSOR}")
     write_pictures(found.estimate, options)
-    write_json(found.to_json(), options)
+    write_json({**found.to_json(), "attach": savings and savings.to_json()}, options)
     return 0 if found.estimate.fits else EXIT_DOES_NOT_FIT
 
 
+def _attach_facts(savings: Savings | None, problems: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What ``hf.attach`` would save, or why that is not known; nothing for a script without a trainer."""
+    yield from (
+        ("" if index else "hf.attach", f"not estimated: {text}") for index, text in enumerate(problems)
+    )
+    if savings is not None:
+        yield "hf.attach", str(savings)
+
+
 def _on_all(
-    path: Path, arguments: Sequence[str], options: argparse.Namespace, on_step: Callable[[int], None]
+    path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
     from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.estimator import CannotRun
     from lowmem_ft.estimator.script import estimate_script_on_gpus
 
     gpus = list(load_gpus().values())
+    on_step = _says_steps(path, options, say)
     results = estimate_script_on_gpus(path, arguments, gpus, steps=options.steps, on_step=on_step)
     found = [result for result in results if not isinstance(result, CannotRun)]
     cannot_run = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lowmem_ft.units import format_bytes
+
 if TYPE_CHECKING:
     from lowmem_ft.estimator.script import ScriptEstimate
-
-from lowmem_ft.units import format_bytes
 
 
 def script_facts(found: ScriptEstimate) -> Iterator[tuple[str, str]]:

@@ -53,6 +53,30 @@ def test_json_is_alone_on_stdout_and_what_does_not_fit_is_told_by_the_exit_code(
     assert (tmp_path / "m.html").stat().st_size > 1000
 
 
+TRAINER = """
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
+
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=4096))
+rows = [{"input_ids": [1] * 512, "labels": [1] * 512}] * 16
+Trainer(
+    model, TrainingArguments("out", per_device_train_batch_size=8, max_steps=5), train_dataset=rows,
+    data_collator=default_data_collator,
+).train()
+"""
+
+
+def test_what_attaching_would_save_is_estimated_for_a_trainer_that_has_a_recipe(loop, capsys, tmp_path):
+    (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
+    assert main(["estimate", "--script", "train.py", "--gpu", "l4", "--json", "j.json"]) == 0
+    assert "hf.attach" in capsys.readouterr().out
+    values = json.loads((tmp_path / "j.json").read_text())
+    before, after = values["attach"]["process_peak_bytes"]
+    assert before == pytest.approx(values["device"]["process_peak_bytes"], rel=0.1)
+    assert after < 0.6 * before
+    assert "loss.chunk_tokens=1024" in values["attach"]["settings"]
+
+
 def test_all_gpus_are_told_from_two_runs(loop, capsys):
     assert main([*loop, "--gpu", "all", "--json", "all.json", "--", "1024"]) == 0
     assert f"fits on {len(load_gpus())} of {len(load_gpus())} GPUs" in capsys.readouterr().out

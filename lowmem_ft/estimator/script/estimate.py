@@ -102,6 +102,7 @@ def estimate_script(
     gpu: str | Gpu | None = None,
     steps: int = NUM_STEPS,
     on_step: Callable[[int], None] = lambda step: None,
+    on_trainer: Callable[[Any], None] = lambda trainer: None,
 ) -> ScriptEstimate:
     """What a training script needs on one device, without a GPU and without weights.
 
@@ -115,6 +116,7 @@ def estimate_script(
             processor.
         steps: optimizer steps to see.
         on_step: called with the number of each step as it ends.
+        on_trainer: called with each trainer of transformers or TRL that is about to train, on the virtual machine.
 
     Returns:
         The estimate.
@@ -125,7 +127,7 @@ def estimate_script(
     """
     path = check_script(script)
     spec, reason = choose_gpu(gpu, Budget(), use_cpu=False)
-    seen = _run(path, arguments, spec, steps, on_step)
+    seen = _run(path, arguments, spec, steps, on_step, on_trainer)
     return seen.on(spec, reason)
 
 
@@ -174,10 +176,15 @@ def estimate_script_on_gpus(
 
 @collector_paused()
 def _run(
-    path: Path, arguments: Sequence[str], gpu: Gpu | None, steps: int, on_step: Callable[[int], None]
+    path: Path,
+    arguments: Sequence[str],
+    gpu: Gpu | None,
+    steps: int,
+    on_step: Callable[[int], None],
+    on_trainer: Callable[[Any], None] = lambda trainer: None,
 ) -> _Seen:
     machine = VirtualMachine() if gpu is None else VirtualGPU(gpu)
-    run = ScriptRun(path, arguments, machine, steps, on_step)
+    run = ScriptRun(path, arguments, machine, steps, on_step, on_trainer)
     run.run()
     return _Seen(run, path, tuple(arguments))
 

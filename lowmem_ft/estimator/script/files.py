@@ -61,6 +61,7 @@ class FilesKeptAway:
         self.folder = Path()
         self._written = Path()
         self._real: tuple[str, ...] = ()
+        self._is_redirecting = True
 
     @contextlib.contextmanager
     def redirecting(self) -> Iterator[None]:
@@ -85,9 +86,17 @@ class FilesKeptAway:
             when_imported(undo, "huggingface_hub.hf_api", functools.partial(_make_no_repositories, undo))
             yield
 
+    @contextlib.contextmanager
+    def as_ever(self) -> Iterator[None]:
+        """Redirect nothing in a block, which is ours and not the script's."""
+        with contextlib.ExitStack() as undo:
+            replace(undo, self, "_is_redirecting", False)
+            replace(undo, tempfile, "tempdir", None)
+            yield
+
     def place_of(self, path: Any, *, is_written: bool) -> Any:
         """Where a path leads: to the temporary folder if it is written there, or was."""
-        if not isinstance(path, (str, bytes, os.PathLike)):
+        if not self._is_redirecting or not isinstance(path, (str, bytes, os.PathLike)):
             return path  # an open file's number
         real = os.path.realpath(os.fsdecode(path))
         if f"{real}{os.sep}".startswith(self._real):
@@ -142,8 +151,10 @@ class FilesKeptAway:
         return change_none
 
     def _is_real(self, path: Any) -> bool:
-        return isinstance(path, int) or f"{os.path.realpath(os.fsdecode(path))}{os.sep}".startswith(
-            self._real
+        return (
+            not self._is_redirecting
+            or isinstance(path, int)
+            or f"{os.path.realpath(os.fsdecode(path))}{os.sep}".startswith(self._real)
         )
 
 

@@ -63,6 +63,7 @@ class ScriptRun:
         machine: a fresh one, which it runs on.
         num_steps: optimizer steps to see.
         on_step: called with the number of each step as it ends.
+        on_trainer: called with each trainer that is about to train.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ScriptRun:
         machine: VirtualMachine,
         num_steps: int,
         on_step: Callable[[int], None],
+        on_trainer: Callable[[Any], None],
     ) -> None:
         self._path = path
         self._arguments = arguments
@@ -80,7 +82,7 @@ class ScriptRun:
         self.peak = PeakPlace(machine.recorder, str(path))
         self.cut = DataCut(num_steps)
         files = FilesKeptAway()
-        self.training = ShortTraining(machine, self.cut, files, num_steps)
+        self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer)
         self._files = files
 
     def run(self) -> None:

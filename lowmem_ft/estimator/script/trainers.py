@@ -30,13 +30,22 @@ class ShortTraining:
         cut: is told how many rows a step takes.
         files: where output goes.
         num_steps: to take.
+        on_trainer: called with each trainer that is about to train.
     """
 
-    def __init__(self, machine: VirtualMachine, cut: DataCut, files: FilesKeptAway, num_steps: int) -> None:
+    def __init__(
+        self,
+        machine: VirtualMachine,
+        cut: DataCut,
+        files: FilesKeptAway,
+        num_steps: int,
+        on_trainer: Callable[[Any], None],
+    ) -> None:
         self._machine = machine
         self._cut = cut
         self._files = files
         self._num_steps = num_steps
+        self._on_trainer = on_trainer
         self.micro_batches: int | None = None
         """Of a step, where only some of them are traced."""
 
@@ -82,6 +91,8 @@ class ShortTraining:
                 self._machine.say(
                     "resume_from_checkpoint: not read; the steps are those of a run that begins"
                 )
+            with self._files.as_ever():
+                self._on_trainer(trainer)
             self._leave_out_micro_batches(trainer)
             trainer.eval_dataset = self._few_rows(
                 trainer.eval_dataset, trainer.args.per_device_eval_batch_size
