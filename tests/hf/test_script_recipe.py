@@ -208,3 +208,21 @@ def test_trainers_that_do_more_in_a_step_are_refused_by_name(tmp_path):
     args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing=False)
     with pytest.raises(UserError, match="DPOConfig"):
         hf.recipe_from(args, tiny_llama())
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_quantised_weights_under_adapters(quantization, tmp_path, caplog):
+    pytest.importorskip("bitsandbytes")
+    tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    settings = [
+        f"model={tmp_path / 'model'}",
+        *(f"model.quantization={quantization}", "model.dtype=bfloat16", "adapter.name=lora", "adapter.r=4"),
+        *("training.use_cpu=true", "model.weights=pretrained", "data.max_length=32"),
+    ]
+    recipe = load_recipe("tiny", settings)
+    model = hf.prepare_model(str(tmp_path / "model"), recipe)
+    caplog.clear()
+    found = hf.recipe_from(arguments(tmp_path), model, max_length=32)
+    assert (found.model.quantization, found.model.dtype, found.adapter.r) == (quantization, "bfloat16", 4)
+    assert found.model.name_or_path == str(tmp_path / "model")
+    assert caplog.text == ""  # nothing is left out
