@@ -94,6 +94,13 @@ HF_OPTIMIZERS: Mapping[OptimizerName, str] = {
 }
 """What ``TrainingArguments.optim`` calls ours; the others are known to ``attach`` alone."""
 
+BY_HF_NAME: Mapping[str, OptimizerName] = {
+    **{theirs: ours for ours, theirs in HF_OPTIMIZERS.items()},
+    "adamw_torch": "adamw",
+    "adamw_8bit": "adamw_bnb_8bit",
+}
+"""Which of ours each of theirs is, as far as there is one."""
+
 
 def _optimizer(recipe: Recipe) -> Fields:
     optim = HF_OPTIMIZERS.get(recipe.optimizer.name)

@@ -9,28 +9,10 @@ from typing import Any
 import torch
 from transformers import DataCollatorWithFlattening
 
+from lowmem_ft.hf.key_table import BY_HF_NAME
 from lowmem_ft.hf.trainer_kinds import Kind
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.distributed_rules import problems_with_processes
-
-HF_OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "sgd": "sgd",
-    "adafactor": "adafactor",
-    "adamw_bnb_8bit": "adamw_bnb_8bit",
-    "adamw_8bit": "adamw_bnb_8bit",
-    "paged_adamw": "paged_adamw_32bit",
-    "paged_adamw_32bit": "paged_adamw_32bit",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-    "lion_32bit": "lion_32bit",
-    "lion": "lion_32bit",
-    "lion_8bit": "lion_8bit",
-    "paged_lion": "paged_lion_32bit",
-    "paged_lion_32bit": "paged_lion_32bit",
-    "paged_lion_8bit": "paged_lion_8bit",
-}
-"""``TrainingArguments.optim``: which of our optimizers it is."""
 
 
 def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
@@ -138,8 +120,8 @@ def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
         yield f"The recipe has the optimizer, {name}. Leave optimizer_cls_and_kwargs= out."
     optim = getattr(args.optim, "value", args.optim)
     default = next(spec.default for spec in dataclasses.fields(args) if spec.name == "optim")
-    if optim != getattr(default, "value", default) and HF_OPTIMIZERS.get(optim) != name:
-        ours = HF_OPTIMIZERS.get(optim)
+    if optim != getattr(default, "value", default) and BY_HF_NAME.get(optim) != name:
+        ours = BY_HF_NAME.get(optim)
         way_out = f"set optimizer.name={ours} in the recipe" if ours else "none of ours is that one"
         yield (
             f"TrainingArguments.optim={optim} is not the recipe's optimizer.name={name}. Leave optim out, or "

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.errors import UserError
-from lowmem_ft.hf.key_table import HF_OPTIMIZERS
+from lowmem_ft.hf.key_table import BY_HF_NAME
 from lowmem_ft.hf.reading import Reading
 from lowmem_ft.hf.script_model import adapter_config, base_model, model_config
 from lowmem_ft.hf.script_rows import longest_row, row_length
@@ -27,13 +27,6 @@ from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_OPTIMIZERS: Mapping[str, OptimizerName] = {
-    **{theirs: ours for ours, theirs in HF_OPTIMIZERS.items()},
-    "adamw_torch": "adamw",
-    "adamw_8bit": "adamw_bnb_8bit",
-}
-"""By ``TrainingArguments.optim``."""
 
 _SCRIPT_ESTIMATE = "`lowmem-ft estimate --script` estimates the script as it is."
 
@@ -286,14 +279,14 @@ def _optimizer(
     script: Script, model: ModelConfig, adapter: AdapterConfig, reading: Reading
 ) -> OptimizerConfig:
     args: Any = script.args
-    found = _OPTIMIZERS.get(str(getattr(args.optim, "value", args.optim)))
+    found = BY_HF_NAME.get(str(getattr(args.optim, "value", args.optim)))
     asked = f"optim={getattr(args.optim, 'value', args.optim)}"
     if script.optimizer is not None and not _is_that_of_the_arguments(script):
         asked = f"{type(script.optimizer).__module__}.{type(script.optimizer).__qualname__}"
         found = _name_of(script.optimizer)
     if found is None:
         reading.problem(
-            f"The optimizer {asked} is none of a recipe's: {', '.join(dict.fromkeys(_OPTIMIZERS))}. {_SCRIPT_ESTIMATE}"
+            f"The optimizer {asked} is none of a recipe's: {', '.join(BY_HF_NAME)}. {_SCRIPT_ESTIMATE}"
         )
         return OptimizerConfig()
     row = OPTIMIZERS[found]
