@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from stock_scripts import TOKENS, arguments, trainer_of
 from tiny_models import tiny_llama
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from lowmem_ft import estimate_memory, hf, load_recipe
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.recipe.keys import recipe_keys
+
+ROOT = Path(__file__).parents[2]
 
 
 class Meter(TrainerCallback):
@@ -226,3 +229,31 @@ def test_quantised_weights_under_adapters(quantization, tmp_path, caplog):
     assert (found.model.quantization, found.model.dtype, found.adapter.r) == (quantization, "bfloat16", 4)
     assert found.model.name_or_path == str(tmp_path / "model")
     assert caplog.text == ""  # nothing is left out
+
+
+def test_trls_sft_with_rows_as_long_as_they_are_and_a_head_in_tiles(tmp_path, caplog):
+    import datasets
+    import trl
+
+    rows = datasets.Dataset.from_list(
+        [{"input_ids": [5] * length, "labels": [5] * length} for length in (9, 21, 14)]
+    )
+    args = trl.SFTConfig(
+        str(tmp_path),
+        max_length=64,
+        per_device_train_batch_size=2,
+        pad_to_multiple_of=8,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        activation_checkpointing=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
+    trainer = trl.SFTTrainer(
+        tiny_llama(vocab_size=512), args=args, train_dataset=rows, processing_class=tokenizer
+    )
+    recipe = hf.recipe_from(trainer)
+    assert (recipe.data.max_length, recipe.checkpointing.mode) == (24, "full")
+    assert recipe.loss.chunk_tokens == 48  # all of a batch: a tile is larger
+    assert "48 tokens x 32,768 logits" in caplog.text
+    assert estimate_memory(recipe, "cpu").by_category_at_peak["parameter"] > 0
