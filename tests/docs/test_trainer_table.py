@@ -5,6 +5,20 @@ from __future__ import annotations
 from trainer_table import PAGE, with_table
 
 from lowmem_ft.hf.trainer_kinds import KINDS, ROWS, Refused
+from lowmem_ft.recipe.keys import recipe_keys
+
+DETAILS = {
+    "checkpointing.every_n_layers": "checkpointing.mode",
+    "checkpointing.skip_last_layers": "checkpointing.mode",
+    "offload.resident_layers": "offload.parameters",
+    "offload.folder": "offload.parameters",
+    "model.dtype": "the model's own",
+    "data.max_length": "the trainer's own",
+    "training.per_device_train_batch_size": "the trainer's own",
+    "training.gradient_accumulation_steps": "the trainer's own",
+    "training.mixed_precision": "the trainer's own",
+}
+"""Memory knobs that are no technique of their own, and whose they are."""
 
 
 def test_the_page_has_the_present_table():
@@ -22,3 +36,8 @@ def test_each_technique_is_a_row_that_says_what_each_trainer_does_with_it():
         assert len(cells) == len(KINDS)
         for kind, cell in zip(KINDS, cells, strict=True):
             assert cell.startswith("refused: ") == isinstance(row.verdict(kind), Refused)
+
+
+def test_every_memory_knob_is_in_the_table():
+    knobs = {path for path, key in recipe_keys().items() if key.effects is not None}
+    assert knobs - {row.key for row in ROWS} == DETAILS.keys()

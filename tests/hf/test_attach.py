@@ -212,6 +212,31 @@ def test_removing_leaves_the_stock_trainer(tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_accelerates_autocast_goes_without_its_cache_and_comes_off_a_peft_model(tmp_path):
+    """A cache would hold a 16-bit copy of every weight while a pass lasts."""
+    fields = {**BF16, "max_steps": 1}
+    trainer, _, handle = attached_trainer(tmp_path, *LORA, fields=fields)
+    seen = []
+    layer = trainer.model.get_base_model().model.layers[0]
+    hook = layer.register_forward_hook(
+        lambda *_: seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+    )
+    trainer.train()
+    assert set(seen) == {(True, False)}
+    hook.remove()
+    handle.remove()
+    assert "forward" not in vars(trainer.model)
+
+
+def test_updates_that_wait_are_made_before_an_evaluation(tmp_path):
+    trainer, _, handle = attached_trainer(tmp_path, *ON_THE_HOST, fields={"max_steps": 1})
+    trainer.train()
+    flushed = []
+    handle.techniques.flush = lambda: flushed.append(True)
+    trainer.evaluate()
+    assert flushed
+
+
 def test_it_says_what_is_on_and_what_of_the_recipe_is_not_read(tmp_path, caplog):
     trainer, _ = trainer_of(tmp_path)
     with caplog.at_level(logging.INFO, "lowmem_ft.hf"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import Accelerator
 from attached_trainers import TINY, attached_trainer, recipe_of, trainer_of
 from tiny_models import tiny_llama
 
@@ -68,9 +69,23 @@ def test_an_adapter_of_another_rank_than_the_recipes(tmp_path):
 
 
 def test_accelerate_sends_no_state_through_the_device(tmp_path, monkeypatch):
-    trainer, _, _ = attached_trainer(tmp_path, "offload.optimizer=host", fields={"max_steps": 1})
     monkeypatch.setattr("accelerate.optimizer.move_to_device", lambda *_: pytest.fail("state was moved"))
+    trainer, _, _ = attached_trainer(tmp_path, "offload.optimizer=host", fields={"max_steps": 1})
     trainer.train()
+
+
+def test_accelerate_leaves_streamed_weights_on_the_host(tmp_path, monkeypatch):
+    placed, prepare_model = [], Accelerator.prepare_model
+
+    def prepared(self, model, device_placement=None, evaluation_mode=False):
+        placed.append(device_placement)
+        return prepare_model(self, model, device_placement, evaluation_mode)
+
+    monkeypatch.setattr(Accelerator, "prepare_model", prepared)
+    streamed = ("adapter.name=lora", "offload.parameters=stream", "checkpointing.mode=full")
+    trainer, _, _ = attached_trainer(tmp_path, *streamed, fields={"max_steps": 1})
+    trainer.train()
+    assert placed == [False]
 
 
 def test_masters_follow_weights_that_are_loaded_over_them(tmp_path):
