@@ -241,8 +241,14 @@ def _training(script: Script, reading: Reading) -> TrainingConfig:
             "full_determinism",
         )
     }
+    named["save_total_limit"] = args.save_total_limit
+    # What HF lets pass, a recipe refuses: a schedule that has no warmup, one that would not end within the run.
     named["warmup_steps"] = float(args.warmup_steps)
+    if args.max_steps > 0:
+        named["warmup_steps"] = min(named["warmup_steps"], float(args.max_steps))
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if schedule == "constant":
+        named["warmup_steps"] = 0.0
     if schedule in recipe_keys()["training.lr_scheduler_type"].choices:
         named["lr_scheduler_type"] = schedule
         named["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs or None

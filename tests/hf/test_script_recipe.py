@@ -166,6 +166,14 @@ def test_what_a_recipe_cannot_say_is_said_with_its_consequence(tmp_path, caplog)
     assert all(name in caplog.text for name in fields)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"lr_scheduler_type": "constant"}, {"lr_scheduler_type": "linear"}, {"eval_on_start": True}]
+)
+def test_a_schedule_that_hf_lets_pass_is_read(fields, tmp_path):
+    args = arguments(tmp_path, warmup_steps=10, max_steps=2, **fields)
+    assert hf.recipe_from(args, tiny_llama(), max_length=8).training.warmup_steps <= 2
+
+
 def test_what_would_make_the_recipe_wrong_is_an_error_all_at_once(tmp_path):
     import peft
 
