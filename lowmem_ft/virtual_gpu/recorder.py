@@ -45,8 +45,7 @@ aten = torch.ops.aten
 
 # Looked up once: each dot takes time, and a trace asks for them with every operator.
 _DEVICE = torch.ops.prim.device.default
-_READ_NUMBER = aten._local_scalar_dense.default
-_RECORD_STREAM = aten.record_stream.default
+_READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
 _IS_PINNED, _PIN_MEMORY = aten.is_pinned.default, aten._pin_memory.default
 _SUM, _COPY = aten.add.Tensor, aten.copy_.default
 
@@ -103,8 +102,7 @@ class Recorder(TorchDispatchMode):
         self.alike = AlikeRounds(self.work)
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.on_peak: Callable[[int], None] | None = None
-        """Called with the live bytes whenever they are more than since the last reset."""
+        self.on_peak: Callable[[int], None] = lambda live_bytes: None  # called at each new peak
         self.largest_assumed: set[str] = set()
         """Operators whose result depends on values: it was taken at its largest."""
         self._questions = questions or Questions(lambda choice: None)
@@ -431,8 +429,7 @@ class Recorder(TorchDispatchMode):
         self.live_bytes += size
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
-            if self.on_peak is not None:
-                self.on_peak(self.live_bytes)
+            self.on_peak(self.live_bytes)
 
 
 def _without_pinning(
