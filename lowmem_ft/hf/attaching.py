@@ -22,7 +22,7 @@ from lowmem_ft.hf.checkpointing_switch import flags_off, take_switch
 from lowmem_ft.hf.prepared_model import source_of
 from lowmem_ft.hf.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.script_plan import plan_for
-from lowmem_ft.hf.trainer_kinds import ROWS, Kind, Works, kind_of
+from lowmem_ft.hf.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
 from lowmem_ft.models import load_master_weights
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
@@ -309,6 +309,9 @@ def _applied(recipe: Recipe, kind: Kind) -> Iterator[str]:
     for row in ROWS:
         key, verdict = recipe_keys()[row.key], row.verdict(kind)
         value = key.value_in(recipe)
+        if row.by_default and isinstance(verdict, Refused):
+            yield f"{key.path} off ({verdict.because})"
+            continue
         if value == row.off and row.key != "optimizer.name":
             continue
         costs = f" ({verdict.note}: {verdict.costs})" if isinstance(verdict, Works) and verdict.costs else ""

@@ -160,6 +160,7 @@ def test_what_it_does_not_allow_is_refused_by_name(kind, trained):
         assert any(f"{key}=" in problem and f"under {named}" in problem for problem in caught.value.problems)
     handle = hf.attach(trainer, recipe_of())  # which has loss.chunk_tokens by default
     assert handle.recipe.loss.chunk_tokens is None
+    assert any(words.startswith("loss.chunk_tokens off") for words in handle.applied)
 
 
 @pytest.mark.parametrize(
