@@ -147,9 +147,9 @@ def _take_optimizer_arguments(agreement: Agreement, args: Any) -> None:
             agreement.take(f"optimizer.{name}", source, _one(values))
         elif name not in own and not is_default:
             agreement.problems.append(
-                f"{source} is set to {_shown(_one(values))}, and optimizer.name={agreement.recipe.optimizer.name} "
-                "has no "
-                f"{name}. Leave it out, or set optimizer.name=adamw."
+                f"{source} is set to {_shown(_one(values))}, and "
+                f"optimizer.name={agreement.recipe.optimizer.name} has no {name}. Leave it out, or set "
+                "optimizer.name=adamw."
             )
 
 
@@ -210,9 +210,8 @@ def _take_model(agreement: Agreement, model: Any) -> None:
     attention = causal_lm.config._attn_implementation
     if own.attn_implementation not in ("auto", attention):
         agreement.problems.append(
-            f"model.attn_implementation={own.attn_implementation} is chosen as a model is loaded, and the trainer's "
-            "has "
-            f"{attention}. Pass model=hf.prepare_model(name, recipe) to the trainer."
+            f"model.attn_implementation={own.attn_implementation} is chosen as a model is loaded, and the "
+            f"trainer's has {attention}. Pass model=hf.prepare_model(name, recipe) to the trainer."
         )
     agreement.set("model.quantization", quantization)
     if attention in recipe_keys()["model.attn_implementation"].choices:

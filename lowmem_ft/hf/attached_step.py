@@ -97,10 +97,10 @@ class AttachedStep:
             return
         if self._techniques.updates_at_once:
             raise UserError(
-                f"A step was not finite (loss {float(loss):.4g}, gradient norm {float(norm):.4g}), and without "
-                "clipping "
-                "optimizer.in_backward had updated part of the weights by then: go on from the last checkpoint. Set "
-                "max_grad_norm, with which such a step is skipped as a whole, or optimizer.in_backward=false."
+                f"A step was not finite (loss {float(loss):.4g}, gradient norm {float(norm):.4g}), and "
+                "without clipping optimizer.in_backward had updated part of the weights by then: go on "
+                "from the last checkpoint. Set max_grad_norm, with which such a step is skipped as a "
+                "whole, or optimizer.in_backward=false."
             )
         if overflow:
             logger.info("Step skipped: the fp16 loss scale was too high and is now lower.")

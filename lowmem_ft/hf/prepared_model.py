@@ -88,16 +88,15 @@ def _refuse(model: Any, recipe: Recipe) -> None:
     is_quantised = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     if recipe.model.quantization != "none" and not is_quantised:
         problems.append(
-            f"model.quantization={recipe.model.quantization} is done as weights are read, and this model has them. "
-            "Pass "
-            "its name to hf.prepare_model()."
+            f"model.quantization={recipe.model.quantization} is done as weights are read, and this model "
+            "has them. Pass its name to hf.prepare_model()."
         )
     devices = {parameter.device.type for parameter in model.parameters()}
     if recipe.offload.parameters == "stream" and devices != {"cpu"}:
         problems.append(
-            f"offload.parameters=stream needs the weights on the host, got {' and '.join(sorted(devices))}. Load the "
-            "model "
-            "without device_map, or pass its name to hf.prepare_model()."
+            "offload.parameters=stream needs the weights on the host, got "
+            f"{' and '.join(sorted(devices))}. Load the model without device_map, or pass its name to "
+            "hf.prepare_model()."
         )
     if recipe.adapter.name == "lora" and hasattr(model, "get_base_model"):
         problems.append(

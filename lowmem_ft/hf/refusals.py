@@ -50,9 +50,9 @@ def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
         )
     if args.n_gpu > 1:
         yield (
-            f"hf.attach() works with one GPU a process, and this one sees {args.n_gpu}: Trainer would copy the model "
-            "to "
-            "each in every step (DataParallel). Launch with torchrun, or set CUDA_VISIBLE_DEVICES=0."
+            f"hf.attach() works with one GPU a process, and this one sees {args.n_gpu}: Trainer would copy "
+            "the model to each in every step (DataParallel). Launch with torchrun, or set "
+            "CUDA_VISIBLE_DEVICES=0."
         )
     if accelerator.num_processes > 1 and not args.average_tokens_across_devices:
         yield (
@@ -62,9 +62,8 @@ def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
         )
     if args.parallelism_config is not None:
         yield (
-            "hf.attach() works in one process or data-parallel (DDP), got TrainingArguments.parallelism_config. "
-            "Leave it "
-            "out."
+            "hf.attach() works in one process or data-parallel (DDP), got "
+            "TrainingArguments.parallelism_config. Leave it out."
         )
     yield from problems_with_processes(recipe, accelerator.num_processes)
     if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
@@ -97,9 +96,8 @@ def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:
             )
     elif any(parameter.device.type != "cpu" for parameter in model.parameters()):
         yield (
-            f"offload.parameters=stream needs the weights on the host, and the trainer has moved them to {device}. "
-            "Pass "
-            "model=hf.prepare_model(model, recipe) to its constructor."
+            "offload.parameters=stream needs the weights on the host, and the trainer has moved them to "
+            f"{device}. Pass model=hf.prepare_model(model, recipe) to its constructor."
         )
 
 
@@ -130,9 +128,9 @@ def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
     for field in ("optim_args", "optim_target_modules"):
         if getattr(args, field):
             yield (
-                f"TrainingArguments.{field} is for an optimizer that the trainer makes, and optimizer.name={name} is "
-                "the "
-                f"recipe's; got {getattr(args, field)!r}. Leave it out, or use the recipe's optimizer.* keys."
+                f"TrainingArguments.{field} is for an optimizer that the trainer makes, and "
+                f"optimizer.name={name} is the recipe's; got {getattr(args, field)!r}. Leave it out, or "
+                "use the recipe's optimizer.* keys."
             )
 
 
@@ -147,9 +145,8 @@ def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:
         )
     if args.use_liger_kernel:
         yield (
-            "TrainingArguments.use_liger_kernel replaces the forward passes that the recipe's techniques have "
-            "changed. Set "
-            "it to False: loss.chunk_tokens and tiling.mlp free what it frees."
+            "TrainingArguments.use_liger_kernel replaces the forward passes that the recipe's techniques "
+            "have changed. Set it to False: loss.chunk_tokens and tiling.mlp free what it frees."
         )
     if args.neftune_noise_alpha is not None and recipe.offload.parameters == "stream":
         yield (
@@ -160,8 +157,7 @@ def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:
         if getattr(args, field):
             yield (
                 f"TrainingArguments.{field} rounds the weights for an evaluation, for good, and leaves the "
-                "optimizer's "
-                "own behind. Set it to False."
+                "optimizer's own behind. Set it to False."
             )
 
 
@@ -171,9 +167,9 @@ def _batches(trainer: Any, recipe: Recipe) -> Iterator[str]:
     )
     if flattens and recipe.accumulation.order == "vertical":
         yield (
-            "accumulation.order=vertical takes a batch a few rows at a time, and padding-free batches are one row. "
-            "Set "
-            "packing_strategy=wrapped or padding_free=False, or accumulation.order=horizontal."
+            "accumulation.order=vertical takes a batch a few rows at a time, and padding-free batches are "
+            "one row. Set packing_strategy=wrapped or padding_free=False, or "
+            "accumulation.order=horizontal."
         )
 
 
@@ -182,23 +178,20 @@ def _loss(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
     if trainer.label_smoother is not None:
         factor = trainer.args.label_smoothing_factor
         yield (
-            f"TrainingArguments.label_smoothing_factor={factor:g} takes the labels away from the model, so that "
-            f"{chunks} "
-            f"would do nothing. Set loss.label_smoothing_factor={factor:g} in the recipe and 0 here, or "
-            "loss.chunk_tokens=null."
+            f"TrainingArguments.label_smoothing_factor={factor:g} takes the labels away from the model, so "
+            f"that {chunks} would do nothing. Set loss.label_smoothing_factor={factor:g} in the recipe and "
+            "0 here, or loss.chunk_tokens=null."
         )
     if trainer.compute_loss_func is not None:
         yield (
-            f"compute_loss_func takes the labels away from the model, and asks for all logits, which {chunks} never "
-            "has. "
-            "Leave it out, or set loss.chunk_tokens=null."
+            "compute_loss_func takes the labels away from the model, and asks for all logits, which "
+            f"{chunks} never has. Leave it out, or set loss.chunk_tokens=null."
         )
     stock: Any = next(one for one in type(trainer).__mro__ if one.__name__ == kind)
     if type(trainer).compute_loss is not stock.compute_loss:
         yield (
-            f"{type(trainer).__name__}.compute_loss is not {kind}'s own, and may ask for logits, which {chunks} "
-            "never has. "
-            "Set loss.chunk_tokens=null."
+            f"{type(trainer).__name__}.compute_loss is not {kind}'s own, and may ask for logits, which "
+            f"{chunks} never has. Set loss.chunk_tokens=null."
         )
 
 
@@ -212,9 +205,9 @@ def _sft(trainer: Any, recipe: Recipe) -> Iterator[str]:
         )
     if chunks is not None and trainer.aux_loss_enabled and args.gradient_accumulation_steps > 1:
         yield (
-            f"loss.chunk_tokens={chunks} adds the routers' loss of each micro-batch whole, and SFTTrainer its share "
-            "of "
-            f"{args.gradient_accumulation_steps}. Set loss.chunk_tokens=null, or router_aux_loss_coef=0."
+            f"loss.chunk_tokens={chunks} adds the routers' loss of each micro-batch whole, and SFTTrainer "
+            f"its share of {args.gradient_accumulation_steps}. Set loss.chunk_tokens=null, or "
+            "router_aux_loss_coef=0."
         )
     if chunks is None and recipe.offload.parameters == "stream":
         yield (
