@@ -203,7 +203,7 @@ class _Seen:
     def on(self, gpu: Gpu | None, reason: str) -> ScriptEstimate:
         """The estimate for one device."""
         steps, trace, seconds = self._run.watch.steps, self._trace, self._run.machine.trace_seconds
-        tokens = steps[-1].tokens * self._run.training.untraced_share
+        tokens = self._run.training.tokens_of_step(steps[-1].tokens)
         surroundings = Surroundings(
             host=_host_outside(trace, on_gpu=gpu is not None),
             tokens_per_step=tokens,

@@ -49,10 +49,9 @@ class ShortTraining:
         self.micro_batches: int | None = None
         """Of a step, where only some of them are traced."""
 
-    @property
-    def untraced_share(self) -> int:
-        """How many times as many micro-batches a step has as are traced."""
-        return 1 if self.micro_batches is None else self.micro_batches // NUM_MICRO_BATCHES
+    def tokens_of_step(self, traced_tokens: int) -> int:
+        """Of all its micro-batches, by those of the ones that are traced."""
+        return traced_tokens * (self.micro_batches or NUM_MICRO_BATCHES) // NUM_MICRO_BATCHES
 
     def apply(self, undo: contextlib.ExitStack) -> None:
         """Shorten whatever is trained from now on, until the stack is undone."""

@@ -198,6 +198,8 @@ def test_a_trainer_takes_few_rows_and_micro_batches_and_evaluates(script, tmp_pa
     of_two = estimate_script(script(TRAINING.replace("steps=6", "steps=2")), gpu="l4").estimate
     assert of_two.step is not None
     assert 2 * of_two.step.seconds < estimate.step.seconds < 3 * of_two.step.seconds
+    of_five = estimate_script(script(TRAINING.replace("steps=6", "steps=5")), gpu="l4")
+    assert of_five.tokens_per_step == 2 * 5 * 16
 
 
 def test_weights_are_of_the_type_and_the_kind_that_a_real_load_gives(script):

@@ -1,0 +1,171 @@
+"""Regret of plans against looking at everything: small random spaces of a small model, each estimated in full.
+
+    python scripts/bench_regret.py [--spaces 20] [--seed 0] [--most 40]
+
+A space leaves two to four knobs free, drawn at random, of a recipe whose other knobs are drawn too; its budget is drawn
+so that one of its combinations, or nearly, just fits. Every combination is estimated, and the fastest that fits is held
+against what a plan chose: the seconds of a step must be equal. No weights, no data, no network, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from measured_on import measured_on
+from transformers import LlamaConfig
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.errors import UserError
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.uncertainty import with_headroom
+from lowmem_ft.planner import MemoryPlan, plan
+from lowmem_ft.planner.space import Space, asks_consent, planned_keys, space_of
+from lowmem_ft.planner.target import Target
+from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
+
+GPUS = ("rtx-3070", "rtx-3090", "a100-40gb", "h100-80gb", "t4")
+
+
+def main() -> None:
+    """Plan in each space, look at everything there, and print one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--spaces", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the first space; the next has the next")
+    parser.add_argument("--most", type=int, default=40, help="combinations in a space")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)  # of settings that nobody chose
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LOWMEM_FT_TRACE_CACHE"] = f"{folder}/traces"
+        os.environ["LOWMEM_FT_TRACE_PROCESSES"] = "1"
+        save_small_model(f"{folder}/model")
+        rows = []
+        for seed in range(arguments.seed, arguments.seed + arguments.spaces):
+            rows.append(compare(f"{folder}/model", seed, arguments.most))
+            print(f"\r{len(rows)} of {arguments.spaces} spaces", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    regrets = [row for row in rows if row["plan_seconds"] != row["best_seconds"]]
+    result = {
+        "spaces": len(rows),
+        "combinations": sum(row["combinations"] for row in rows),
+        "estimated_by_plans": sum(row["estimated"] for row in rows),
+        "where_nothing_fits": sum(row["best_seconds"] is None for row in rows),
+        "not_proven": sum(not row["proven"] for row in rows),
+        "with_regret": regrets,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    print(json.dumps({**measured_on(torch.device("cpu")), **result}, indent=2))
+
+
+def save_small_model(folder: str) -> None:
+    """An architecture of two layers, without weights."""
+    LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=8192,
+        max_position_embeddings=1024,
+    ).save_pretrained(folder)
+
+
+def compare(model: str, seed: int, most: int) -> dict[str, Any]:
+    """A plan and the best of all, in one random space."""
+    draw = random.Random(seed)
+    gpu = draw.choice(GPUS)
+    recipe, space, budget = next(_spaces(draw, model, gpu, most))
+    asked = dataclasses.replace(recipe, budget=budget)
+    fitting = [
+        estimate.step.seconds
+        for estimate in _all_estimates(space, Target.of(asked, gpu))
+        if estimate.step is not None and estimate.fits and not estimate.tight
+    ]
+    chosen: MemoryPlan = plan(asked, budget, gpu)
+    step = chosen.estimate.step if chosen.fits else None
+    return {
+        "seed": seed,
+        "gpu": gpu,
+        "free": [key for dimension in space.dimensions for key in dimension.keys],
+        "combinations": len(space.combinations),
+        "estimated": chosen.counts.estimated,
+        "proven": chosen.is_proven,
+        "best_seconds": min(fitting, default=None),
+        "plan_seconds": None if step is None else step.seconds,
+    }
+
+
+def _spaces(draw: random.Random, model: str, gpu: str, most: int) -> Iterator[tuple[Recipe, Space, Budget]]:
+    """Those of at least four combinations and not too many, whose recipe is valid, each with a budget."""
+    plain = load_recipe(None, _settings(model))
+    while True:
+        with contextlib.suppress(UserError):
+            recipe = _drawn(draw, model, plain)
+            check_recipe(recipe)
+            target = Target.of(recipe, gpu)
+            space = space_of(
+                recipe,
+                num_layers=target.shape.num_layers,
+                has_bfloat16=target.has_bfloat16,
+                rules=target.rules,
+            )
+            if 4 <= len(space.combinations) <= most:
+                yield recipe, space, _budget_for_one(draw, space, target)
+
+
+def _drawn(draw: random.Random, model: str, plain: Recipe) -> Recipe:
+    """A recipe with random values of some knobs, and two to four things that a plan may choose: rows are always one."""
+    keys = [key for key in planned_keys(plain.plan) if key.tries and not asks_consent(key)]
+    others = [key.path for key in planned_keys(plain.plan) if key.tries and asks_consent(key)]
+    free = {key.path for key in draw.sample(keys, draw.randint(1, 3))}
+    settings = [
+        key.setting(draw.choice(key.tries)) for key in keys if key.path not in free and draw.random() < 0.3
+    ]
+    kept = ",".join([*(key.path for key in keys if key.path not in free), *others])
+    rows = f"training.gradient_accumulation_steps={draw.choice((1, 2, 4))}"
+    return load_recipe(None, [*_settings(model), rows, *settings, f"plan.keep=[{kept}]"])
+
+
+def _settings(model: str) -> list[str]:
+    return [f"model={model}", "model.weights=random", "data.max_length=256"]
+
+
+def _all_estimates(space: Space, target: Target) -> Iterator[MemoryEstimate]:
+    """Of each combination that can be built."""
+    for combination in space.combinations:
+        with contextlib.suppress(UserError):
+            yield target.estimate(space.recipe_of(combination))[0]
+
+
+def _budget_for_one(draw: random.Random, space: Space, target: Target) -> Budget:
+    """With which some combination just fits; in one space of five it does not.
+
+    Raises:
+        UserError: if no combination can be built.
+    """
+    share = draw.uniform(1.0, 1.1) if draw.random() < 0.8 else draw.uniform(0.9, 1.0)
+    for combination in draw.sample(space.combinations, len(space.combinations)):
+        with contextlib.suppress(UserError):
+            estimate, _ = target.estimate(space.recipe_of(combination))
+            device = max(with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes)
+            host = with_headroom(estimate.host_peak_bytes) * max(1.0, share)
+            return Budget(device=f"{round(device * share)}B", host=f"{round(host)}B")
+    raise UserError("No combination can be built.")
+
+
+if __name__ == "__main__":
+    main()
