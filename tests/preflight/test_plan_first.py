@@ -148,7 +148,7 @@ def test_a_search_that_dies_is_told_of_without_a_traceback(tiny, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("left_open", "checkpointing"),
+    "left_open, checkpointing",
     [
         ("plan.mode", "full"),  # the recipe's own: without a clock the least change that fits
         ("checkpointing.mode", "none"),
