@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.errors import UserError
+from lowmem_ft.estimator.script.trainers import gathers_logits
 from lowmem_ft.hf.key_table import BY_HF_NAME
 from lowmem_ft.hf.reading import Reading
 from lowmem_ft.hf.script_model import adapter_config, base_model, model_config
@@ -144,10 +145,7 @@ def _script_of(trainer: Any) -> Script:
         longest_row=longest_row(data, trainer.data_collator),
         collator=trainer.data_collator,
         evaluates=trainer.eval_dataset is not None,
-        keeps_logits=trainer.compute_metrics is not None
-        and trainer.preprocess_logits_for_metrics is None
-        and not trainer.args.prediction_loss_only
-        and trainer.args.eval_accumulation_steps is None,
+        keeps_logits=gathers_logits(trainer),
         has_fused_head=is_sft(type(trainer)),
     )
 

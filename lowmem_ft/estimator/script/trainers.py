@@ -93,6 +93,12 @@ class ShortTraining:
             with self._files.as_ever():
                 self._on_trainer(trainer)
             self._leave_out_micro_batches(trainer)
+            if trainer.eval_dataset is not None and gathers_logits(trainer):
+                self._machine.say(
+                    "evaluation: compute_metrics gathers the logits of all held-out rows on the device, and those of "
+                    f"{EVALUATION_BATCHES} batches are in the figures; eval_accumulation_steps or "
+                    "preprocess_logits_for_metrics would leave them small"
+                )
             trainer.eval_dataset = self._few_rows(
                 trainer.eval_dataset, trainer.args.per_device_eval_batch_size
             )
@@ -147,6 +153,16 @@ class ShortTraining:
             return [[token] * length for _ in prompt_ids], None
 
         replace(undo, module.GRPOTrainer, "_generate_single_turn", complete)
+
+
+def gathers_logits(trainer: Any) -> bool:
+    """Whether an evaluation of a Trainer keeps the logits of all its rows on the device until its end."""
+    return (
+        trainer.compute_metrics is not None
+        and trainer.preprocess_logits_for_metrics is None
+        and not trainer.args.prediction_loss_only
+        and trainer.args.eval_accumulation_steps is None
+    )
 
 
 def _stop_after(num_steps: int, *, evaluates: bool) -> Any:

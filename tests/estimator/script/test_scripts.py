@@ -198,8 +198,11 @@ def test_a_trainer_takes_few_rows_and_micro_batches_and_evaluates(script, tmp_pa
     of_two = estimate_script(script(TRAINING.replace("steps=6", "steps=2")), gpu="l4").estimate
     assert of_two.step is not None
     assert 2 * of_two.step.seconds < estimate.step.seconds < 3 * of_two.step.seconds
-    of_five = estimate_script(script(TRAINING.replace("steps=6", "steps=5")), gpu="l4")
+    assert not any(choice.startswith("evaluation:") for choice in estimate.choices)
+    with_metrics = TRAINING.replace("data_collator=", "compute_metrics=lambda found: {}, data_collator=")
+    of_five = estimate_script(script(with_metrics.replace("steps=6", "steps=5")), gpu="l4")
     assert of_five.tokens_per_step == 2 * 5 * 16
+    assert any("logits of all held-out rows" in choice for choice in of_five.estimate.choices)
 
 
 def test_weights_are_of_the_type_and_the_kind_that_a_real_load_gives(script):
