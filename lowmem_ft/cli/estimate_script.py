@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -45,19 +46,27 @@ def estimate_script(arguments: Sequence[str]) -> int:
         import lowmem_ft.estimator.script
 
     take_over_library_logs()
-    import rich
-
-    rich.get_console().file = (
-        sys.stderr
-    )  # the line of progress, not what stands for stderr while the script runs
     try:
-        with progress_line(f"{_doing(path)}: making it ready") as say:
+        with _bound_to_stderr(), progress_line(f"{_doing(path)}: making it ready") as say:
             report = _on_all if options.gpu == ALL_GPUS else _on_one
             finish = report(path, script_arguments, options, say)
     except lowmem_ft.estimator.script.ScriptError as error:
         print(error.own_traceback, end="", file=sys.stderr)
         raise
     return finish()
+
+
+@contextlib.contextmanager
+def _bound_to_stderr() -> Iterator[None]:
+    """The line of progress goes to the present stderr, not to what stands for it while the script runs."""
+    import rich
+
+    console = rich.get_console()
+    console.file = sys.stderr
+    try:
+        yield
+    finally:
+        console.file = None  # type: ignore[assignment]  # whatever stderr is by then
 
 
 def _doing(path: Path) -> str:

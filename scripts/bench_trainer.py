@@ -1,0 +1,174 @@
+"""A recipe attached to stock ``Trainer`` beside the same recipe in our own loop: peaks, losses and time of every rung.
+
+    python scripts/bench_trainer.py [--model FOLDER] [--steps 4]
+
+Both take the same rows. Peak: the most bytes of tensors in the last step, state on the host and read weights left out
+alike (exact sums over storages, on a CPU). Time: of all steps but the first, as a ratio; the two run one after the
+other, so that it is worth less than the bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo.get_demo_model import default_cache_dir, get_demo_model
+from ladder_rungs import RUNGS, Rung, settings_of
+from measured_on import measured_on
+from transformers import Trainer, TrainerCallback
+
+from lowmem_ft import hf
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.units import format_bytes
+
+ROWS, MICRO_BATCHES, TOKENS = 2, 2, 256
+
+
+def main() -> None:
+    """Print a table of Markdown and one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="a model folder; the demo's SmolLM2-135M if left out")
+    parser.add_argument("--steps", type=int, default=4)
+    arguments = parser.parse_args()
+    model_dir = arguments.model or get_demo_model(default_cache_dir())
+    rows = []
+    print(
+        "| rung | our loop | attached | peak ratio | time ratio | losses differ by |\n|---|---|---|---|---|---|"
+    )
+    for rung in RUNGS:
+        with tempfile.TemporaryDirectory() as scratch:
+            row = compare(rung, model_dir, Path(scratch), arguments.steps)
+        peaks, seconds = row["peak_bytes"], row["step_seconds"]
+        print(
+            f"| {rung.name} | {' | '.join(format_bytes(peak) for peak in peaks)} | {peaks[1] / peaks[0]:.3f} "
+            f"| {seconds[1] / seconds[0]:.2f} | {row['largest_difference']:.1e} |",
+            flush=True,
+        )
+        rows.append(row)
+    print(json.dumps({**measured_on(torch.device("cpu")), "rows": rows}, indent=2))
+
+
+def compare(rung: Rung, model_dir: Path, scratch: Path, num_steps: int) -> dict[str, Any]:
+    """One rung in both."""
+    recipe = _recipe(rung, model_dir, scratch, num_steps)
+    rows, ours = in_our_loop(recipe)
+    theirs = in_trainer(recipe, rows)
+    return {
+        "rung": rung.name,
+        "peak_bytes": [ours["peak_bytes"], theirs["peak_bytes"]],
+        "step_seconds": [ours["step_seconds"], theirs["step_seconds"]],
+        "losses": [ours["losses"], theirs["losses"]],
+        "largest_difference": max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)),
+    }
+
+
+def in_our_loop(recipe: Recipe) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows that it took, and what it came to."""
+    with StorageTracker() as tracker:
+        run = TrainingRun.build(recipe)
+        run.folder.start(recipe, run.progress)
+        rows = [run.data.train.read(index)[0] for index in range(run.num_steps * ROWS * MICRO_BATCHES)]
+        losses, seconds = [], []
+        for _ in range(run.num_steps):
+            gc.collect()
+            tracker.reset_peak()
+            start = time.perf_counter()
+            losses.append(run.step()["loss"])
+            seconds.append(time.perf_counter() - start)
+        peak_bytes = tracker.peak_bytes
+        run.session.close()
+    gc.collect()
+    labelled = [{"input_ids": list(row.input_ids_T), "labels": list(row.labels_T)} for row in rows]
+    return labelled, {"peak_bytes": peak_bytes, "losses": losses, "step_seconds": _mean(seconds)}
+
+
+class _Watch(TrainerCallback):
+    """Peak and seconds of each step."""
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        self.peak_bytes = 0
+        self.seconds: list[float] = []
+        self._tracker = tracker
+        self._start = 0.0
+
+    def on_step_begin(self, *event: Any, **kwargs: Any) -> None:
+        gc.collect()
+        self._tracker.reset_peak()
+        self._start = time.perf_counter()
+
+    def on_step_end(self, *event: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._start)
+        self.peak_bytes = self._tracker.peak_bytes
+
+
+def in_trainer(recipe: Recipe, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same from stock ``Trainer`` with the recipe attached."""
+    with StorageTracker() as tracker:
+        watch = _Watch(tracker)
+        trainer = Trainer(
+            model=hf.prepare_model(recipe.model.name_or_path or "", recipe),
+            args=hf.training_arguments(
+                recipe,
+                output_dir=f"{recipe.training.output_dir}-trainer",
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                train_sampling_strategy="sequential",
+                disable_tqdm=True,
+                remove_unused_columns=False,
+            ),
+            train_dataset=rows,  # type: ignore[arg-type]
+            data_collator=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in rows[0]},
+            callbacks=[watch],
+        )
+        hf.attach(trainer, recipe)
+        trainer.train()
+        losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    return {"peak_bytes": watch.peak_bytes, "losses": losses, "step_seconds": _mean(watch.seconds)}
+
+
+def _mean(seconds: list[float]) -> float:
+    return sum(seconds[1:]) / (len(seconds) - 1)
+
+
+def _recipe(rung: Rung, model_dir: Path, scratch: Path, num_steps: int) -> Recipe:
+    draw = random.Random(0)
+    lines = [
+        json.dumps({"text": " ".join(str(draw.randrange(1000)) for _ in range(TOKENS))})
+        for _ in range(num_steps * ROWS * MICRO_BATCHES)
+    ]
+    (scratch / "rows.jsonl").write_text("\n".join(lines))
+    return load_recipe(
+        None,
+        [
+            f"model={model_dir}",
+            f"data={scratch / 'rows.jsonl'}",
+            f"data.max_length={TOKENS}",
+            "data.shuffle=false",
+            "training.use_cpu=true",
+            f"training.per_device_train_batch_size={ROWS}",
+            f"training.gradient_accumulation_steps={MICRO_BATCHES}",
+            f"training.max_steps={num_steps}",
+            "training.lr_scheduler_type=constant",
+            "training.warmup_steps=0",
+            f"training.output_dir={scratch / 'run'}",
+            "training.save_steps=null",
+            "budget.preflight=false",
+            *settings_of(rung),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
