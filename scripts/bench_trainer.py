@@ -145,7 +145,7 @@ def _mean(seconds: list[float]) -> float:
 def _recipe(rung: Rung, model_dir: Path, scratch: Path, num_steps: int) -> Recipe:
     draw = random.Random(0)
     lines = [
-        json.dumps({"text": " ".join(str(draw.randrange(1000)) for _ in range(TOKENS))})
+        json.dumps({"text": " ".join(str(draw.randrange(1000)) for _ in range(2 * TOKENS))})
         for _ in range(num_steps * ROWS * MICRO_BATCHES)
     ]
     (scratch / "rows.jsonl").write_text("\n".join(lines))
