@@ -16,6 +16,7 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.hf.refusals import problems_with_trainer
 
 VERTICAL = ("accumulation.order=vertical", "checkpointing.mode=full")
+STREAMED = (*VERTICAL, "offload.parameters=stream", "offload.optimizer=host", "optimizer.in_backward=true")
 
 
 def problems_of(trainer, *settings, dtype=torch.float32):
@@ -74,6 +75,11 @@ def test_what_the_two_do_not_agree_on_is_named_with_both_all_at_once(tmp_path):
         ({"torch_compile": True}, (), "TrainingArguments.torch_compile"),
         ({"auto_find_batch_size": True}, (), "auto_find_batch_size.*lowmem-ft plan"),
         ({"bf16_full_eval": True}, (), "bf16_full_eval rounds the weights"),
+        (
+            {"neftune_noise_alpha": 5.0},
+            STREAMED,
+            "neftune_noise_alpha adds noise behind an embedding",
+        ),
         ({"optim": "adafactor"}, (), "optim=adafactor is not.*set optimizer.name=adafactor"),
         ({"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}, (), "none of ours"),
         ({"optim_args": "beta=1"}, (), "TrainingArguments.optim_args"),
@@ -114,6 +120,14 @@ def test_what_a_constructor_was_given_that_cannot_go_with_it(given, words, tmp_p
     else:
         trainer, _ = trainer_of(tmp_path, **given)
     assert words in sentence_of(trainer)
+
+
+def test_what_a_trainer_would_change_of_the_model_as_training_begins(tmp_path):
+    trainer, _ = trainer_of(tmp_path)
+    trainer.args.use_liger_kernel = True  # its constructor asks for the package
+    assert "TrainingArguments.use_liger_kernel replaces the forward passes" in sentence_of(trainer)
+    trainer.args.use_liger_kernel, trainer.args._n_gpu = False, 2
+    assert "hf.attach() works with one GPU a process, and this one sees 2" in sentence_of(trainer)
 
 
 def test_a_loss_of_ones_own_is_asked_for_its_logits(tmp_path):
