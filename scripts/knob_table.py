@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import marked_table
+
 from lowmem_ft.knob import Effect
 from lowmem_ft.recipe.keys import RecipeKey, recipe_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
-BEGIN, END = "<!-- written by scripts/knob_table.py -->\n", "<!-- end of the table -->\n"
 HEADER = "| knob | frees | costs | paid with; the numbers; only with |\n|---|---|---|---|\n"
 
 
@@ -26,12 +27,8 @@ def main() -> None:
 
 def with_table(page: str) -> str:
     """A page with the present table between its marks."""
-    before, mark, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert mark, f"{PAGE} has no line {BEGIN}"
-    assert end, f"{PAGE} has no line {END}"
     rows = "".join(_row(key) for key in recipe_keys().values() if key.effects is not None)
-    return f"{before}{BEGIN}{HEADER}{rows}{END}{after}"
+    return marked_table.with_table(page, "knob_table.py", HEADER + rows)
 
 
 def _row(key: RecipeKey) -> str:

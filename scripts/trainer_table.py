@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import marked_table
+
 from lowmem_ft.hf.trainer_kinds import KINDS, ROWS, Refused, Row, Verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
-BEGIN, END = "<!-- written by scripts/trainer_table.py -->\n", "<!-- end of the table -->\n"
 
 
 def main() -> None:
@@ -23,12 +24,8 @@ def main() -> None:
 
 def with_table(page: str) -> str:
     """A page with the present table between its marks."""
-    before, mark, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert mark, f"{PAGE} has no line {BEGIN}"
-    assert end, f"{PAGE} has no line {END}"
     header = f"| recipe key | {' | '.join(KINDS)} |\n|{'---|' * (len(KINDS) + 1)}\n"
-    return f"{before}{BEGIN}{header}{''.join(map(_row, ROWS))}{END}{after}"
+    return marked_table.with_table(page, "trainer_table.py", header + "".join(map(_row, ROWS)))
 
 
 def _row(row: Row) -> str:

@@ -72,6 +72,8 @@ def test_accelerate_sends_no_state_through_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.optimizer.move_to_device", lambda *_: pytest.fail("state was moved"))
     trainer, _, _ = attached_trainer(tmp_path, "offload.optimizer=host", fields={"max_steps": 1})
     trainer.train()
+    assert trainer.state.global_step == 1
+    assert trainer.optimizer.state, "there was state to move"
 
 
 def test_accelerate_leaves_streamed_weights_on_the_host(tmp_path, monkeypatch):

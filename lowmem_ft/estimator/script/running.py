@@ -110,7 +110,7 @@ class ScriptRun:
         try:
             runpy.run_path(str(self._path), run_name="__main__")
         except Enough:
-            pass
+            pass  # not an error: our own signal that all the steps have been seen
         except SystemExit as end:
             if end.code not in (None, 0) and not self.watch.steps:
                 said = f": {end.code}" if isinstance(end.code, str) else f" by sys.exit({end.code})"
