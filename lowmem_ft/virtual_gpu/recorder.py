@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._births: dict[int, ProgramState] = {}
         self._tenants: dict[int, str] = {}
-        """The modules whose weights lie in shared memory at the moment."""
+        """The modules whose weights or state lie in shared memory at the moment."""
 
     # --- what others tell the recorder -------------------------------------------------------------------------------
 
@@ -354,11 +354,15 @@ class Recorder(TorchDispatchMode):
         self._index_of[key] = index
 
     def _note_tenant(self, memory: Tensor, source: Tensor) -> None:
+        """Weights in a slot are their layer's, and so is an optimizer's state while it visits nobody's buffer."""
         to, origin = (self._index_of.get(tensor.untyped_storage()._cdata) for tensor in (memory, source))
-        if to is not None and origin is not None:
-            allocations = self.timeline.allocations
-            if allocations[to].category == allocations[origin].category == "parameter":
-                self._tenants[to] = allocations[origin].module
+        if to is None or origin is None:
+            return
+        host, guest = self.timeline.allocations[to], self.timeline.allocations[origin]
+        if host.category == guest.category == "parameter" or (
+            guest.category == "optimizer_state" and not host.module
+        ):
+            self._tenants[to] = guest.module
 
     def _module_of_source(self, args: tuple[Any, ...], position: int) -> str:
         """The module of the tensor that a result was made from: in an optimizer's step, the parameter's."""

@@ -97,6 +97,10 @@ TECHNIQUES: dict[str, list[str]] = {
     "vertical": VERTICAL,
     "inputs-on-host": [*SEVERAL, "offload.activations=inputs"],
     "in-backward-on-host": ON_HOST,
+    "masters-on-host": [
+        *(*SEVERAL, *PLAIN, "model.dtype=bfloat16", "optimizer.state=8bit", "optimizer.master=fp32"),
+        *("optimizer.in_backward=false", "offload.optimizer=host"),
+    ],
     "streamed": [*ON_HOST, "offload.parameters=stream"],
     "streamed-not-clipped": [*ON_HOST, "offload.parameters=stream", "training.max_grad_norm=null"],
     "lora-streamed": [*LORA, *VERTICAL, "offload.activations=inputs", "offload.parameters=stream"],
@@ -114,6 +118,7 @@ COUNTED_BY_LAYERS = [
     "every-2-layers",
     "all-but-9-layers",
     "adamw-8-bit",
+    "masters-on-host",
     "streamed",
     "some-resident-tiles",
     "lora-some-resident",
@@ -127,7 +132,7 @@ DEEPER_TECHNIQUES = {
     "every-2-layers": 20,
     "all-but-2-layers": 20,
     **dict.fromkeys(TWO_STRETCHES, 22),
-    **dict.fromkeys(("inputs-on-host", "in-backward-on-host", "streamed"), 12),
+    **dict.fromkeys(("inputs-on-host", "in-backward-on-host", "masters-on-host", "streamed"), 12),
     **dict.fromkeys(("streamed-not-clipped", "lora-streamed"), 12),
 }
 
