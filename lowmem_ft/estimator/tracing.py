@@ -229,7 +229,10 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
             with machine.during("load"):
                 session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
             for weights in session.techniques.weight_memory():
-                machine.mark(weights.memory, "parameter", of=weights.of)
+                if weights.of is None:
+                    machine.mark_shared(weights.memory, "parameter")
+                else:
+                    machine.mark(weights.memory, "parameter", of=weights.of)
             _take_steps(recipe, plan, session, machine)
             _evaluate(recipe, plan, session, machine)
         except (

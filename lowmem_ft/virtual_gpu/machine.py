@@ -159,6 +159,10 @@ class VirtualMachine:
         owner = None if of is None else self.attribution.owner_of(of)
         self.recorder.mark(tensor, category, owner)
 
+    def mark_shared(self, tensor: Tensor, category: Category) -> None:
+        """The same of memory that several modules use in turn."""
+        self.recorder.mark_shared(tensor, category)
+
     def take_host_memory(self, tensor: Tensor, category: Category) -> None:
         """Say what a new tensor on the host is for, in memory that comes as it is asked for and stays."""
         self.mark(tensor, category)

@@ -118,6 +118,7 @@ class Recorder(TorchDispatchMode):
         self._births: dict[int, ProgramState] = {}
         self._tenants: dict[int, str] = {}
         """The modules whose weights or state lie in shared memory at the moment."""
+        self._shared: set[int] = set()
 
     # --- what others tell the recorder -------------------------------------------------------------------------------
 
@@ -128,9 +129,16 @@ class Recorder(TorchDispatchMode):
             return
         allocation = self.timeline.allocations[index]
         allocation.category = category
-        if module is not None:
+        if module is not None and index not in self._shared:
             allocation.module = module
         self._births.pop(index, None)
+
+    def mark_shared(self, tensor: Tensor, category: Category) -> None:
+        """Say that the storage of a tensor is used in turn: whoever's parameters lie in it, it is no module's own."""
+        self.mark(tensor, category, "")
+        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        if index is not None:
+            self._shared.add(index)
 
     def mark_place(self, tensor: Tensor, place: Place) -> None:
         """Say that the storage of a tensor lies elsewhere than its device tells, as paged memory does."""

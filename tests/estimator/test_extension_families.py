@@ -102,6 +102,7 @@ TECHNIQUES: dict[str, list[str]] = {
         *("optimizer.in_backward=false", "offload.optimizer=host"),
     ],
     "streamed": [*ON_HOST, "offload.parameters=stream"],
+    "streamed-all-logits": [*ON_HOST, "offload.parameters=stream", "loss.chunk_tokens=null"],
     "streamed-not-clipped": [*ON_HOST, "offload.parameters=stream", "training.max_grad_norm=null"],
     "lora-streamed": [*LORA, *VERTICAL, "offload.activations=inputs", "offload.parameters=stream"],
     "some-resident": [*ON_HOST, "offload.parameters=stream", "offload.resident_layers=9"],
@@ -119,7 +120,7 @@ COUNTED_BY_LAYERS = [
     "all-but-9-layers",
     "adamw-8-bit",
     "masters-on-host",
-    "streamed",
+    "streamed-all-logits",
     "some-resident-tiles",
     "lora-some-resident",
 ]
@@ -133,7 +134,7 @@ DEEPER_TECHNIQUES = {
     "all-but-2-layers": 20,
     **dict.fromkeys(TWO_STRETCHES, 22),
     **dict.fromkeys(("inputs-on-host", "in-backward-on-host", "masters-on-host", "streamed"), 12),
-    **dict.fromkeys(("streamed-not-clipped", "lora-streamed"), 12),
+    **dict.fromkeys(("streamed-all-logits", "streamed-not-clipped", "lora-streamed"), 12),
 }
 
 
