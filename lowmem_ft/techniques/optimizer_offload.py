@@ -123,10 +123,19 @@ class Slot:
     Args:
         buffer: its bytes.
         free: when the last chunk has left it.
+        places: views of the buffer that were made before, by types and lengths.
     """
 
     buffer: Tensor
     free: CopyEvent
+    places: dict[tuple[tuple[torch.dtype, int], ...], list[Tensor]] = field(default_factory=dict)
+
+    def places_for(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Flat views of the buffer, of the tensors' types and lengths: made once, as chunks come in few sizes."""
+        layout = tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
+        if layout not in self.places:
+            self.places[layout] = list(_carve(self.buffer, layout))
+        return self.places[layout]
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,7 @@ class HostStorage:
         # Chunks of one visit do not overlap; a visit before this one may have written the same ones.
         after = [slot.free, *(self.written(tensor) for tensor in waiting.values())]
         here, arrived = dict(chunk), CopyEvent()
-        for name, place in zip(waiting, _carve(slot.buffer, waiting.values()), strict=True):
+        for name, place in zip(waiting, slot.places_for(waiting.values()), strict=True):
             arrived = self._engine.to_device(waiting[name], place, after=after)
             here[name], after = place, []
         return Visitor(slot, waiting, here, arrived)
@@ -229,7 +238,7 @@ class HostStorage:
         self._slots.rotate(-1)
         if slot.buffer.nbytes < num_bytes:
             self._engine.wait(slot.free)  # before its memory is used for something else
-            slot.buffer, slot.free = self._bytes(num_bytes), self._engine.now()
+            slot.buffer, slot.places, slot.free = self._bytes(num_bytes), {}, self._engine.now()
         return slot
 
     def _bytes(self, num_bytes: int) -> Tensor:
@@ -259,12 +268,12 @@ def _bytes_of(kept: Mapping[str, tuple[int, torch.dtype]]) -> int:
     return sum(_aligned(count * dtype.itemsize) for count, dtype in kept.values())
 
 
-def _carve(buffer: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Places in a buffer, of the tensors' types and shapes."""
+def _carve(buffer: Tensor, layout: Iterable[tuple[torch.dtype, int]]) -> Iterator[Tensor]:
     start = 0
-    for tensor in tensors:
-        yield buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        start += _aligned(tensor.nbytes)
+    for dtype, num_elements in layout:
+        num_bytes = num_elements * dtype.itemsize
+        yield buffer[start : start + num_bytes].view(dtype)
+        start += _aligned(num_bytes)
 
 
 def _aligned(num_bytes: int) -> int:
