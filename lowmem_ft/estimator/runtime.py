@@ -154,6 +154,12 @@ class VirtualRuntime(MixedPrecision):
             self.device, is_limited=False, files=files, on_allocation=self.machine.take_host_memory
         )
 
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """None that changes anything: a learning rate is a value, and a trace has none."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:

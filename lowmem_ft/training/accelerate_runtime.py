@@ -34,6 +34,7 @@ from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.mixed_precision import MixedPrecision
+from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.session_files import load_session, save_optimizer_state, save_trained
 from lowmem_ft.units import parse_bytes
@@ -114,6 +115,12 @@ class AccelerateRuntime(MixedPrecision):
             budget_bytes=None if budget.host is None else parse_bytes(budget.host),
             files=None if folder is None else MappedFiles(expand_user(folder)),
         )
+
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """That of transformers."""
+        return create_scheduler(optimizer, config, num_training_steps)
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

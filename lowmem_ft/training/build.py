@@ -20,8 +20,7 @@ from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import PretrainedConfig, PreTrainedModel, get_scheduler
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.handle import Handle
@@ -29,7 +28,7 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, load_model_config, weights_dtype
 from lowmem_ft.optimizers import ChunkedOptimizer, check_optimizer, create_optimizer, may_lose_updates
-from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
@@ -160,7 +159,7 @@ def build_session(
         sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
         finer_weights=lambda: runtime.master_weights(recipe.model, plan.hf_config),
     )
-    scheduler = _scheduler(on.optimizer, recipe.training, num_training_steps)
+    scheduler = runtime.schedule(on.optimizer, recipe.training, num_training_steps)
     prepared_model, prepared_optimizer = runtime.prepare(model, on.optimizer)
     _log_size(model)
     return Session(
@@ -326,23 +325,6 @@ def _initialize_masters(
     for name, parameter in parameters.items():
         optimizer.set_weights(parameter, finer.values(name))
     logger.info("Masters begin with the checkpoint's weights, which are finer than bfloat16.")
-
-
-def _scheduler(optimizer: Optimizer, config: TrainingConfig, num_training_steps: int) -> LRScheduler:
-    return get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=num_warmup_steps(config, num_training_steps),
-        num_training_steps=num_training_steps,
-        scheduler_specific_kwargs=config.lr_scheduler_kwargs,
-    )
-
-
-def num_warmup_steps(config: TrainingConfig, num_training_steps: int) -> int:
-    """Optimizer steps of warmup; ``warmup_steps`` below 1 is a share of all steps, rounded up as transformers does."""
-    if config.warmup_steps >= 1:
-        return int(config.warmup_steps)
-    return -int(-config.warmup_steps * num_training_steps // 1)
 
 
 def _rows_per_micro_batch(recipe: Recipe, plan: Plan) -> int:

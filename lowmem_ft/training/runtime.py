@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lowmem_ft.budget import Budget
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import MasterWeights, ModelConfig
-from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe import Recipe, TrainingConfig
 
 if TYPE_CHECKING:
     from lowmem_ft.training.session import Session
@@ -49,6 +49,12 @@ class Runtime(Protocol):
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
         """Where tensors of the device wait, most of them in files of ``folder`` if given; in a trace it has no end."""
+        ...
+
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """What sets the learning rate of each of so many optimizer steps; in a trace it stays what it is."""
         ...
 
     def prepare(

@@ -14,6 +14,7 @@ from lowmem_ft.models import load_master_weights, load_model
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training import loop, out_of_memory_report, train
+from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session_files import save_trained
 
 SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.max_length=64")
@@ -43,6 +44,9 @@ class PlainRuntime:
 
     def host_memory(self, budget, folder):
         return HostMemory(self.device)
+
+    def schedule(self, optimizer, config, num_training_steps):
+        return create_scheduler(optimizer, config, num_training_steps)
 
     def prepare(self, model, optimizer):
         return model, optimizer

@@ -14,7 +14,7 @@ from lowmem_ft import packages
 from lowmem_ft.errors import CheckpointError, MissingPackageError, UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import loop, train
-from lowmem_ft.training.build import num_warmup_steps
+from lowmem_ft.training.schedule import num_warmup_steps
 
 SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2")
 

@@ -1,0 +1,40 @@
+"""The learning rate's schedule, by transformers.
+
+A module of its own: transformers' schedules import PEFT, which imports bitsandbytes and torch's compiler, a quarter of
+what an estimate would import. A trace does without.
+"""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from lowmem_ft.recipe import TrainingConfig
+
+
+def create_scheduler(optimizer: Optimizer, config: TrainingConfig, num_training_steps: int) -> LRScheduler:
+    """The schedule of a run.
+
+    Args:
+        optimizer: whose learning rate it sets.
+        config: names the schedule.
+        num_training_steps: optimizer steps of the whole run.
+
+    Returns:
+        The schedule, at its first step.
+    """
+    return get_scheduler(
+        config.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=num_warmup_steps(config, num_training_steps),
+        num_training_steps=num_training_steps,
+        scheduler_specific_kwargs=config.lr_scheduler_kwargs,
+    )
+
+
+def num_warmup_steps(config: TrainingConfig, num_training_steps: int) -> int:
+    """Optimizer steps of warmup; ``warmup_steps`` below 1 is a share of all steps, rounded up as transformers does."""
+    if config.warmup_steps >= 1:
+        return int(config.warmup_steps)
+    return -int(-config.warmup_steps * num_training_steps // 1)
