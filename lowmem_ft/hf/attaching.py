@@ -23,6 +23,7 @@ from lowmem_ft.hf.prepared_model import source_of
 from lowmem_ft.hf.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.script_plan import plan_for
 from lowmem_ft.hf.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
+from lowmem_ft.hf.whole_checkpoints import save_whole
 from lowmem_ft.models import load_master_weights
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
@@ -257,6 +258,7 @@ def _changes_of_files(trainer: Any, on: SwitchedOn) -> Iterator[Callable[[], obj
 
         return call
 
+    yield from save_whole(trainer)
     for name in (*_SAVES, "_load_optimizer_and_scheduler"):
         yield wrap_method(trainer, name, at_rest)
     for name in _LOADS:

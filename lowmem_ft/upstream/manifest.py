@@ -411,6 +411,13 @@ TRANSFORMERS = (
         "transformers.Trainer", "_load_from_checkpoint", "self resume_from_checkpoint model", "the same"
     ),
     _replaced("transformers.Trainer", "_load_best_model", "self", "the same"),
+    *(
+        _replaced(
+            "transformers.Trainer", name, "self output_dir", "a checkpoint is whole before it has its name"
+        )
+        for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+    ),
+    _called("transformers.Trainer", "_get_output_dir", "self trial", "where its checkpoints are"),
     _replaced("transformers.Trainer", "_load_optimizer_and_scheduler", "self checkpoint", "the same"),
     *_data(
         "transformers.AutoModelForCausalLM",

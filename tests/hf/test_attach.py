@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from attached_trainers import attached_trainer, measure_kept_bytes, recipe_of, trainer_of, weights_of
-from ladder_rungs import RUNGS, settings_of
 from tiny_models import tiny_llama
 from transformers import TrainingArguments, set_seed
 
@@ -305,22 +304,3 @@ def test_a_loss_scale_that_is_too_high_skips_and_falls(tmp_path, stock):
     # The first batch is lost; the others of stock come a step later, from the same weights.
     assert not math.isfinite(meter.norms[0])
     assert all(map(math.isfinite, meter.norms[1:]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_every_rung_goes_on_bit_for_bit(rung, tmp_path):
-    settings = [one for one in settings_of(rung) if not one.startswith(("tiling", "model.dtype", "training"))]
-    dtype = torch.bfloat16 if "model.dtype=bfloat16" in settings_of(rung) else torch.float32
-    if "accumulation.order=vertical" in settings:
-        settings.append("training.per_device_train_batch_size=4")
-    fields = {"save_strategy": "steps", "save_steps": 2, "bf16": dtype == torch.float32}
-    ends = []
-    for how in ({}, {"resume_from_checkpoint": str(tmp_path / "checkpoint-2")}):
-        trainer, meter, handle = attached_trainer(tmp_path, *settings, dtype=dtype, fields=fields)
-        trainer.train(**how)
-        handle.remove()
-        ends.append((meter.losses[-2:], weights_of(trainer.model)))
-    (losses, weights), (losses_again, again) = ends
-    assert losses == losses_again
-    assert all(torch.equal(weights[name], again[name]) for name in weights)

@@ -1,60 +1,15 @@
-"""A trainer with a recipe in processes of its own: one that is killed, and two that train together."""
+"""A trainer with a recipe in two processes that train together."""
 
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from attached_trainers import attached_trainer, weights_of
+from attached_trainers import attached_trainer
 
 TESTS = Path(__file__).parents[1]
-
-LADDER = (
-    "accumulation.order=vertical",
-    "checkpointing.mode=full",
-    "training.per_device_train_batch_size=4",
-    "offload.optimizer=host",
-    "offload.parameters=stream",
-    "optimizer.in_backward=true",
-    "optimizer.state=8bit",
-)
-SAVED = {"save_strategy": "steps", "save_steps": 2}
-
-KILLED = f"""
-import os, signal, sys
-sys.path.insert(0, {str(TESTS)!r})
-from attached_trainers import attached_trainer
-from transformers import TrainerCallback
-
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-trainer, _, _ = attached_trainer(sys.argv[1], *sys.argv[2:], fields={SAVED!r})
-trainer.add_callback(Kill())
-trainer.train()
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_bit_for_bit(forks, tmp_path):
-    """From its last checkpoint, a step before the kill, at the lowest rung."""
-    done = forks.run(KILLED, str(tmp_path / "killed"), *LADDER)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    ends = []
-    for name, how in (("whole", {}), ("killed", {"resume_from_checkpoint": True})):
-        trainer, meter, handle = attached_trainer(tmp_path / name, *LADDER, fields=SAVED)
-        trainer.train(**how)
-        handle.remove()
-        ends.append((meter.losses[-2:], weights_of(trainer.model)))
-    (losses, weights), (losses_again, again) = ends
-    assert losses == losses_again
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
-
 
 TWO = f"""
 import json, os, sys
@@ -65,7 +20,12 @@ from attached_trainers import attached_trainer
 folder, precision, *settings = sys.argv[1:]
 dtype = getattr(torch, precision)
 trainer, meter, _ = attached_trainer(
-    folder, *settings, dtype=dtype, fields={{"per_device_train_batch_size": 2, "ddp_backend": "gloo"}}
+    folder,
+    *settings,
+    dtype=dtype,
+    fields={{
+        "per_device_train_batch_size": 2, "ddp_backend": "gloo", "save_strategy": "steps", "save_steps": 4
+    }},
 )
 trainer.train()
 if trainer.is_world_process_zero():
@@ -90,3 +50,6 @@ def test_two_processes_train_what_one_does(precision, by_ddp, forks, tmp_path):
     tolerance = 2e-6 if precision == "float32" else 2e-3
     assert report["losses"] == pytest.approx(meter.losses, abs=tolerance)
     assert report["norms"] == pytest.approx(meter.norms, rel=10 * tolerance)
+    [checkpoint] = (tmp_path / "two").iterdir()
+    assert checkpoint.name == "checkpoint-4"
+    assert {path.name for path in checkpoint.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}

@@ -1,0 +1,107 @@
+"""A trainer's checkpoints are whole or not there, as our own are: the name by which one is found comes last.
+
+``Trainer`` writes file by file into ``checkpoint-N``, and goes on from the folder with the highest number. If the
+process was killed in a save, that is the one that is cut short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.modules.patching import wrap_method
+from lowmem_ft.training.atomic_io import incomplete_name, whole_folder
+
+_NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+
+
+def save_whole(trainer: Any) -> Iterator[Callable[[], object]]:
+    """Let a trainer write each checkpoint under another name until all is there; what undoes it.
+
+    Args:
+        trainer: of any kind; in several processes, each of them.
+    """
+    yield wrap_method(trainer, "_save_checkpoint", functools.partial(_saved_whole, trainer))
+    yield wrap_method(trainer, "_load_from_checkpoint", _only_whole_ones)
+
+
+def _saved_whole(trainer: Any, save: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(save)
+    def saved(model: Any, trial: Any) -> None:
+        run_dir, state = trainer._get_output_dir(trial), trainer.state
+        folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if state.best_global_step == state.global_step:  # the trainer looks for the folder before it is there
+            state.best_model_checkpoint = folder
+        with contextlib.ExitStack() as writing:
+            if trainer.args.should_save:
+                _delete_cut_short(Path(run_dir))
+                writing.enter_context(whole_folder(Path(folder)))
+            trainer.accelerator.wait_for_everyone()
+            with Handle(*_written_elsewhere(trainer, folder, finish=writing.close)):
+                save(model, trial)
+
+    return saved
+
+
+def _written_elsewhere(
+    trainer: Any, folder: str, *, finish: Callable[[], None]
+) -> Iterator[Callable[[], object]]:
+    """Send what goes into a folder to where it is incomplete; with the trainer's state, the last of it, it is whole."""
+    incomplete = incomplete_name(Path(folder))
+
+    def elsewhere(
+        write: Callable[..., Any], after: Callable[[], object] = lambda: None
+    ) -> Callable[..., Any]:
+        def call(path: str | None = None, *args: Any, **kwargs: Any) -> None:
+            if path is not None and Path(path).is_relative_to(folder):
+                path = str(incomplete / Path(path).relative_to(folder))
+            write(path, *args, **kwargs)
+            after()
+
+        return call
+
+    for name in ("save_model", "_save_optimizer_and_scheduler", "_save_scaler"):
+        yield wrap_method(trainer, name, elsewhere)
+    # Every process writes one of these, and the main process goes on to the end.
+    all_there = trainer.accelerator.wait_for_everyone
+    yield wrap_method(trainer, "_save_rng_state", functools.partial(elsewhere, after=all_there))
+    yield wrap_method(trainer.state, "save_to_json", functools.partial(elsewhere, after=finish))
+
+
+def _delete_cut_short(run_dir: Path) -> None:
+    """What a killed process was writing: the trainer would count it among its checkpoints."""
+    for path in run_dir.iterdir() if run_dir.is_dir() else ():
+        if path.is_dir() and _NUMBERED.fullmatch(path.stem) and path == incomplete_name(path.with_suffix("")):
+            shutil.rmtree(path)
+
+
+def _only_whole_ones(load: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load)
+    def loaded(checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        folder = Path(checkpoint)
+        if folder.is_dir() and not (folder / TRAINER_STATE_NAME).is_file():
+            whole = [path for path in folder.parent.iterdir() if _is_whole(path) and path != folder]
+            newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+            way_out = f"go on from {newest}" if newest else "begin anew"
+            raise UserError(
+                f"A trainer writes {TRAINER_STATE_NAME} last into a checkpoint, and {folder} has none: the save was "
+                f"cut short. Delete the folder, and {way_out}."
+            )
+        load(checkpoint, *args, **kwargs)
+
+    return loaded
+
+
+def _is_whole(path: Path) -> bool:
+    return bool(_NUMBERED.fullmatch(path.name)) and (path / TRAINER_STATE_NAME).is_file()
