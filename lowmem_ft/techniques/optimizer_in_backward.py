@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -107,10 +109,10 @@ class InBackward(Technique):
         self._deferred: set[nn.Parameter] = set()
         self._pending: dict[nn.Parameter, Pending] = {}
         self._is_updating = False
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(self._take_from_autograd)
-            for parameter in _parameters(optimizer)
-        ]
+        # Python's collector does not see that torch holds these hooks: one that led back to its parameter, as we do by
+        # the optimizer, would keep all of them for good.
+        take = partial(_take_from_autograd, weakref.ref(self))
+        hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in _parameters(optimizer)]
         hooks.append(optimizer.register_step_pre_hook(self._apply_kept))
         super().__init__(*(hook.remove for hook in hooks), self.flush)
 
@@ -213,11 +215,6 @@ class InBackward(Technique):
         """Make every update that waits: before weights are read by anyone but the next step."""
         self.apply(list(self._pending))
 
-    def _take_from_autograd(self, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None, "the hook comes after a gradient"
-        self.take(parameter, gradient)
-
     @torch.no_grad()
     def _apply_kept(self, *_: Any) -> None:
         kept = self._kept.parameters()
@@ -265,7 +262,7 @@ def enable_optimizer_in_backward(
     which runs backward twice to clip.
 
     Args:
-        optimizer: its parameters get hooks.
+        optimizer: its parameters get hooks. It has to be kept as long as backward is called.
         device: where gradients are made.
         max_grad_norm: the global norm to clip to; None: never clip, update at once.
         memory: where gradients wait for their norm; None: on the device.
@@ -282,6 +279,19 @@ def enable_optimizer_in_backward(
     in_backward = InBackward(optimizer, device=device, max_grad_norm=max_grad_norm, memory=memory)
     log.info("Optimizer in backward: %s.", _describe(in_backward, memory))
     return in_backward
+
+
+def _take_from_autograd(held_by_optimizer: weakref.ref[InBackward], parameter: nn.Parameter) -> None:
+    in_backward = held_by_optimizer()
+    if in_backward is None:
+        raise UserError(
+            f"optimizer.in_backward needs its optimizer as long as backward is called, but when the gradient of a "
+            f"parameter of shape {list(parameter.shape)} came, that was gone. Keep the optimizer, or call remove() "
+            "before it goes."
+        )
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None, "the hook comes after a gradient"
+    in_backward.take(parameter, gradient)
 
 
 def _refuse_several_processes() -> None:

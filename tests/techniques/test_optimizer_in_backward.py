@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -322,6 +323,31 @@ def test_removing_makes_pending_updates_and_leaves_a_plain_optimizer():
     assert all(parameter.grad is not None for parameter in model.parameters())
     optimizer.step()
     assert {state["step"] for state in optimizer.state.values()} == {2}
+
+
+def test_model_and_optimizer_go_when_nobody_holds_them():
+    model = tiny_model()
+    optimizer = optimizer_of(model)
+    enable_optimizer_in_backward(optimizer, device=CPU, max_grad_norm=1.0, memory=HostMemory(CPU))
+    backward(model)
+    watched = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.lm_head.weight)]
+    del model, optimizer
+    gc.collect()
+    assert [watch() for watch in watched] == [None] * 3
+
+
+def test_an_optimizer_is_all_that_has_to_be_kept():
+    model = tiny_model()
+    before = weights(model)
+    optimizer = optimizer_of(model)
+    enable_optimizer_in_backward(optimizer, device=CPU, max_grad_norm=None)
+    gc.collect()
+    backward(model)
+    assert not any(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    del optimizer
+    gc.collect()
+    with pytest.raises(UserError, match=r"needs its optimizer as long as backward is called.*was gone"):
+        backward(model, seed=1)
 
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**-3])
