@@ -181,13 +181,21 @@ class HostMemory:
         self._on_allocation(tensor, category)
         storage = tensor.untyped_storage()
         self._add(category, storage.nbytes(), in_file)
-        weakref.finalize(storage, self._add, category, -storage.nbytes(), in_file).atexit = False
+        gone = weakref.finalize(storage, _subtract, weakref.ref(self), category, storage.nbytes(), in_file)
+        gone.atexit = False
 
     def _add(self, category: Category, num_bytes: int, in_file: bool) -> None:
         self.bytes_by_category[category] = self.bytes_by_category.get(category, 0) + num_bytes
         if in_file:
             self.file_bytes += num_bytes
             self.peak_file_bytes = max(self.peak_file_bytes, self.file_bytes)
+
+
+def _subtract(memory: weakref.ref[HostMemory], category: Category, num_bytes: int, in_file: bool) -> None:
+    """Called when a storage goes. A trace's recorder leads from memory to tensors: neither may keep the other."""
+    alive = memory()
+    if alive is not None:
+        alive._add(category, -num_bytes, in_file)
 
 
 def _own_pages(num_bytes: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -84,6 +85,16 @@ def test_memory_is_counted_until_its_last_view_goes():
     assert memory.bytes_by_category == {"optimizer_state": 100}
     del kept
     assert memory.bytes_by_category == {"optimizer_state": 0}
+
+
+def test_memory_goes_with_those_who_keep_a_record_of_its_tensors():
+    recorded = []
+    memory = HostMemory(CPU, on_allocation=lambda *allocation, recorded=recorded: recorded.append(allocation))
+    tensor = memory.allocate(10, torch.float32)
+    watched = [weakref.ref(memory), weakref.ref(tensor.untyped_storage())]
+    del memory, tensor, recorded
+    gc.collect()
+    assert [watch() for watch in watched] == [None] * 2
 
 
 def test_cuda_pins_whole_pages_and_no_power_of_two(driver):
