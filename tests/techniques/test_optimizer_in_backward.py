@@ -425,7 +425,8 @@ def test_a_model_that_is_made_data_parallel_later_is_refused_before_a_weight_cha
 ):
     model = tiny_model()
     before = weights(model)
-    enable_optimizer_in_backward(optimizer_of(model), device=CPU, max_grad_norm=max_grad_norm)
+    optimizer = optimizer_of(model)
+    enable_optimizer_in_backward(optimizer, device=CPU, max_grad_norm=max_grad_norm)
     join_group()
     parallel = nn.parallel.DistributedDataParallel(model)
     with pytest.raises(UserError, match="works in one process, got 2"):
