@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.hf.checkpointing_switch import asked_by_flag
+from lowmem_ft.hf.overrides import overridden_keys
 from lowmem_ft.hf.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.conflicts import recipe_problems
@@ -32,16 +33,20 @@ class Agreement:
 
     Attributes:
         recipe: with the trainer's values where it has them.
+        overridden: the keys on which the trainer's arguments differ from the recipe by an override of somebody's.
         problems: what the two do not agree on, and what cannot work.
         read: the keys on which both have something to say.
+        overrides: those of ``overridden`` that were taken, with both values, in words.
     """
 
     recipe: Recipe
+    overridden: Collection[str] = ()
     problems: list[str] = field(default_factory=list)
     read: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
 
     def take(self, path: str, source: str, value: Any) -> None:
-        """Train with a trainer's value; a problem if the recipe has asked for another.
+        """Train with a trainer's value; a problem if the recipe has asked for another, unless that was overridden.
 
         Args:
             path: of the recipe's key.
@@ -50,7 +55,9 @@ class Agreement:
         """
         key = recipe_keys()[path]
         own = key.value_in(self.recipe)
-        if own not in (key.default, value):
+        if own != value and path in self.overridden:
+            self.overrides.append(f"{source}={_shown(value)} for {_setting(key, own)}")
+        elif own not in (key.default, value):
             self.problems.append(
                 f"{_setting(key, own)} is not what the trainer has, {source}={_shown(value)}, and it is the trainer "
                 f"that trains. Set one of the two, or leave {path} out of the recipe."
@@ -76,7 +83,7 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     Returns:
         The recipe to switch on, and all that speaks against it.
     """
-    agreement = Agreement(recipe)
+    agreement = Agreement(recipe, overridden_keys(trainer.args, recipe))
     agreement.problems += [
         f"{setting} leaves a choice to a planner, which comes before a recipe is attached. Plan first, with `lowmem-ft "
         "plan ... --write my.yaml`, and load that."
@@ -128,10 +135,12 @@ def _take_arguments(agreement: Agreement, trainer: Any) -> None:
         ("training.use_cpu", "use_cpu", args.device.type == "cpu"),
     ):
         agreement.take(path, f"TrainingArguments.{name}", value)
-    # What the launcher's configuration says is in it, too.
-    agreement.take(
-        "training.mixed_precision", "trainer.accelerator.mixed_precision", trainer.accelerator.mixed_precision
-    )
+    precision = trainer.accelerator.mixed_precision
+    if precision != (
+        "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    ):  # the launcher's configuration has it
+        agreement.overridden = set(agreement.overridden) - {"training.mixed_precision"}
+    agreement.take("training.mixed_precision", "trainer.accelerator.mixed_precision", precision)
 
 
 def _take_optimizer_arguments(agreement: Agreement, args: Any) -> None:
@@ -174,6 +183,11 @@ def _take_batch(agreement: Agreement, args: Any) -> None:
         return
     own = agreement.recipe.training
     size, wanted = own.per_device_train_batch_size, own.gradient_accumulation_steps
+    if rows != size * wanted and "training.per_device_train_batch_size" in agreement.overridden:
+        agreement.overrides.append(
+            f"TrainingArguments.per_device_train_batch_size={rows} for {size} * {wanted}"
+        )
+        wanted = 1
     agreement.read += ["training.per_device_train_batch_size", "training.gradient_accumulation_steps"]
     if steps != 1:
         agreement.problems.append(

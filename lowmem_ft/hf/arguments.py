@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.errors import UserError, did_you_mean
 from lowmem_ft.hf.key_table import IN_TRAINER
+from lowmem_ft.hf.overrides import keep_overrides, plain
 from lowmem_ft.packages import require_package
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.keys import recipe_keys
@@ -32,8 +33,8 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
 
     Args:
         recipe: what is to be trained.
-        **overrides: further fields, by their names upstream. They win over the recipe, but where ``attach`` would apply
-            the recipe's all the same.
+        **overrides: further fields, by their names upstream. They win over the recipe, here and in ``attach``, but for
+            techniques, which it applies as the recipe has them all the same.
 
     Returns:
         The arguments.
@@ -127,6 +128,7 @@ def _made(arguments_class: Any, recipe: Recipe, overrides: Mapping[str, Any]) ->
         problems = list(_launcher_problems(recipe, args.mixed_precision))
     if problems:
         raise UserError(*problems)
+    keep_overrides(args, recipe, overrides)
     return args
 
 
@@ -167,9 +169,6 @@ def _refused(recipe: Recipe) -> Iterator[str]:
 _FOLLOWS_ITS_DEFAULT = (
     "checkpointing.mode",
     "offload.activations",
-    "optimizer.betas",
-    "optimizer.eps",
-    "optimizer.weight_decay",
 )
 """Keys that say nothing at their default: ``attach`` then takes what the trainer has."""
 
@@ -181,7 +180,7 @@ def _contradictions(recipe: Recipe, overrides: Mapping[str, Any]) -> Iterator[st
         if place.carrier != "attach" or (path in _FOLLOWS_ITS_DEFAULT and own == key.default):
             continue
         for name, value in place.fields(recipe).items():
-            if name in overrides and _plain(overrides[name]) != _plain(value):
+            if name in overrides and plain(overrides[name]) != plain(value):
                 yield (
                     f"{name}={overrides[name]} contradicts the recipe's {key.setting(own)}, which hf.attach applies: "
                     f"the field would be ignored or done twice. Leave {name} out, or set {path} in the recipe."
@@ -202,9 +201,3 @@ def _launcher_problems(recipe: Recipe, chosen: str) -> Iterator[str]:
             f"accelerate (its config, --mixed_precision or {_LAUNCHERS_PRECISION}) has {launched}; the arguments say "
             f"{chosen}. Set training.mixed_precision={launched}, or launch with --mixed_precision {wanted}."
         )
-
-
-def _plain(value: Any) -> Any:
-    """An enum of transformers as its text; None and False alike, as HF's flags have them."""
-    value = getattr(value, "value", value)
-    return False if value is None else value

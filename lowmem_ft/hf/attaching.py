@@ -81,7 +81,8 @@ def attach(
     Args:
         trainer: not trained yet.
         recipe: what to switch on. Where the trainer has a value of its own, that is trained with; a recipe's that is
-            neither its default nor that value is refused.
+            neither its default nor that value is refused, unless it was overridden by name as the arguments were made
+            (:func:`lowmem_ft.hf.training_arguments`).
         plan: in place of a recipe, ``auto``: the memory knobs with which the trainer's own step is fastest inside the
             budget, see :func:`lowmem_ft.hf.script_plan.plan_for`. The trainer's checkpointing flag is one of them.
         budget: for the plan: a budget, or the device's part such as ``24GiB``; None: all there is.
@@ -124,6 +125,8 @@ def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> A
     problems += problems_with_trainer(trainer, settled, kind)
     if problems:
         raise UserError(*problems)
+    if agreement.overrides:
+        logger.info("Overridden in the trainer's arguments: %s.", "; ".join(agreement.overrides))
     if unread := list(unread_settings(recipe, agreement.read)):
         logger.info("Not read, as the trainer has its own: %s.", ", ".join(unread))
     return _attach(trainer, settled, kind, flags)

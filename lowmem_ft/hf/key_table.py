@@ -13,8 +13,8 @@ from lowmem_ft.recipe.paths import run_folder_of
 Carrier = Literal["arguments", "attach", "prepare_model", "callback", "script", "plan", "our loop", "nothing"]
 """Who sees to a key.
 
-arguments: fields of ``TrainingArguments`` or of TRL's configs; an override of such a field wins here, and ``attach``
-    refuses a recipe that says otherwise.
+arguments: fields of ``TrainingArguments`` or of TRL's configs, which ``attach`` reads in its turn. An override of such a
+    field wins (``overrides.py``); arguments that differ from a recipe for another reason are refused there.
 attach: ``hf.attach``. Fields that say the same are set too, and an override that says otherwise is refused.
 prepare_model: ``hf.prepare_model``, or the script's own ``from_pretrained``.
 callback: ``hf.MemoryCallback``.
@@ -267,11 +267,11 @@ IN_TRAINER: Mapping[str, InTrainer] = {
         carrier="arguments", fields=lambda recipe: {"report_to": list(recipe.training.report_to)}
     ),
     "optimizer.name": InTrainer(carrier="attach", fields=_optimizer),
-    "optimizer.betas": InTrainer(carrier="attach", fields=_betas),
-    "optimizer.eps": InTrainer(carrier="attach", fields=_eps),
+    "optimizer.betas": InTrainer(carrier="arguments", fields=_betas),
+    "optimizer.eps": InTrainer(carrier="arguments", fields=_eps),
     "optimizer.momentum": _ATTACH,
     "optimizer.weight_decay": InTrainer(
-        carrier="attach", fields=lambda recipe: {"weight_decay": recipe.optimizer.weight_decay}
+        carrier="arguments", fields=lambda recipe: {"weight_decay": recipe.optimizer.weight_decay}
     ),
     "optimizer.state": _ATTACH,
     "optimizer.master": _ATTACH,
