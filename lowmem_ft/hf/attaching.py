@@ -19,12 +19,11 @@ from lowmem_ft.handle import Handle
 from lowmem_ft.hf.agreement import agree, unread_settings
 from lowmem_ft.hf.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.checkpointing_switch import flags_off, take_switch
-from lowmem_ft.hf.prepared_model import source_of
+from lowmem_ft.hf.prepared_model import finer_weights
 from lowmem_ft.hf.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.script_plan import plan_for
 from lowmem_ft.hf.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
 from lowmem_ft.hf.whole_checkpoints import save_whole
-from lowmem_ft.models import load_master_weights
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
@@ -135,7 +134,7 @@ def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> A
 def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
     model, runtime = trainer.model, AccelerateRuntime(trainer.accelerator, "no")
     runtime.scaler = trainer.accelerator.scaler  # and autocast is the accelerator's
-    stock_forward, source = _causal_lm(model).forward, source_of(model)
+    stock_forward = _causal_lm(model).forward
     attached = Attached(recipe, tuple(_applied(recipe, kind)))
     attached.undo_first(flags.remove)  # of all, the last
     try:
@@ -152,7 +151,7 @@ def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached
             runtime.host_memory(recipe.budget, recipe.offload.folder),
             rows_per_micro_batch=recipe.training.per_device_train_batch_size,
             sums=recipe.training.gradient_accumulation_steps > 1,
-            finer_weights=lambda: load_master_weights(source, model.config) if source else None,
+            finer_weights=functools.partial(finer_weights, model),
         )
         attached.techniques = on.techniques
         # State that waits on the host would come back to a device too small for it.

@@ -13,8 +13,8 @@ from lowmem_ft.recipe.paths import run_folder_of
 Carrier = Literal["arguments", "attach", "prepare_model", "callback", "script", "plan", "our loop", "nothing"]
 """Who sees to a key.
 
-arguments: fields of ``TrainingArguments`` or of TRL's configs, which ``attach`` reads in its turn. An override of such a
-    field wins (``overrides.py``); arguments that differ from a recipe for another reason are refused there.
+arguments: fields of ``TrainingArguments`` or of TRL's configs, which ``attach`` reads in its turn. An override of such
+    a field wins (``overrides.py``); arguments that differ from a recipe for another reason are refused there.
 attach: ``hf.attach``. Fields that say the same are set too, and an override that says otherwise is refused.
 prepare_model: ``hf.prepare_model``, or the script's own ``from_pretrained``.
 callback: ``hf.MemoryCallback``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from typing import Any
@@ -11,14 +12,15 @@ from transformers import PreTrainedModel
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.models import (
-    ModelConfig,
+    MasterWeights,
     compute_dtype,
+    load_master_weights,
     load_model,
     load_model_config,
     weights_dtype,
 )
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.techniques.adapters.lora import check_adapter
+from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention import choose_attention
 
 _SOURCE = "lowmem_ft_source"
@@ -36,8 +38,8 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
         recipe: what it will be trained with.
 
     Returns:
-        The model, or a PEFT model around it with ``adapter.name=lora``. Pass it to the trainer without
-        ``peft_config=``.
+        The model, or a PEFT model around it with ``adapter.name=lora``, its adapters drawn by ``training.seed``. Pass
+        it to the trainer without ``peft_config=``.
 
     Raises:
         UserError: if a loaded model is to be quantised, or is not where it has to be.
@@ -55,9 +57,13 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
     return _with_adapters(model, recipe) if recipe.adapter.name == "lora" else model
 
 
-def source_of(model: Any) -> ModelConfig | None:
-    """Where a model's weights were read from, if :func:`prepare_model` has read them; None for a PEFT model."""
-    return vars(model).get(_SOURCE)
+def finer_weights(model: Any) -> MasterWeights | None:
+    """What a checkpoint knows of a model's weights beyond their type, if :func:`prepare_model` has read them.
+
+    Weights that the script has changed since are what they are now. None for a PEFT model.
+    """
+    source = vars(model).get(_SOURCE)
+    return None if source is None else load_master_weights(*source, present=model)
 
 
 def _loaded(name: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
@@ -79,7 +85,7 @@ def _loaded(name: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
         seed=recipe.training.seed,
         mixed_precision=recipe.training.mixed_precision,
     )
-    vars(model)[_SOURCE] = config
+    vars(model)[_SOURCE] = config, copy.deepcopy(hf_config)
     return model
 
 
@@ -109,20 +115,10 @@ def _refuse(model: Any, recipe: Recipe) -> None:
 
 
 def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    config = recipe.adapter
-    everything = config.target_modules == ("all-linear",)
-    adapters = LoraConfig(
-        r=config.r,
-        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT divides it
-        lora_dropout=config.lora_dropout,
-        target_modules="all-linear" if everything else list(config.target_modules),
-        use_dora=config.use_dora,
-        use_rslora=config.use_rslora,
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(model, adapters)
+    """As our own session has them: in float32, and by the recipe's seed, whatever has drawn before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.training.seed)
+        return enable_lora(model, recipe.adapter).peft_model
 
 
 def _device(recipe: Recipe) -> torch.device:

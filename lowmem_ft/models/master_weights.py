@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.memory.mapped_files import forget_pages
@@ -46,16 +46,42 @@ class MasterWeights:
     Args:
         model: with those weights.
         in_files: addresses of the tensors that are pages of a file as they stand.
+        present: the model that was read from the same files; None: its weights are theirs, rounded.
+
+    Attributes:
+        changed: names of weights of ``present`` that are no longer, as far as they have been read.
     """
 
-    def __init__(self, model: PreTrainedModel, in_files: Set[int] = frozenset()) -> None:
-        self._model, self._in_files = model, in_files
+    def __init__(
+        self, model: PreTrainedModel, in_files: Set[int] = frozenset(), present: nn.Module | None = None
+    ) -> None:
+        self._model, self._in_files, self._present = model, in_files, present
+        self.changed: set[str] = set()
 
     def values(self, name: str) -> Callable[[int, int], Tensor]:
         """A parameter's reader, which takes the first element and the one after the last of those it is to return.
 
         What it has read of a file leaves memory at once: the checkpoint would be a second model until all is read.
+        Elements that somebody has changed since they were read are as they are now.
         """
+        if self._present is None:
+            return self._as_in_file(name)
+        now, read = self._present.get_parameter(name).detach(), dict(self._model.named_parameters()).get(name)
+        if read is None or read.shape != now.shape:
+            self.changed.add(name)
+            return lambda start, stop: now.flatten()[start:stop].float()
+        from_file = self._as_in_file(name)
+
+        def unless_changed(start: int, stop: int) -> Tensor:
+            present, value = now.flatten()[start:stop], from_file(start, stop)
+            is_same = value.to(present.device, present.dtype) == present
+            if not is_same.all():
+                self.changed.add(name)
+            return torch.where(is_same, value.to(present.device), present.float())
+
+        return unless_changed
+
+    def _as_in_file(self, name: str) -> Callable[[int, int], Tensor]:
         weight = self._model.get_parameter(name).detach()
         is_in_file, flat = weight.data_ptr() in self._in_files, weight.flatten()
 
@@ -70,7 +96,9 @@ class MasterWeights:
         return read
 
 
-def load_master_weights(config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
+def load_master_weights(
+    config: ModelConfig, hf_config: PretrainedConfig, present: nn.Module | None = None
+) -> MasterWeights | None:
     """The model once more, in float32, on the host, if the checkpoint is finer than its bfloat16 weights.
 
     A master weight that began with the rounded one would have all its lower bits zero: until the updates of many steps
@@ -79,6 +107,7 @@ def load_master_weights(config: ModelConfig, hf_config: PretrainedConfig) -> Mas
     Args:
         config: the recipe's model group.
         hf_config: what ``load_model_config`` returned for it.
+        present: the model that was read, where others may have changed its weights since: they then hold.
 
     Returns:
         Its weights: float32 ones are mapped from the files, and in memory while they are read; those of other types,
@@ -96,7 +125,7 @@ def load_master_weights(config: ModelConfig, hf_config: PretrainedConfig) -> Mas
         model = load_model(
             in_float32, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0
         )
-        return MasterWeights(model)
+        return MasterWeights(model, present=present)
     del source["trust_remote_code"]  # decided when the config was read
     path = source.pop("path")
     mapped = lazy_weights(path, backend="mmap", **source)
@@ -105,7 +134,7 @@ def load_master_weights(config: ModelConfig, hf_config: PretrainedConfig) -> Mas
         return None
     model_class: Any = causal_lm_class(hf_config, path, **source)
     model = model_class.from_pretrained(None, state_dict=weights, config=hf_config, dtype=torch.float32)
-    return MasterWeights(model, {weight.address for weight in weights.values()})
+    return MasterWeights(model, {weight.address for weight in weights.values()}, present)
 
 
 def _finer_share(weights: Iterable[Any]) -> float:

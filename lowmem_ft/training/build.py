@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.finiteness import some_of
 from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.logical_size import logical_numel
@@ -324,7 +325,8 @@ def _initialize_masters(
         return
     for name, parameter in parameters.items():
         optimizer.set_weights(parameter, finer.values(name))
-    logger.info("Masters begin with the checkpoint's weights, which are finer than bfloat16.")
+    but = f", but for {some_of(sorted(finer.changed))}: they were changed since" if finer.changed else ""
+    logger.info("Masters begin with the checkpoint's weights, which are finer than bfloat16%s.", but)
 
 
 def _rows_per_micro_batch(recipe: Recipe, plan: Plan) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -10,8 +13,25 @@ from tiny_models import tiny_llama
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.errors import UserError
+from lowmem_ft.training.loop import TrainingRun
 
 CPU = "training.use_cpu=true"
+
+
+@pytest.fixture
+def float32_folder(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "float32")
+    return str(tmp_path / "float32")
+
+
+def masters_of(trainer, name):
+    """The float32 values that a weight is trained from."""
+    optimizer, weight = trainer.optimizer.optimizer, trainer.model.get_parameter(name)
+    return (
+        optimizer.master_of(weight)
+        .read(weight.detach().flatten(), optimizer.state[weight])
+        .view(weight.shape)
+    )
 
 
 def test_a_model_by_its_name_is_quantised_and_trains_beside_its_weights(tmp_path):
@@ -29,16 +49,13 @@ def test_a_model_by_its_name_is_quantised_and_trains_beside_its_weights(tmp_path
     assert torch.equal(model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight, frozen)
 
 
-def test_masters_begin_with_the_bits_that_bfloat16_weights_have_lost(tmp_path):
-    tiny_llama().save_pretrained(tmp_path / "float32")
-    settings = [f"model={tmp_path / 'float32'}", "model.dtype=bfloat16", "optimizer.master=split16", CPU]
+def test_masters_begin_with_the_bits_that_bfloat16_weights_have_lost(float32_folder, tmp_path):
+    settings = [f"model={float32_folder}", "model.dtype=bfloat16", "optimizer.master=split16", CPU]
     recipe = load_recipe(None, settings)
-    model = hf.prepare_model(str(tmp_path / "float32"), recipe)
+    model = hf.prepare_model(float32_folder, recipe)
     trainer, _ = trainer_of(tmp_path / "run", model=model)
     handle = hf.attach(trainer, recipe)
-    optimizer, weight = trainer.optimizer.optimizer, model.lm_head.weight
-    value = optimizer.master_of(weight).read(weight.detach().flatten(), optimizer.state[weight])
-    assert torch.equal(value.view(weight.shape), tiny_llama().lm_head.weight)
+    assert torch.equal(masters_of(trainer, "lm_head.weight"), tiny_llama().lm_head.weight)
     handle.remove()
 
 
@@ -101,3 +118,70 @@ def test_masters_follow_weights_that_are_loaded_over_them(tmp_path):
         bits.fill_(1)
     trainer._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
     assert all(bits.count_nonzero() == 0 for bits in lower)
+
+
+def adapters_of(model):
+    return [value.detach() for name, value in model.named_parameters() if "lora_A" in name]
+
+
+def test_adapters_are_those_of_our_own_session_whatever_has_drawn_before(tmp_path):
+    """By the recipe's seed, so that all processes have the same; in float32 beside weights of 16 bits, too."""
+    settings = ["adapter.name=lora", "model.dtype=bfloat16", "training.seed=3", CPU]
+    recipe = load_recipe("tiny", [*settings, f"training.output_dir={tmp_path}", "budget.preflight=false"])
+    run = TrainingRun.build(recipe)
+    ours = adapters_of(run.session.unwrapped_model)
+    run.session.close()
+    torch.manual_seed(11)
+    prepared = hf.prepare_model(recipe.model.name_or_path, recipe)
+    drawn = torch.rand(1)
+    torch.manual_seed(11)
+    assert torch.equal(torch.rand(1), drawn), "somebody else's random numbers are left alone"
+    assert len(ours) == 14
+    assert all(torch.equal(one, other) for one, other in zip(ours, adapters_of(prepared), strict=True))
+    assert ours[0].dtype == torch.float32
+
+
+def test_two_processes_have_the_same_adapters(forks):
+    program = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parents[1])!r}]
+import torch
+from attached_trainers import recipe_of
+from lowmem_ft import hf
+from tiny_models import tiny_llama
+torch.manual_seed(torch.seed())
+model = hf.prepare_model(tiny_llama(), recipe_of("adapter.name=lora"))
+print(sum(parameter.double().sum().item() for parameter in model.parameters()).hex())
+"""
+    one, other = (forks.run(program) for _ in range(2))
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == other.stdout
+
+
+@pytest.mark.parametrize("master", ["fp32", "split16", "split24"])
+def test_weights_that_were_changed_since_they_were_read_stay_changed(
+    master, float32_folder, tmp_path, caplog
+):
+    """Element by element: the others begin with the bits of the checkpoint."""
+    settings = [f"model={float32_folder}", "model.dtype=bfloat16", f"optimizer.master={master}", CPU]
+    recipe = load_recipe(None, settings)
+    model = hf.prepare_model(float32_folder, recipe)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[2] = 0.75
+    name = "model.layers.0.mlp.up_proj.weight"
+    names = ["lm_head.weight", "model.embed_tokens.weight", name]
+    resized = {one: model.get_parameter(one).detach().clone() for one in names[:2]}
+    trainer, _ = trainer_of(tmp_path / "run", model=model)
+    with caplog.at_level(logging.INFO, "lowmem_ft"):
+        hf.attach(trainer, recipe)
+    assert all(torch.equal(model.get_parameter(one), resized[one]) for one in resized)
+    expected = tiny_llama().get_parameter(name).detach().clone()
+    expected[2] = 0.75
+    value = masters_of(trainer, name)
+    assert torch.equal(value[2], expected[2])
+    tolerance = {"fp32": 0.0, "split16": 0.0, "split24": 2**-15}[master]  # 16 bits, rounded at random
+    assert torch.allclose(value, expected, rtol=tolerance, atol=0)
+    assert (
+        f"but for lm_head.weight, model.embed_tokens.weight, {name}: they were changed since" in caplog.text
+    )

@@ -40,7 +40,11 @@ class Lora(Technique):
     """The adapters of a model, and their files in PEFT's format.
 
     The model itself stays what is called, so that everything that works on its layers finds them where they were;
-    PEFT's wrapper serves the files alone.
+    PEFT's wrapper serves the files alone, and whoever wants it.
+
+    Attributes:
+        model: with adapters.
+        peft_model: PEFT's wrapper around it.
     """
 
     is_trained = True
@@ -48,7 +52,7 @@ class Lora(Technique):
     def __init__(self, model: Any, peft_model: Any, *undo: Callable[[], object]) -> None:
         super().__init__(*undo)
         self.model = model
-        self._peft_model = peft_model
+        self.peft_model = peft_model
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The adapters' parameters, which are all that is trained, by their names in the model."""
@@ -61,7 +65,7 @@ class Lora(Technique):
             CheckpointError: if what is in the folder then is not this adapter, bit for bit.
         """
         # The state as it is handed over: without it PEFT would collect that of the whole base first.
-        self._peft_model.save_pretrained(
+        self.peft_model.save_pretrained(
             folder, state_dict=self._named_for_peft(), save_embedding_layers=False
         )
         (folder / "README.md").unlink()  # PEFT's card; the run writes its own
@@ -79,7 +83,7 @@ class Lora(Technique):
         saved = _read(folder)
         problem = f"The adapter in {folder} does not fit this run's"
         _compare(self._state(), saved, problem, by_value=False)
-        set_peft_model_state_dict(self._peft_model, dict(saved))
+        set_peft_model_state_dict(self.peft_model, dict(saved))
         _compare(self._state(), saved, problem)
 
     def _state(self) -> dict[str, Tensor]:
@@ -87,7 +91,7 @@ class Lora(Technique):
         from peft import get_peft_model_state_dict
 
         return get_peft_model_state_dict(
-            self._peft_model, state_dict=self._named_for_peft(), save_embedding_layers=False
+            self.peft_model, state_dict=self._named_for_peft(), save_embedding_layers=False
         )
 
     def _named_for_peft(self) -> dict[str, Tensor]:

@@ -209,7 +209,7 @@ def test_what_was_written_is_read_back(tmp_path, monkeypatch):
     from safetensors.torch import load_file, save_file
 
     adapter = enable_lora(tiny_model(), lora())
-    write = type(adapter._peft_model).save_pretrained
+    write = type(adapter.peft_model).save_pretrained
 
     def damaged(self, folder, **options):
         write(self, folder, **options)
@@ -217,7 +217,7 @@ def test_what_was_written_is_read_back(tmp_path, monkeypatch):
         tensors[sorted(tensors)[0]][0, 0] += 1
         save_file(tensors, folder / "adapter_model.safetensors")
 
-    monkeypatch.setattr(type(adapter._peft_model), "save_pretrained", damaged)
+    monkeypatch.setattr(type(adapter.peft_model), "save_pretrained", damaged)
     with pytest.raises(CheckpointError, match=r"is not the one in memory: 1 tensors differ"):
         adapter.save(tmp_path)
 
