@@ -481,6 +481,23 @@ TRL = (
         None,  # they differ between its versions
         "completions without generating them",
     ),
+    *(
+        row
+        for module in ("chunked_logprob", "chunked_divergence")
+        for row in (
+            _replaced(
+                f"trl.kernels.{module}", "_use_triton", "device", "its way over Triton, without having it"
+            ),
+            _replaced(
+                f"trl.kernels.{module}", "_addmm_fp32", "acc a b", "products that CUDA sums in float32"
+            ),
+            *_data(f"trl.kernels.{module}", "_MM_OUT_DTYPE", "whether it knows those products", "bool"),
+            *_data(f"trl.kernels.{module}", "_backward_kernel", "a pass over tiles of logits"),
+        )
+    ),
+    _replaced("trl.trainer.utils", "_use_triton", "device", "which positions are scored"),
+    *_data("trl.kernels.chunked_logprob", "_forward_kernel", "a pass over a tile of logits"),
+    *_data("trl.kernels.chunked_divergence", "_stats_kernel _jsd_kernel", "passes over tiles of logits"),
 )
 
 NAMES: tuple[UpstreamName, ...] = (

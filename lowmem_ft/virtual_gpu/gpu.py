@@ -26,6 +26,7 @@ from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.streams import number_anew
 from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.upstream.flash_attention_2 import flash_attention_2_as_on_cuda
+from lowmem_ft.virtual_gpu.upstream.trl_kernels import trl_kernels_as_on_cuda
 
 
 class VirtualGPU(VirtualMachine):
@@ -67,6 +68,7 @@ class VirtualGPU(VirtualMachine):
         stack.enter_context(activated(self))
         stack.enter_context(cuda_is_virtual(register_virtual_device()))
         stack.enter_context(flash_attention_2_as_on_cuda())
+        stack.enter_context(trl_kernels_as_on_cuda())
         super()._enter(stack)
 
     def outside_bytes(self) -> int:

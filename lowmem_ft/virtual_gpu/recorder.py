@@ -249,7 +249,8 @@ class Recorder(TorchDispatchMode):
         """
         try:
             return self._results.call(func, args, kwargs)
-        except DynamicOutputShapeException:
+        except DynamicOutputShapeException:  # the host waits for the number that is the result's size
+            self.work.synchronize(waits=args[0].device.type == self.device_type)
             result, is_size_known = result_of_unknown_size(func, args, kwargs)
             if not is_size_known:
                 self.largest_assumed.add(str(func))

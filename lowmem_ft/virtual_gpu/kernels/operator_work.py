@@ -20,6 +20,9 @@ _READ_ROWS = frozenset(
 )
 """They read as much as they write, however large the table is."""
 
+_ADD_TO_WIDER = frozenset({aten.addmm.dtype, aten.addmm.dtype_out})
+"""Products whose first argument, to which they are added, has another type than what is multiplied."""
+
 
 def work_of(
     func: Any,
@@ -43,7 +46,7 @@ def work_of(
     """
     if is_free(func):
         return None
-    inputs = list(_tensors((args, tuple(kwargs.values()))))
+    inputs = list(_tensors((args, [value for name, value in kwargs.items() if name != "out"])))
     results = list(_tensors((result,)))
     devices = {tensor.device.type for tensor in (*inputs, *results)}
     if device_type not in devices:
@@ -68,7 +71,7 @@ def work_of(
         position=0,
         name=name,
         flops=flops,
-        dtype=_product_dtype([*inputs, *results]) if flops else "",
+        dtype=_product_dtype([*inputs[func in _ADD_TO_WIDER :], *results]) if flops else "",
         num_bytes=num_bytes,
     )
 

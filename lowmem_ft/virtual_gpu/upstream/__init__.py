@@ -1,4 +1,4 @@
-"""What of torch, transformers and bitsandbytes is patched, in a block, for programs to run on a GPU that is not there.
+"""What of other libraries is patched, in a block, for programs to run on a GPU that is not there.
 
 torch
     ``cuda_names``, ``cuda_classes`` and ``cuda_refusals`` let ``cuda`` mean the virtual GPU; ``inference_mode``;
@@ -7,4 +7,6 @@ transformers
     ``experts``, ``flash_attention_2``, ``generation``, ``weight_files``.
 bitsandbytes
     ``bitsandbytes_weights`` and, for the rest of it, ``bitsandbytes_fakes``.
+TRL
+    ``trl_kernels``.
 """

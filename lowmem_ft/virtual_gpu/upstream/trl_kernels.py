@@ -1,0 +1,114 @@
+"""TRL's heads on the virtual GPU, as its Triton kernels compute them: each tile of logits read and written in place.
+
+Without Triton, or on a device that is not called ``cuda``, TRL writes the same steps in torch: half a dozen float32
+copies of a tile, and a score for every position. A GPU under Linux, where torch brings Triton, never runs those.
+Sources: TRL 1.16.0, ``kernels/chunked_logprob.py``, ``kernels/chunked_divergence.py``, ``trainer/utils.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.devices import is_virtual
+from lowmem_ft.upstream.on_import import when_imported
+from lowmem_ft.upstream.patches import existing, replace
+from lowmem_ft.virtual_gpu.operator_costs import register_operator_cost
+
+_KERNELS = {
+    "trl.kernels.chunked_logprob": ("_forward_kernel", "_backward_kernel"),
+    "trl.kernels.chunked_divergence": ("_stats_kernel", "_jsd_kernel", "_backward_kernel"),
+}
+_ASKS = (*_KERNELS, "trl.trainer.utils", "trl.trainer.distillation_trainer")
+"""Modules that ask whether a device has Triton."""
+
+_WRITES = "_backward_kernel"
+"""It leaves the gradient of the logits where they were."""
+
+
+@contextlib.contextmanager
+def trl_kernels_as_on_cuda() -> Iterator[None]:
+    """Let TRL's heads take their way over Triton on the virtual device in a block, imported before or in it."""
+    _register_cost()
+    with contextlib.ExitStack() as undo:
+        for name in _ASKS:
+            when_imported(undo, name, functools.partial(_let_ask, undo))
+        for name, kernels in _KERNELS.items():
+            when_imported(undo, name, functools.partial(_adapt, undo, kernels))
+        yield
+
+
+def _let_ask(undo: contextlib.ExitStack, module: Any) -> None:
+    original = existing(module, "_use_triton")
+
+    @functools.wraps(original)
+    def use_triton(device: torch.device) -> bool:
+        return is_virtual(device) or original(device)
+
+    replace(undo, module, "_use_triton", use_triton)
+
+
+def _adapt(undo: contextlib.ExitStack, kernels: tuple[str, ...], module: Any) -> None:
+    for name in kernels:
+        replace(undo, module, name, _Launcher(existing(module, name), writes=name == _WRITES))
+    has_wide_sums, multiply = existing(module, "_MM_OUT_DTYPE"), existing(module, "_addmm_fp32")
+
+    @functools.wraps(multiply)
+    def addmm_fp32(acc: Tensor, a: Tensor, b: Tensor) -> None:
+        if has_wide_sums and is_virtual(acc.device) and a.dtype in (torch.float16, torch.bfloat16):
+            torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
+        else:
+            multiply(acc, a, b)
+
+    replace(undo, module, "_addmm_fp32", addmm_fp32)
+    if not hasattr(module, "triton"):  # it is not installed here
+        module.triton = SimpleNamespace(cdiv=lambda number, size: -(-number // size))
+        undo.callback(delattr, module, "triton")
+
+
+class _Launcher:
+    """What stands for a Triton kernel: on virtual tensors it is one pass over its tiles, on others the kernel itself.
+
+    Args:
+        kernel: of TRL's.
+        writes: whether the first tile is written too.
+    """
+
+    def __init__(self, kernel: Any, *, writes: bool) -> None:
+        self._kernel = kernel
+        self._passes = 2 if writes else 1
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            tiles = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 2]
+            if is_virtual(tiles[0].device):
+                torch.ops.lowmem_ft.trl_kernel(tiles[0], tiles[1:], self._passes)
+            else:
+                self._kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+@torch.library.custom_op("lowmem_ft::trl_kernel", mutates_args=("tile_TV",))
+def _kernel(tile_TV: Tensor, others: list[Tensor], passes: int) -> None:
+    raise NotImplementedError("It stands for a Triton kernel on a virtual GPU, and computes nothing.")
+
+
+@_kernel.register_fake
+def _makes_nothing(tile_TV: Tensor, others: list[Tensor], passes: int) -> None:
+    """What is written is the tile itself."""
+
+
+@functools.cache
+def _register_cost() -> None:
+    register_operator_cost(torch.ops.lowmem_ft.trl_kernel.default, moved_bytes=_moved_bytes, irrelevant=())
+
+
+def _moved_bytes(tile_TV: Tensor, others: list[Tensor], passes: int) -> int:
+    return passes * tile_TV.nbytes + sum(tile.nbytes for tile in others)
