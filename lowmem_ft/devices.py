@@ -18,6 +18,11 @@ def with_index(device: torch.device | str) -> torch.device:
     return torch.device(device.type, module.current_device() if hasattr(module, "current_device") else 0)
 
 
+def of_tensors(device: torch.device | str) -> torch.device:
+    """A device as tensors that are made there name it: with its index, and a virtual GPU by its own name."""
+    return torch.empty(0, device=device).device
+
+
 def kernels_of(device: torch.device | str) -> str:
     """The device type whose kernels a device runs: its own, or ``cuda`` for a virtual GPU that stands for one."""
     device = torch.device(device)

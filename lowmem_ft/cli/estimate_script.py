@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
     from lowmem_ft.estimator.script import ScriptEstimate
     from lowmem_ft.hf.script_savings import Savings
+
+
+_NO_TRAINER = (
+    "it is for trainers of transformers and TRL; each technique has a function for a loop of your own"
+)
 
 
 def estimate_script(arguments: Sequence[str]) -> int:
@@ -73,9 +79,9 @@ def _doing(path: Path) -> str:
     return f"{path.name}: running on a virtual GPU"
 
 
-def _says_steps(path: Path, options: argparse.Namespace, say: Callable[[str], None]) -> Callable[[int], None]:
+def _says_steps(doing: str, options: argparse.Namespace, say: Callable[[str], None]) -> Callable[[int], None]:
     def on_step(step: int) -> None:
-        say(f"{_doing(path)}: step {min(step + 1, options.steps)} of {options.steps}")
+        say(f"{doing}: step {min(step + 1, options.steps)} of {options.steps}")
 
     return on_step
 
@@ -84,22 +90,20 @@ def _on_one(
     path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
     from lowmem_ft.estimator.script import estimate_script
-    from lowmem_ft.hf.script_savings import TrainerSeen
+    from lowmem_ft.hf.script_savings import Savings, TrainerSeen, attach_what_is_exact
 
     seen = TrainerSeen()
-    found = estimate_script(
-        path,
-        arguments,
-        gpu=options.gpu,
-        steps=options.steps,
-        on_step=_says_steps(path, options, say),
-        on_trainer=seen,
-    )
-    say(f"{path.name}: what hf.attach would save")
-    try:
-        savings, problems = seen.savings(options.gpu), seen.problems
-    except UserError as error:
-        savings, problems = None, error.problems
+    run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=options.steps)
+    found = run(on_step=_says_steps(_doing(path), options, say), on_trainer=seen)
+    savings, problems = None, seen.problems if seen.is_there else (_NO_TRAINER,)
+    if seen.settings:
+        doing = f"{path.name}: once more, with hf.attach"
+        say(doing)
+        try:
+            after = run(on_step=_says_steps(doing, options, say), on_trainer=attach_what_is_exact)
+            savings = Savings(settings=seen.settings, before=found, after=after)
+        except UserError as error:
+            problems = error.problems
     return lambda: _report_one(found, savings, problems, options)
 
 
@@ -126,7 +130,7 @@ def _report_one(
 
 
 def _attach_facts(savings: Savings | None, problems: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What ``hf.attach`` would save, or why that is not known; nothing for a script without a trainer."""
+    """What ``hf.attach`` would save, or why that is not known; nothing where a trainer has it all."""
     yield from (
         ("" if index else "hf.attach", f"not estimated: {text}") for index, text in enumerate(problems)
     )
@@ -142,7 +146,7 @@ def _on_all(
     from lowmem_ft.estimator.script import estimate_script_on_gpus
 
     gpus = list(load_gpus().values())
-    on_step = _says_steps(path, options, say)
+    on_step = _says_steps(_doing(path), options, say)
     results = estimate_script_on_gpus(path, arguments, gpus, steps=options.steps, on_step=on_step)
     found = [result for result in results if not isinstance(result, CannotRun)]
     cannot_run = {

@@ -20,7 +20,7 @@ from lowmem_ft.hf.overrides import overridden_keys
 from lowmem_ft.hf.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.conflicts import recipe_problems
-from lowmem_ft.recipe.keys import RecipeKey, recipe_keys
+from lowmem_ft.recipe.keys import as_typed, recipe_keys
 from lowmem_ft.recipe.plan_config import PlanConfig
 
 _BY_TRAINER = ("data", "training", "plan")
@@ -56,10 +56,10 @@ class Agreement:
         key = recipe_keys()[path]
         own = key.value_in(self.recipe)
         if own != value and path in self.overridden:
-            self.overrides.append(f"{source}={_shown(value)} for {_setting(key, own)}")
+            self.overrides.append(f"{source}={as_typed(value)} for {key.setting(own)}")
         elif own not in (key.default, value):
             self.problems.append(
-                f"{_setting(key, own)} is not what the trainer has, {source}={_shown(value)}, and it is the trainer "
+                f"{key.setting(own)} is not what the trainer has, {source}={as_typed(value)}, and it is the trainer "
                 f"that trains. Set one of the two, or leave {path} out of the recipe."
             )
         self.read.append(path)
@@ -122,7 +122,7 @@ def unread_settings(recipe: Recipe, read: list[str]) -> Iterator[str]:
         value = key.value_in(recipe)
         is_read = path in read or path == "training.max_skipped_steps"
         if path.partition(".")[0] in _BY_TRAINER and not is_read and value != key.default:
-            yield _setting(key, value)
+            yield key.setting(value)
 
 
 def _take_arguments(agreement: Agreement, trainer: Any) -> None:
@@ -156,7 +156,7 @@ def _take_optimizer_arguments(agreement: Agreement, args: Any) -> None:
             agreement.take(f"optimizer.{name}", source, _one(values))
         elif name not in own and not is_default:
             agreement.problems.append(
-                f"{source} is set to {_shown(_one(values))}, and "
+                f"{source} is set to {as_typed(_one(values))}, and "
                 f"optimizer.name={agreement.recipe.optimizer.name} has no {name}. Leave it out, or set "
                 "optimizer.name=adamw."
             )
@@ -210,7 +210,7 @@ def _take_model(agreement: Agreement, model: Any) -> None:
     """What the trainer's own model is; most of it is settled with the weights."""
     own = agreement.recipe.model
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    dtype = _dtype_of(causal_lm)
+    dtype = weights_type(causal_lm)
     if own.dtype != "auto":
         agreement.take("model.dtype", "the model's own type", dtype)
     quantization = "nf4" if getattr(causal_lm, "is_loaded_in_4bit", False) else "none"
@@ -257,21 +257,11 @@ def _take_adapter(agreement: Agreement, model: Any) -> None:
         agreement.take(f"adapter.{name}", f"LoraConfig.{name}", getattr(config, name))
 
 
-def _dtype_of(causal_lm: torch.nn.Module) -> str:
-    """The type of most of the base's weights; an adapter's own are beside them."""
+def weights_type(causal_lm: torch.nn.Module) -> str:
+    """The type of most of the base's weights, such as ``bfloat16``; an adapter's own are beside them."""
     numbers: Counter[torch.dtype] = Counter()
     for name, parameter in causal_lm.named_parameters():
         if parameter.is_floating_point() and "lora_" not in name:
             numbers[parameter.dtype] += parameter.numel()
     ((dtype, _),) = numbers.most_common(1)
     return str(dtype).removeprefix("torch.")
-
-
-def _setting(key: RecipeKey, value: Any) -> str:
-    return f"{key.path}={_shown(value)}"
-
-
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(list(value) if isinstance(value, tuple) else value)

@@ -16,7 +16,7 @@ from transformers import Trainer
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import UserError
 from lowmem_ft.handle import Handle
-from lowmem_ft.hf.agreement import agree, unread_settings
+from lowmem_ft.hf.agreement import Agreement, agree, unread_settings
 from lowmem_ft.hf.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.checkpointing_switch import flags_off, take_switch
 from lowmem_ft.hf.prepared_model import finer_weights
@@ -99,7 +99,7 @@ def attach(
             "or hf.attach(trainer, plan='auto', budget='24GiB'); a recipe has its own budget.device."
         )
     kind = kind_of(trainer)
-    if getattr(trainer, _MARK, None) or getattr(_causal_lm(trainer.model), _MARK, None):
+    if is_attached(trainer):
         raise UserError(
             "hf.attach() takes a trainer and its model once, and a recipe is attached to one of them already. Call "
             "remove() on its handle first."
@@ -117,18 +117,40 @@ def attach(
         raise
 
 
-def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
+def is_attached(trainer: Any) -> bool:
+    """Whether a recipe is attached to a trainer, or to its model."""
+    return bool(getattr(trainer, _MARK, None) or getattr(_causal_lm(trainer.model), _MARK, None))
+
+
+def settled_with(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
+    """What a trainer would train with if a recipe were attached to it; nothing is changed.
+
+    Args:
+        trainer: not trained yet.
+        recipe: what would be attached.
+        kind: of the trainer.
+
+    Returns:
+        The recipe with the trainer's values, and which keys both have a say in.
+
+    Raises:
+        UserError: for everything that speaks against it.
+    """
     agreement = agree(trainer, recipe, kind)
-    settled = agreement.recipe
     problems = [*already_attached(trainer), *agreement.problems]
-    problems += problems_with_trainer(trainer, settled, kind)
+    problems += problems_with_trainer(trainer, agreement.recipe, kind)
     if problems:
         raise UserError(*problems)
+    return agreement
+
+
+def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
+    agreement = settled_with(trainer, recipe, kind)
     if agreement.overrides:
         logger.info("Overridden in the trainer's arguments: %s.", "; ".join(agreement.overrides))
     if unread := list(unread_settings(recipe, agreement.read)):
         logger.info("Not read, as the trainer has its own: %s.", ", ".join(unread))
-    return _attach(trainer, settled, kind, flags)
+    return _attach(trainer, agreement.recipe, kind, flags)
 
 
 def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:

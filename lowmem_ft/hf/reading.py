@@ -9,6 +9,8 @@ from lowmem_ft.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+SCRIPT_ESTIMATE = "`lowmem-ft estimate --script` estimates the script as it is."
+
 
 @dataclass
 class Reading:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DataCollatorWithFlattening
 
+from lowmem_ft.devices import of_tensors
 from lowmem_ft.hf.key_table import BY_HF_NAME
 from lowmem_ft.hf.trainer_kinds import Kind
 from lowmem_ft.recipe import Recipe
@@ -88,7 +89,7 @@ def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:
             "Load it without device_map."
         )
     elif recipe.offload.parameters == "device":
-        away = {parameter.device.type for parameter in model.parameters()} - {device.type}
+        away = {parameter.device.type for parameter in model.parameters()} - {of_tensors(device).type}
         if away:
             yield (
                 f"hf.attach() needs the model on {device}, where it is trained; some of it is on "

@@ -14,13 +14,11 @@ from transformers import Trainer, TrainingArguments
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.script.trainers import gathers_logits
-from lowmem_ft.hf.key_table import BY_HF_NAME
-from lowmem_ft.hf.reading import Reading
+from lowmem_ft.hf.reading import SCRIPT_ESTIMATE, Reading
 from lowmem_ft.hf.script_model import adapter_config, base_model, model_config
+from lowmem_ft.hf.script_optimizer import optimizer_config
 from lowmem_ft.hf.script_rows import longest_row, row_length
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.optimizers import ChunkedOptimizer, OptimizerConfig
-from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.config import AdapterConfig, CheckpointingConfig, LossConfig, OffloadConfig
@@ -28,8 +26,6 @@ from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_SCRIPT_ESTIMATE = "`lowmem-ft estimate --script` estimates the script as it is."
 
 # How TRL's head is tiled (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
 _TRL_TILE_TOKENS, _TRL_TILE_VOCABULARY = 4096, 32768
@@ -172,7 +168,7 @@ def refuse_other_losses(script: Trainer | TrainingArguments) -> None:
     if _is_trl_but_not_sft(type(script)):
         raise UserError(
             f"A recipe trains a model on next tokens, and {type(script).__name__} does more in a step: reference "
-            f"models, pairs of answers, generation. {_SCRIPT_ESTIMATE}"
+            f"models, pairs of answers, generation. {SCRIPT_ESTIMATE}"
         )
 
 
@@ -196,7 +192,13 @@ def _read(
         adapter=adapter,
         data=_data(script, max_length),
         training=_training(script, reading),
-        optimizer=_optimizer(script, model, adapter, reading),
+        optimizer=optimizer_config(
+            args,
+            script.model,
+            script.optimizer,
+            keeps_no_masters=model.dtype == "bfloat16" and adapter.name == "none",
+            reading=reading,
+        ),
         checkpointing=CheckpointingConfig(mode="full" if is_checkpointed else "none"),
         offload=OffloadConfig(activations="all" if is_offloaded else "none"),
         loss=LossConfig(chunk_tokens=None),
@@ -273,73 +275,10 @@ def _mixed_precision(args: Any, reading: Reading) -> Any:
     chosen = args.mixed_precision
     if chosen not in recipe_keys()["training.mixed_precision"].choices:
         reading.problem(
-            f"A recipe's mixed precision is bf16, fp16 or no, and the script's is {chosen}. {_SCRIPT_ESTIMATE}"
+            f"A recipe's mixed precision is bf16, fp16 or no, and the script's is {chosen}. {SCRIPT_ESTIMATE}"
         )
         return "no"
     return chosen
-
-
-def _optimizer(
-    script: Script, model: ModelConfig, adapter: AdapterConfig, reading: Reading
-) -> OptimizerConfig:
-    args: Any = script.args
-    found = BY_HF_NAME.get(str(getattr(args.optim, "value", args.optim)))
-    asked = f"optim={getattr(args.optim, 'value', args.optim)}"
-    if script.optimizer is not None and not _is_that_of_the_arguments(script):
-        asked = f"{type(script.optimizer).__module__}.{type(script.optimizer).__qualname__}"
-        found = _name_of(script.optimizer)
-    if found is None:
-        reading.problem(
-            f"The optimizer {asked} is none of a recipe's: {', '.join(BY_HF_NAME)}. {_SCRIPT_ESTIMATE}"
-        )
-        return OptimizerConfig()
-    row = OPTIMIZERS[found]
-    said = {
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "momentum": _momentum(args),
-    }
-    hyperparameters = {
-        name: said[name] for name, default in row.hyperparameters.items() if said[name] != default
-    }
-    formats: dict[str, Any] = {}
-    if model.dtype == "bfloat16" and adapter.name == "none" and row.takes_formats:
-        formats["master"] = "none"
-        if row.takes_state_formats and hyperparameters.get("momentum") != 0:
-            formats["state"] = "bf16"
-    if found == "adamw" and asked == "optim=adamw_torch" and not args.use_cpu:
-        reading.warn(
-            "optim=adamw_torch updates all weights at once on a GPU and holds as much as its second averages beside "
-            "them meanwhile, which the estimate does not count; optim=adamw_torch_fused does not."
-        )
-    return OptimizerConfig(name=found, weight_decay=args.weight_decay, **hyperparameters, **formats)
-
-
-def _is_that_of_the_arguments(script: Script) -> bool:
-    """A trainer makes it from them as training begins; it knows bitsandbytes' by more than their class."""
-    theirs, _ = Trainer.get_optimizer_cls_and_kwargs(script.args, script.model)  # type: ignore[arg-type]
-    return type(script.optimizer) is theirs
-
-
-def _name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
-    """That of an optimizer that the script brings itself."""
-    if isinstance(optimizer, ChunkedOptimizer):
-        raise UserError(
-            "A script's recipe is read before hf.attach. Call hf.recipe_from first; to MemoryCallback give the recipe "
-            "that hf.attach was given."
-        )
-    by_class: dict[str, OptimizerName] = {
-        "torch.optim.adamw.AdamW": "adamw",
-        "torch.optim.sgd.SGD": "sgd",
-        "transformers.optimization.Adafactor": "adafactor",
-    }
-    return by_class.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
-
-
-def _momentum(args: Any) -> float:
-    """SGD's, which HF takes as text: ``momentum=0.9,nesterov=true``."""
-    pairs = (pair.partition("=") for pair in (args.optim_args or "").replace(" ", "").split(","))
-    return next((float(value) for name, _, value in pairs if name == "momentum"), 0.0)
 
 
 def _note_unlike(script: Script, reading: Reading) -> None:

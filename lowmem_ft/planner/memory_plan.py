@@ -190,6 +190,4 @@ class MemoryPlan:
 
 def typed(overrides: Mapping[str, Any]) -> tuple[str, ...]:
     """Settings as they are typed."""
-    return tuple(
-        recipe_keys()[key].setting("null" if value is None else value) for key, value in overrides.items()
-    )
+    return tuple(recipe_keys()[key].setting(value) for key, value in overrides.items())

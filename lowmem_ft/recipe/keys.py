@@ -89,7 +89,14 @@ class RecipeKey:
 
     def setting(self, value: Any) -> str:
         """A value of the key as it is typed."""
-        return f"{self.path}={str(value).lower() if isinstance(value, bool) else value}"
+        return f"{self.path}={as_typed(value)}"
+
+
+def as_typed(value: Any) -> str:
+    """A value as it is typed in a setting."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 @functools.cache

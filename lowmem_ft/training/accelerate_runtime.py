@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.devices import with_index
+from lowmem_ft.devices import of_tensors
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
@@ -45,7 +45,7 @@ class AccelerateRuntime(MixedPrecision):
     """A :class:`~lowmem_ft.training.runtime.RunRuntime` on a real device, in one process or several."""
 
     def __init__(self, accelerator: Accelerator, mixed_precision: str) -> None:
-        super().__init__(mixed_precision, with_index(accelerator.device))  # a single process is told `cuda`
+        super().__init__(mixed_precision, of_tensors(accelerator.device))  # a single process is told `cuda`
         self.accelerator = accelerator
         self.num_processes: int = accelerator.num_processes
         self.process_index: int = accelerator.process_index

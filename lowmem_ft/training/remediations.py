@@ -68,6 +68,13 @@ class Remediation:
         changed = {group: dataclasses.replace(getattr(recipe, group), **new) for group, new in values.items()}
         return dataclasses.replace(recipe, **changed)
 
+    def is_exact_for(self, recipe: Recipe) -> bool:
+        """Whether a recipe trains the same numbers with it, up to the order of sums."""
+        effects = (
+            recipe_keys()[path].effect_of_change(recipe, value) for path, value in self.settings.items()
+        )
+        return all(effect.fidelity == "exact" for effect in effects)
+
     def price(self, recipe: Recipe) -> tuple[int, int]:
         """What it costs a recipe, to sort by: what is paid, then rounding; other mathematics is above all of it."""
         effects = [

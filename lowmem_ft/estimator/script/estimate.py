@@ -225,7 +225,13 @@ class _Seen:
             estimate = estimate_on_gpu(
                 replays.trace, gpu, limits(gpu, Budget()), surroundings, seconds, replays
             )
-        choices = (reason, *estimate.choices, self._steps_in_words(), self._data_in_words())
+        choices = (
+            reason,
+            *estimate.choices,
+            self._steps_in_words(),
+            self._data_in_words(),
+            self._loop_in_words(),
+        )
         return ScriptEstimate(
             estimate=dataclasses.replace(estimate, choices=tuple(filter(None, choices))),
             script=str(self._path),
@@ -254,6 +260,13 @@ class _Seen:
     def _data_in_words(self) -> str:
         left_out = self._run.cut.rows_left_out
         return f"data: {left_out:,} rows were left out as these steps do not come to them" if left_out else ""
+
+    def _loop_in_words(self) -> str:
+        if self._run.training.has_trainer:
+            return ""
+        return (
+            "evaluation: the script's own loop is seen up to the last of these steps; what comes after is not"
+        )
 
 
 def _host_outside(trace: Trace, *, on_gpu: bool) -> HostOutside:

@@ -48,6 +48,8 @@ class ShortTraining:
         self._on_trainer = on_trainer
         self.micro_batches: int | None = None
         """Of a step, where only some of them are traced."""
+        self.has_trainer = False
+        """Whether a trainer of transformers or TRL has trained."""
 
     def tokens_of_step(self, traced_tokens: int) -> int:
         """Of all its micro-batches, by those of the ones that are traced."""
@@ -86,6 +88,7 @@ class ShortTraining:
     def _shortened(self, train: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train)
         def train_shortly(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self.has_trainer = True
             if resume_from_checkpoint:
                 self._machine.say(
                     "resume_from_checkpoint: not read; the steps are those of a run that begins"

@@ -1,0 +1,91 @@
+"""The optimizer of somebody's script, in a recipe's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.hf.key_table import BY_HF_NAME
+from lowmem_ft.hf.reading import SCRIPT_ESTIMATE, Reading
+from lowmem_ft.optimizers import ChunkedOptimizer, OptimizerConfig
+from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
+
+
+def optimizer_config(
+    args: Any,
+    model: nn.Module,
+    own: torch.optim.Optimizer | None,
+    *,
+    keeps_no_masters: bool,
+    reading: Reading,
+) -> OptimizerConfig:
+    """The optimizer group of the recipe.
+
+    Args:
+        args: ``TrainingArguments`` of the script.
+        model: what is trained.
+        own: an optimizer that the script brings; None: the arguments name it.
+        keeps_no_masters: whether all weights are trained in bfloat16, beside which an optimizer of torch keeps none.
+        reading: takes what has no counterpart.
+    """
+    found = BY_HF_NAME.get(str(getattr(args.optim, "value", args.optim)))
+    asked = f"optim={getattr(args.optim, 'value', args.optim)}"
+    if own is not None and not _is_that_of_the_arguments(own, args, model):
+        asked = f"{type(own).__module__}.{type(own).__qualname__}"
+        found = _name_of(own)
+    if found is None:
+        reading.problem(
+            f"The optimizer {asked} is none of a recipe's: {', '.join(BY_HF_NAME)}. {SCRIPT_ESTIMATE}"
+        )
+        return OptimizerConfig()
+    row = OPTIMIZERS[found]
+    said = {
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "momentum": _momentum(args),
+    }
+    hyperparameters = {
+        name: said[name] for name, default in row.hyperparameters.items() if said[name] != default
+    }
+    formats: dict[str, Any] = {}
+    if keeps_no_masters and row.takes_formats:
+        formats["master"] = "none"
+        if row.takes_state_formats and hyperparameters.get("momentum") != 0:
+            formats["state"] = "bf16"
+    if found == "adamw" and asked == "optim=adamw_torch" and not args.use_cpu:
+        reading.warn(
+            "optim=adamw_torch updates all weights at once on a GPU and holds as much as its second averages beside "
+            "them meanwhile, which the estimate does not count; optim=adamw_torch_fused does not."
+        )
+    return OptimizerConfig(name=found, weight_decay=args.weight_decay, **hyperparameters, **formats)
+
+
+def _is_that_of_the_arguments(own: torch.optim.Optimizer, args: Any, model: nn.Module) -> bool:
+    """A trainer makes it from them as training begins; it knows bitsandbytes' by more than their class."""
+    theirs, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    return type(own) is theirs
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
+    """That of an optimizer that the script brings itself."""
+    if isinstance(optimizer, ChunkedOptimizer):
+        raise UserError(
+            "A script's recipe is read before hf.attach. Call hf.recipe_from first; to MemoryCallback give the recipe "
+            "that hf.attach was given."
+        )
+    by_class: dict[str, OptimizerName] = {
+        "torch.optim.adamw.AdamW": "adamw",
+        "torch.optim.sgd.SGD": "sgd",
+        "transformers.optimization.Adafactor": "adafactor",
+    }
+    return by_class.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+
+
+def _momentum(args: Any) -> float:
+    """SGD's, which HF takes as text: ``momentum=0.9,nesterov=true``."""
+    pairs = (pair.partition("=") for pair in (args.optim_args or "").replace(" ", "").split(","))
+    return next((float(value) for name, _, value in pairs if name == "momentum"), 0.0)
