@@ -84,16 +84,20 @@ class Forks:
 
     def run_two(self, source: str, *arguments: str) -> list[CompletedProcess[str]]:
         """Run Python code in two processes that find each other as under a launcher, which ends neither of them."""
+        return self.run_several(2, source, *arguments)
+
+    def run_several(self, num_processes: int, source: str, *arguments: str) -> list[CompletedProcess[str]]:
+        """The same in so many."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = {
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": f"{num_processes}",
+            "LOCAL_WORLD_SIZE": f"{num_processes}",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": f"{port}",
         }
-        places = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in ("0", "1")]
+        places = [{"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", **shared} for rank in range(num_processes)]
         return self._run(source, arguments, places, Path.cwd())
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from lowmem_ft.optimizers.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
 from lowmem_ft.optimizers.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
 from lowmem_ft.repetition import rounds
+from lowmem_ft.shards import first_element, is_sharded, local_part
 
 CPU_CHUNK_ELEMENTS = 2**18
 """A chunk and its state stay in a core's cache: four times as fast as whole tensors (Xeon, 2 threads, float32)."""
@@ -45,7 +46,9 @@ class ChunkedOptimizer(Optimizer):
     Frees: what the formats free; temporaries are a few float32 tensors of ``chunk_elements``, whatever the parameters.
     Equals: the rule in float32, bit for bit, with formats ``fp32`` and ``split16``; the size of chunks changes nothing.
     Limits: weights changed from outside (loaded, averaged) are noticed by :meth:`adopt_weights` alone. Weights that are
-    not contiguous are copied whole while they are updated.
+    not contiguous are copied whole while they are updated. Of a parameter that ``fully_shard`` has cut, each process
+    updates its own rows, with the random bits that one process would draw for them; make the optimizer after sharding.
+    8-bit blocks begin anew in each process's rows. A rule that measures whole parameters refuses.
 
     Args:
         params: parameters or groups of them.
@@ -78,13 +81,20 @@ class ChunkedOptimizer(Optimizer):
         self.chunk_elements: int | None = None
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        self._first_elements: dict[nn.Parameter, int] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters after all others: random rounding goes by their numbers."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
+            if isinstance(self.rule, WholeParameterRule) and is_sharded(parameter):
+                raise ValueError(
+                    f"{type(self.rule).__name__} measures whole parameters, got one of shape "
+                    f"{tuple(parameter.shape)} that is sharded. Take AdamW, Lion or SGD, or do not shard."
+                )
             self._places[parameter] = (len(self.param_groups) - 1, len(self._places))
+            self._first_elements[parameter] = first_element(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -102,7 +112,9 @@ class ChunkedOptimizer(Optimizer):
                 loss = closure()
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self.update(
-            GradientSlice(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None
+            GradientSlice(parameter, local_part(parameter.grad))
+            for parameter in parameters
+            if parameter.grad is not None
         )
         return loss
 
@@ -131,7 +143,7 @@ class ChunkedOptimizer(Optimizer):
             )
             if isinstance(self.rule, WholeParameterRule):
                 updates = list(updates)  # each is measured first, with visits of its own
-            chunks = (chunk for update in updates for chunk in rounds(self._chunks_of(update)))
+            chunks = (chunk for update in self._begun(updates) for chunk in rounds(self._chunks_of(update)))
             for chunk in rounds(self._visits(chunks, device)):
                 self._update_chunk(chunk)
 
@@ -177,7 +189,7 @@ class ChunkedOptimizer(Optimizer):
             values: given the first element and the one after the last, these elements of the flattened parameter.
         """
         weight, master, kept = flat_weight(parameter), self.master_of(parameter), self.state[parameter]
-        for start, stop in spans(0, parameter.numel(), self.chunk_size(weight.device)):
+        for start, stop in spans(0, weight.numel(), self.chunk_size(weight.device)):
             value = values(start, stop).to(weight.device, torch.float32)
             here = {name: kept[name][start:stop].to(weight.device) for name in master.tensors}
             master.write(value, weight[start:stop], here, self.random_of(parameter, kept["step"], start))
@@ -246,26 +258,39 @@ class ChunkedOptimizer(Optimizer):
 
     def kept_sizes(self, parameter: nn.Parameter) -> dict[str, tuple[int, torch.dtype]]:
         """What waits in ``home`` for a parameter: by name, the number of elements and their type."""
-        sizes = {
-            name: (parameter.numel(), dtype) for name, dtype in self.master_of(parameter).tensors.items()
-        }
+        num_elements = local_part(parameter).numel()
+        sizes = {name: (num_elements, dtype) for name, dtype in self.master_of(parameter).tensors.items()}
         for name, form in self.averages_of(parameter).items():
-            sizes |= form.tensors(name, parameter.numel())
+            sizes |= form.tensors(name, num_elements)
         return sizes
 
     def random_of(self, parameter: nn.Parameter, step: int, element: int) -> CounterRandom:
-        """The random bits of a parameter's elements from ``element`` on, in its given step."""
-        return CounterRandom(self.seed, step, self._places[parameter][1], element)
+        """The random bits of a parameter's elements from ``element`` of this process on, in its given step."""
+        number = self._first_elements[parameter] + element
+        return CounterRandom(self.seed, step, self._places[parameter][1], number)
 
     def chunk_size(self, device: torch.device) -> int:
         """Elements that are updated at a time on a device."""
         by_device = CPU_CHUNK_ELEMENTS if kernels_of(device) == "cpu" else GPU_CHUNK_ELEMENTS
         return self.chunk_elements or by_device
 
+    def _begun(self, updates: Iterable[SliceUpdate]) -> Iterator[SliceUpdate]:
+        """Those with anything to update; a parameter of which nothing lies here has made its step."""
+        for update in updates:
+            if update.stop > update.start:
+                yield update
+            else:
+                self._after(update)
+
     def _slice_update(
         self, finished: GradientSlice, scale: Tensor | None, hyperparameters: Mapping[int, Mapping[str, Any]]
     ) -> SliceUpdate:
         parameter = finished.parameter
+        if parameter not in self._places:
+            raise ValueError(
+                f"This optimizer was made for other parameters than the one of shape {tuple(parameter.shape)} that it "
+                "is to update. Make it after fully_shard, or whatever has put new parameters in their place."
+            )
         if parameter not in self.state:
             self.allocate_state([parameter])
         self._check(finished)
@@ -286,7 +311,8 @@ class ChunkedOptimizer(Optimizer):
         return update
 
     def _check(self, finished: GradientSlice) -> None:
-        num_elements, stop = finished.parameter.numel(), finished.start + finished.gradient.numel()
+        num_elements = local_part(finished.parameter).numel()
+        stop = finished.start + finished.gradient.numel()
         unit = self.slice_unit or num_elements
         if stop > num_elements or finished.start % unit or (stop % unit and stop != num_elements):
             raise ValueError(
@@ -378,7 +404,7 @@ class ChunkedOptimizer(Optimizer):
 
     def _after(self, update: SliceUpdate) -> None:
         write_back(update.weight, update.parameter)
-        if update.stop == update.parameter.numel():
+        if update.stop == local_part(update.parameter).numel():
             self.state[update.parameter]["step"] = update.number
         for after in update.after:
             after()

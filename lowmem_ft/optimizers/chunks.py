@@ -1,4 +1,4 @@
-"""Parameters as flat tensors, cut into chunks."""
+"""Parameters as flat tensors, cut into chunks; of sharded ones, what lies in this process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from lowmem_ft.shards import local_part
+
 
 def flat_weight(parameter: nn.Parameter) -> Tensor:
     """A parameter in one dimension: a view, or a copy if it is not contiguous; see :func:`write_back`."""
-    return parameter.detach().contiguous().view(-1)
+    return local_part(parameter).detach().contiguous().view(-1)
 
 
 def write_back(weight: Tensor, parameter: nn.Parameter) -> None:
     """Bring changes of a :func:`flat_weight` into the parameter, if that was a copy."""
-    if not parameter.is_contiguous():
-        parameter.detach().copy_(weight.view(parameter.shape))
+    here = local_part(parameter)
+    if not here.is_contiguous():
+        here.detach().copy_(weight.view(here.shape))
 
 
 def spans(start: int, stop: int, size: int, unit: int = 1) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.devices import has_bfloat16, name_of
 from lowmem_ft.errors import UserError
+from lowmem_ft.shards import local_part
 from lowmem_ft.techniques.device_rules import precision_problems
 from lowmem_ft.techniques.technique import Technique
 
@@ -229,10 +230,7 @@ class _Sample:
 
 def _flat(tensor: Tensor) -> Tensor:
     """This process's elements in one row; a view where the memory is contiguous."""
-    local = tensor.detach()
-    if hasattr(local, "to_local"):  # a DTensor of FSDP2
-        local = local.to_local()  # type: ignore[attr-defined]
-    return local.flatten()
+    return local_part(tensor.detach()).flatten()
 
 
 def _stride(num_elements: int, row_length: int) -> int:

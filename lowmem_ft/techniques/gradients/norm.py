@@ -5,10 +5,13 @@ torch's own ``clip_grad_norm_`` computes the norm of 16-bit gradients in 16 bits
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lowmem_ft.shards import is_sharded, local_part, sum_over_shards
 
 _ELEMENTS_AT_ONCE = 2**22
 """Elements converted to float32 together: a CPU makes a whole copy of what it converts."""
@@ -18,7 +21,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     """Scale gradients down so that their global norm is at most ``max_norm``.
 
     Equals: ``torch.nn.utils.clip_grad_norm_`` for 32-bit gradients; for others the same in float32, each gradient
-    rounded once.
+    rounded once. Of gradients that FSDP2 has cut, each process counts its own rows, and all get the one norm.
 
     Args:
         parameters: those without a gradient are passed over.
@@ -29,12 +32,14 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if all(gradient.dtype.itemsize >= 4 for gradient in gradients):
+    sharded = [gradient for gradient in gradients if is_sharded(gradient)]
+    if not sharded and all(gradient.dtype.itemsize >= 4 for gradient in gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = torch.linalg.vector_norm(torch.stack([norm_in_float32(gradient) for gradient in gradients]))
+    norms = [norm_in_float32(gradient) for gradient in gradients if not is_sharded(gradient)]
+    norm = torch.linalg.vector_norm(torch.stack([*norms, *_norms_over_processes(sharded)]))
     factor_1 = clip_factor(norm, max_norm).reshape(1)  # CUDA rounds a 0-d factor to the gradient's type
     for gradient in gradients:
-        for part in _parts(gradient):
+        for part in _parts(local_part(gradient)):
             part.mul_(factor_1)
     return norm
 
@@ -50,6 +55,17 @@ def norm_in_float32(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in _parts(gradient)])
     )
+
+
+def _norms_over_processes(gradients: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Of sharded gradients, those of each mesh together: one message a mesh."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        sharded: Any = gradient
+        by_mesh.setdefault((sharded.device_mesh, tuple(sharded.placements)), []).append(gradient)
+    for together in by_mesh.values():
+        squares = torch.stack([norm_in_float32(local_part(gradient)) for gradient in together]).square().sum()
+        yield sum_over_shards(squares, together[0]).sqrt()
 
 
 def _parts(gradient: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,77 @@
+"""What of a parameter lies in this process: all of it, or the rows that ``fully_shard`` has left here.
+
+FSDP2 (``torch.distributed.fsdp.fully_shard``) makes each parameter a ``DTensor``, of which every process holds some
+rows, as ``torch.chunk`` cuts them: the last processes may hold fewer, or none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a ``DTensor``; asked without importing what it is made of."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor, without its graph, in the same memory; any other tensor itself."""
+    sharded: Any = tensor
+    return sharded.detach().to_local() if is_sharded(tensor) else tensor
+
+
+def first_element(tensor: Tensor) -> int:
+    """The number, in the whole flattened tensor, of this process's first element.
+
+    Args:
+        tensor: a parameter or a gradient, sharded or not.
+
+    Raises:
+        ValueError: if it is cut otherwise than FSDP2 cuts: by rows, over one dimension of the mesh.
+    """
+    if not is_sharded(tensor):
+        return 0
+    dimension = _sharded_dimension(tensor)
+    if dimension is None or not tensor.ndim:
+        return 0
+    sharded: Any = tensor
+    num_rows, num_processes = tensor.shape[0], sharded.device_mesh.size(dimension)
+    first_row = min(-(-num_rows // num_processes) * sharded.device_mesh.get_local_rank(dimension), num_rows)
+    return first_row * (tensor.numel() // max(num_rows, 1))
+
+
+def sum_over_shards(value: Tensor, of: Tensor) -> Tensor:
+    """The sum, over the processes among which a tensor is cut, of a value that each has made of its part.
+
+    Args:
+        value: of this process; changed in place.
+        of: the tensor.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: as in :func:`first_element`.
+    """
+    dimension = _sharded_dimension(of) if is_sharded(of) else None
+    if dimension is not None:
+        import torch.distributed
+
+        sharded: Any = of
+        torch.distributed.all_reduce(value, group=sharded.device_mesh.get_group(dimension))
+    return value
+
+
+def _sharded_dimension(tensor: Any) -> int | None:
+    """The dimension of the mesh along which rows are dealt out; None if every process has all of them."""
+    sharded = [number for number, place in enumerate(tensor.placements) if not place.is_replicate()]
+    if not sharded:
+        return None
+    if len(sharded) > 1 or not tensor.placements[sharded[0]].is_shard(0):
+        raise ValueError(
+            "Our optimizers update parameters that are whole, or cut by rows over one dimension of the mesh as "
+            f"fully_shard does; got {tuple(tensor.placements)}. Shard with fully_shard's own placement, Shard(0)."
+        )
+    return sharded[0]
