@@ -33,6 +33,7 @@ NOT_UPSTREAM = {
     "_dynamo": "a folder of torch's sources",
     "_known_values": "ours, on fake tensors",
     "_lowmem_ft_overrides": "ours, on modules",
+    "_lowmem_ft_said": "ours, on TrainingArguments",
 }
 """Names with an underscore in front that are nobody else's secret, or not names."""
 
