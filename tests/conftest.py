@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -24,7 +25,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session):
-    """torch asks once what cuBLAS was told, at its first product: tests of deterministic kernels are not the first."""
+    """Set what holds for the whole process."""
+    # Half a million objects that imports have made stay anyway, and each gc.collect() would walk over all of them: a
+    # Trainer makes several. What asks the collector who holds what unfreezes them (``whole_heap``).
+    gc.collect()
+    gc.freeze()
+    # torch asks once what cuBLAS was told, at its first product: tests of deterministic kernels are not the first.
     if torch.cuda.is_available() and any(item.get_closest_marker("gpu") for item in session.items):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -32,6 +38,15 @@ def pytest_collection_finish(session):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def whole_heap():
+    """For tests of what walks over the objects that Python knows: all of them, imported ones too."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

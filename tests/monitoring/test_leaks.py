@@ -15,6 +15,8 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.monitoring import LeakFinder, find_leaks
 from lowmem_ft.monitoring.holders import holder_of
 
+pytestmark = pytest.mark.usefixtures("whole_heap")
+
 KEPT_BY_MODULE = []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 from pathlib import Path
 
@@ -98,15 +97,6 @@ class FullWithinBytes(StorageTracker):
             self.num_refused += 1
             raise torch.OutOfMemoryError("CUDA out of memory.")
         super()._measure(storage)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collected_once():
-    """What the libraries have made lives for good: let each collection pass over it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
