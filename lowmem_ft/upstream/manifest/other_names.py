@@ -1,0 +1,76 @@
+"""Of Accelerate, PEFT, bitsandbytes, datasets and TRL."""
+
+from __future__ import annotations
+
+from lowmem_ft.upstream.manifest.row import called, data, each, replaced
+
+ACCELERATE = (
+    *data("accelerate.state.PartialState", "_shared_state", "its device is chosen anew in a trace", "dict"),
+    *data("accelerate.state.AcceleratorState", "_shared_state", "the same", "dict"),
+    *data("accelerate.state.GradientState", "_shared_state", "the same", "dict"),
+    called(
+        "accelerate.state.AcceleratorState",
+        "_reset_state",
+        "",
+        "of an Accelerator that has a precision",
+    ),
+    *data("accelerate.Accelerator().prepare()", "_is_accelerate_prepared", "its mark is taken off", "bool"),
+    *data(
+        "accelerate.Accelerator().prepare()", "_original_forward", "what it put around forward goes", "method"
+    ),
+)
+
+PEFT = (
+    replaced(
+        "peft.tuners.lora.LoraLayer",
+        "_get_base_layer_device_and_dtype",
+        "self base_layer",
+        "adapters are made in float32, not rounded to their layer's type",
+    ),
+    replaced(
+        "peft.tuners.lora.LoraLayer", "_cast_input_dtype", "self x dtype", "leaves the type to autocast"
+    ),
+)
+
+_FUNCTIONAL = "bitsandbytes.functional"
+
+BITSANDBYTES = (
+    *data(_FUNCTIONAL, "name2qmap", "tables kept for the process must not be fake", "dict"),
+    *data(f"{_FUNCTIONAL}.GlobalPageManager", "_instance", "nor its pages"),
+    replaced(
+        _FUNCTIONAL, "create_dynamic_map", "signed max_exponent_bits total_bits", "reads the table it makes"
+    ),
+    replaced(_FUNCTIONAL, "get_paged", "shape dtype device", "asks CUDA for managed memory"),
+    replaced(_FUNCTIONAL, "fill", "A value device prefetch", "calls CUDA by address"),
+    replaced(_FUNCTIONAL, "prefetch_tensor", "A to_cpu", "calls CUDA by address"),
+    replaced("bitsandbytes.optim.optimizer", "sync_gpu", "t", "waits for the device by CUDA's own call"),
+    *each("called", "bitsandbytes.nn.Params4bit", "__new__", "takes fake tensors too"),
+    *each("called", "bitsandbytes.nn.Int8Params", "__new__", "takes fake tensors too"),
+    *each("module", "bitsandbytes.autograd", "_functions", "its logger is quiet"),
+)
+
+DATASETS = (*data("datasets.Dataset()", "_fingerprint", "the tokenized rows' place in the cache", "str"),)
+
+TRL = (
+    replaced(
+        "trl.trainer.grpo_trainer.GRPOTrainer",
+        "_generate_single_turn",
+        None,  # they differ between its versions
+        "completions without generating them",
+    ),
+    *(
+        row
+        for module in ("chunked_logprob", "chunked_divergence")
+        for row in (
+            replaced(
+                f"trl.kernels.{module}", "_use_triton", "device", "its way over Triton, without having it"
+            ),
+            replaced(f"trl.kernels.{module}", "_addmm_fp32", "acc a b", "products that CUDA sums in float32"),
+            *data(f"trl.kernels.{module}", "_MM_OUT_DTYPE", "whether it knows those products", "bool"),
+            *data(f"trl.kernels.{module}", "_backward_kernel", "a pass over tiles of logits"),
+        )
+    ),
+    replaced("trl.trainer.utils", "_use_triton", "device", "which positions are scored"),
+    *data("trl.kernels.chunked_logprob", "_forward_kernel", "a pass over a tile of logits"),
+    *data("trl.kernels.chunked_divergence", "_stats_kernel _jsd_kernel", "passes over tiles of logits"),
+)

@@ -1,0 +1,165 @@
+"""Of torch, but for its operators."""
+
+from __future__ import annotations
+
+from lowmem_ft.upstream.manifest.row import called, data, each, replaced
+
+_FAKE = "torch._subclasses.fake_tensor"
+_DISPATCH = "torch.utils._python_dispatch"
+
+TORCH = (
+    # Autograd.
+    called("torch._C", "_current_graph_task_id", None, "whether a backward pass runs, and which"),
+    called("torch._C", "_current_autograd_node", None, "whose gradient is computed: what memory is for"),
+    called("torch.autograd", "_get_sequence_nr", "", "which operator of the forward pass a node belongs to"),
+    called("torch.autograd.graph.Node()", "_sequence_nr", None, "the other side of it"),
+    called(
+        "torch.autograd.graph",
+        "_engine_run_backward",
+        "t_outputs",
+        "no other Python lies between engine and mode",
+    ),
+    *each(
+        "module",
+        "torch",
+        "_compile _ops",
+        "files whose frames lie around a dispatch mode's and are passed over",
+    ),
+    *each("module", "torch._dynamo", "eval_frame", "the same"),
+    # Tensors and storages.
+    *data(
+        "torch.UntypedStorage", "_cdata", "which storage it is, whatever tensor shows it", "getset_descriptor"
+    ),
+    *data(
+        "torch.Tensor",
+        "_version",
+        "whether a tensor on its way to the host was written to",
+        "getset_descriptor",
+    ),
+    called("torch.Tensor", "_is_view", None, "autocast keeps casts of weights, not of their views"),
+    called(
+        "torch.Tensor",
+        "_use_count",
+        None,
+        "whether the engine alone holds a gradient: bytes counted, no number",
+    ),
+    called("torch._C", "_storage_Use_Count", None, "the same of its storage"),
+    called("torch._C", "_swap_tensor_impl", None, "puts one fake tensor in another's place"),
+    called(
+        "torch", "_has_compatible_shallow_copy_type", None, "whether `parameter.data = tensor` can be said"
+    ),
+    called("torch", "_assert_async", None, "labels out of the vocabulary, without waiting for the device"),
+    # Modules and schedules.
+    *data("torch.nn.Module()", "_parameters _buffers", "puts another tensor under a weight's name", "dict"),
+    *data(
+        "torch.optim.lr_scheduler.LRScheduler()",
+        "_step_count",
+        "part of its state: no warning on resume",
+        "int",
+    ),
+    *data(
+        "torch.optim.optimizer", "_foreach_supported_types", "fused optimizers take fake tensors too", "list"
+    ),
+    *data("torch.utils._foreach_utils", "_foreach_supported_types", "the same for clipping", "list"),
+    *each("module", "torch.utils", "_foreach_utils", "see the row above"),
+    *data(
+        "torch.backends.cuda.matmul",
+        "allow_bf16_reduced_precision_reduction_split_k allow_fp16_reduced_precision_reduction_split_k",
+        "sums of gradients in float32",
+        "bool",
+    ),
+    # Fake tensors and dispatch.
+    *each("class", _FAKE, "FakeTensor FakeTensorMode", "what a trace runs on"),
+    *each(
+        "class",
+        _FAKE,
+        "DataDependentOutputException DynamicOutputShapeException",
+        "an operator that asks for values",
+    ),
+    *each("class", _FAKE, "UnsupportedOperatorException", "an operator without a fake rule"),
+    *each("called", _FAKE, "unset_fake_temporarily", "real tensors within a trace"),
+    *data(
+        f"{_FAKE}.FakeTensorMode()",
+        "cache_enabled avoid_device_init",
+        "two of its settings, which ours decides",
+        "bool",
+    ),
+    *data(
+        f"{_FAKE}.FakeTensorMode()",
+        "in_kernel_invocation _allow_unsafe_data_ptr_access",
+        "views are made without it",
+        "bool",
+    ),
+    called(
+        "torch.Tensor", "_make_subclass", None, "makes a fake tensor of a meta one, as torch's own code does"
+    ),
+    called(
+        "torch._C", "_dispatch_keys", None, "whether two tensors are of a kind: conjugated, of inference mode"
+    ),
+    called("torch._C", "_set_meta_in_tls_dispatch_include", None, "kernels without values, on fake tensors"),
+    called("torch._C", "_set_throw_on_mutable_data_ptr", None, "as torch guards a fake tensor's address"),
+    called("torch._C", "_set_warn_deprecated_on_mutable_data_ptr", None, "the same"),
+    *each(
+        "class", "torch._C", "_DisableTorchDispatch _PreserveDispatchKeyGuard", "a kernel without any mode"
+    ),
+    *each("class", _DISPATCH, "TorchDispatchMode", "sees every operator"),
+    *each("called", _DISPATCH, "_disable_current_modes", "steps outside of all modes"),
+    called("torch._C", "_get_dispatch_mode", None, "whether a thread is the one that is traced"),
+    *each("class", "torch._C", "_TorchDispatchModeKey", "the key to ask for"),
+    *each(
+        "class",
+        "torch._C",
+        "_AutoDispatchBelowAutograd _ExcludeDispatchKeyGuard",
+        "kernels whose own calls skip a key",
+    ),
+    called("torch._C", "_dispatch_key_parse", None, "such a key by its name"),
+    called(
+        "torch._C", "_dispatch_get_all_op_names", None, "which operators CUDA's autocast knows in this torch"
+    ),
+    called("torch._C", "_dispatch_has_kernel_for_dispatch_key", None, "which operators have a kernel"),
+    *each("class", "torch._ops", "OpOverload", "operators as a dispatch mode gets them"),
+    *data(
+        "torch._ops.OpOverload()", "_schema", "names of arguments, and which it writes to", "FunctionSchema"
+    ),
+    *data("torch._ops.OpOverload()", "_opname", "the operator's name in logs of work", "str"),
+    called("torch.utils._pytree", "tree_leaves", "tree", "tensors within arguments"),
+    called("torch.utils._pytree", "tree_map", "func tree", "known values within arguments"),
+    # Devices and processes.
+    called(
+        "torch.utils.backend_registration",
+        "_setup_privateuseone_for_python_backend",
+        "rename * backend_module",
+        "makes the device type of the virtual GPU",
+    ),
+    called(
+        "torch.cuda._utils",
+        "_get_device_index",
+        "device * optional",
+        "refuses what torch.cuda refuses, in its words",
+    ),
+    called("torch._C", "_get_sdp_priority_order", None, "the order in which attention kernels are tried"),
+    called(
+        "torch.distributed.distributed_c10d", "_get_default_store", "", "one process of many prints an error"
+    ),
+    replaced(
+        "torch.utils.data._utils.worker",
+        "_worker_loop",
+        None,  # torch 2.14 calls one of them otherwise
+        "processes of a data loader make real tensors",
+    ),
+    *each("module", "torch.utils.data._utils", "worker", "see the row above"),
+    replaced(
+        "torch.nn.attention.flex_attention", "_validate_device", "query key value", "refuses FlexAttention"
+    ),
+    *each("called", "torch.cuda.memory", "_dump_snapshot", "refused by name"),
+    called("torch.cuda.memory", "_snapshot", "", "what a recording writes; refused by name on a virtual GPU"),
+    called(
+        "torch.cuda.memory",
+        "_record_memory_history",
+        "* enabled context stacks max_entries clear_history",
+        "the same",
+    ),
+    *each("called", "torch.cuda.jiterator", "_create_jit_fn _create_multi_output_jit_fn", "refused by name"),
+    replaced("torch.cuda", "_sleep", "cycles", "a kernel that waits"),
+    *each("module", "torch.cuda", "_memory_viz", "its viewer reads what a trace's snapshot writes"),
+)
