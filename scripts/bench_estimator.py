@@ -2,9 +2,12 @@
 
     python scripts/bench_estimator.py [--models llama-3.1-8b ...] [--full-up-to 8] [--gpu h100-80gb] [--skip-all-gpus]
     python scripts/bench_estimator.py --recipes 8b-24gb=rtx-4090 8b-bf16=h200 ...
+    python scripts/bench_estimator.py --preflight 8b-24gb=rtx-4090 8b-bf16=h100-80gb ...
 
 With ``--recipes``: of each, the first estimate, a variant of it (a row more in a micro-batch), and the same once more
-from kept traces, in seconds of the processor beyond the imports.
+from kept traces, in seconds of the processor beyond the imports. With ``--preflight``: what the estimate before a run
+adds to the start of ``lowmem-ft train``: the other process from its start to its answer, and from the question to the
+answer, where imports are over before the run's data is there; first and from kept traces.
 
 Architectures come from the catalogue: no weights, no data, no network. Every row is a process of its own. What a user
 waits for beyond importing torch is the imports and the first estimate; a search pays only for the next ones. Tracing
@@ -34,15 +37,19 @@ def main() -> None:
     parser.add_argument("--gpu", default="h100-80gb")
     parser.add_argument("--skip-all-gpus", action="store_true")
     parser.add_argument("--recipes", nargs="+", metavar="NAME=GPU", help="shipped recipes, each on a GPU")
+    parser.add_argument("--preflight", nargs="+", metavar="NAME=GPU", help="likewise")
     parser.add_argument("--in-this-process", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.in_this_process:
         name, gpu, mode = arguments.in_this_process
-        print(json.dumps(time_kept(name, gpu) if mode == "kept" else time_estimates(name, gpu, mode)))
+        timers = {"kept": time_kept, "preflight": time_preflight}
+        timed = timers[mode](name, gpu) if mode in timers else time_estimates(name, gpu, mode)
+        print(json.dumps(timed))
         return
-    if arguments.recipes:
-        pairs = [named.rpartition("=") for named in arguments.recipes]
-        rows = [in_new_process(name, gpu, "kept") for name, _, gpu in pairs]
+    if arguments.recipes or arguments.preflight:
+        mode = "kept" if arguments.recipes else "preflight"
+        pairs = [named.rpartition("=") for named in arguments.recipes or arguments.preflight]
+        rows = [in_new_process(name, gpu, mode) for name, _, gpu in pairs]
         print(json.dumps({**_measured_on_cpu(), "rows": rows}, indent=2))
         return
     rows = []
@@ -138,6 +145,34 @@ def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
         start = time.process_time()
         estimate_memory(recipe, gpu, kept=KeptTraces(Path(folder)))
         seconds["first_asking_torch_seconds"] = round(time.process_time() - start, 2)
+    return seconds
+
+
+def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
+    """Seconds on the clock of the process that estimates a run before it, twice with and twice without its imports."""
+    import os
+    import tempfile
+
+    from lowmem_ft.estimator.child_process import EstimatingProcess, estimate_without_timeline
+    from lowmem_ft.recipe import load_recipe
+
+    recipe = load_recipe(recipe_name)
+    seconds: dict[str, Any] = {"recipe": recipe_name, "gpu": gpu}
+    for are_imports_over in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["LOWMEM_FT_TRACE_CACHE"] = folder
+            for traces in ("first", "from_kept_traces"):
+                start = time.perf_counter()
+                process = EstimatingProcess()
+                if are_imports_over:
+                    process.ask(estimate_without_timeline, load_recipe("tiny"), gpu)
+                    process.answer()
+                    start = time.perf_counter()
+                process.ask(estimate_without_timeline, recipe, gpu)
+                process.answer()
+                name = f"{traces}{'' if are_imports_over else '_with_imports'}_seconds"
+                seconds[name] = round(time.perf_counter() - start, 2)
+                process.close()
     return seconds
 
 
