@@ -123,6 +123,8 @@ def _made(arguments_class: Any, recipe: Recipe, overrides: Mapping[str, Any]) ->
     for old, new in ALIASES.items():
         if {old, new} <= fields.keys():
             del fields[old if old not in overrides else new]
+    if recipe.offload.parameters == "stream":
+        arguments_class = _leaving_the_model_on_the_host(arguments_class)
     args = arguments_class(**fields)
     if not {"bf16", "fp16"} & overrides.keys():
         problems = list(_launcher_problems(recipe, args.mixed_precision))
@@ -130,6 +132,17 @@ def _made(arguments_class: Any, recipe: Recipe, overrides: Mapping[str, Any]) ->
         raise UserError(*problems)
     keep_overrides(args, recipe, overrides)
     return args
+
+
+def _leaving_the_model_on_the_host(arguments_class: Any) -> Any:
+    """The same class, by which a trainer does not move its model: upstream's way is a subclass of this property."""
+
+    def pickled(self: Any) -> Any:
+        """As the class upstream: a trainer's checkpoints are read without us, too."""
+        return object.__new__, (arguments_class,), vars(self)
+
+    members = {"place_model_on_device": False, "__reduce__": pickled, "__doc__": arguments_class.__doc__}
+    return type(arguments_class.__name__, (arguments_class,), members)
 
 
 def _fields(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:

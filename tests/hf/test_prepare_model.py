@@ -10,6 +10,8 @@ import torch
 from accelerate import Accelerator
 from attached_trainers import TINY, attached_trainer, recipe_of, trainer_of
 from tiny_models import tiny_llama
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.errors import UserError
@@ -65,6 +67,27 @@ def test_a_streamed_model_is_marked_as_placed():
         "": torch.device("cpu")
     }
     assert not hasattr(hf.prepare_model(tiny_llama(), recipe_of(CPU)), "hf_device_map")
+
+
+@pytest.mark.parametrize("make", [hf.training_arguments, hf.sft_config])
+def test_a_trainer_leaves_a_streamed_model_alone_without_a_word(make, tmp_path, caplog):
+    """With arguments of ours; others say that the model is on multiple devices, which it is not."""
+    recipe = recipe_of("offload.parameters=stream", "adapter.name=lora", "checkpointing.mode=full", CPU)
+    args = make(recipe, output_dir=str(tmp_path), report_to=[])
+    library = logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        Trainer(model=hf.prepare_model(tiny_llama(), recipe), args=args)
+        assert "multiple devices" not in caplog.text
+        Trainer(
+            model=hf.prepare_model(tiny_llama(), recipe), args=TrainingArguments(str(tmp_path), use_cpu=True)
+        )
+        assert "multiple devices" in caplog.text
+    finally:
+        library.removeHandler(caplog.handler)
+    torch.save(args, tmp_path / "args.bin")
+    plain = type(torch.load(tmp_path / "args.bin", weights_only=False))
+    assert plain in (TrainingArguments, SFTConfig), "it is read without us"
 
 
 def test_what_it_cannot_prepare_is_named_all_at_once():
@@ -149,6 +172,8 @@ import torch
 from attached_trainers import recipe_of
 from lowmem_ft import hf
 from tiny_models import tiny_llama
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig
 torch.manual_seed(torch.seed())
 model = hf.prepare_model(tiny_llama(), recipe_of("adapter.name=lora"))
 print(sum(parameter.double().sum().item() for parameter in model.parameters()).hex())
