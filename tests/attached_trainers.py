@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import tiny_llama
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from lowmem_ft import hf, load_recipe
+from lowmem_ft.errors import UserError
 from lowmem_ft.memory.storage_tracker import StorageTracker
 
 TOKENS = 16
@@ -125,6 +127,22 @@ def attached_trainer(
     model = hf.prepare_model(tiny_llama(dtype), wanted)
     trainer, meter = trainer_of(folder, model=model, fields=fields, **given)
     return trainer, meter, hf.attach(trainer, wanted)
+
+
+def problems_of(trainer: Any, *settings: str) -> tuple[str, ...]:
+    """Why a recipe of these settings cannot be attached; nothing of it is then on."""
+    forward = trainer.model.forward
+    with pytest.raises(UserError) as caught:
+        hf.attach(trainer, recipe_of(*settings))
+    assert not hasattr(trainer, "lowmem_ft"), "something is attached"
+    assert trainer.model.forward == forward, "something is switched on"
+    return caught.value.problems
+
+
+def sentence_of(trainer: Any, *settings: str) -> str:
+    """The same where there is one reason."""
+    (problem,) = problems_of(trainer, *settings)
+    return problem
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
+from torch.distributed.tensor import DTensor
 from transformers import DataCollatorWithFlattening
 
 from lowmem_ft.devices import of_tensors
@@ -37,17 +39,10 @@ def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[
 
 def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
     accelerator, args = trainer.accelerator, trainer.args
-    if getattr(trainer, "is_fsdp_enabled", False) or args.fsdp:
-        yield "hf.attach() works in one process or data-parallel (DDP), got FSDP. Leave fsdp out of the launch."
-    elif getattr(trainer, "is_deepspeed_enabled", False):
+    for name in _sharding(trainer):
         yield (
-            "hf.attach() works in one process or data-parallel (DDP), got DeepSpeed. Leave deepspeed out of the "
-            "launch."
-        )
-    elif accelerator.distributed_type.value not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        yield (
-            "hf.attach() works in one process or data-parallel (DDP), got "
-            f"{accelerator.distributed_type.value}. Launch with `accelerate launch --num_processes N`."
+            f"hf.attach() works in one process or data-parallel (DDP), got {name}. Leave it out, and launch with "
+            "`accelerate launch --num_processes N` or torchrun."
         )
     if args.n_gpu > 1:
         yield (
@@ -61,17 +56,40 @@ def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
             f"which a token weighs more where there are few; got {accelerator.num_processes} processes. Set it to "
             "True."
         )
-    if args.parallelism_config is not None:
-        yield (
-            "hf.attach() works in one process or data-parallel (DDP), got "
-            "TrainingArguments.parallelism_config. Leave it out."
-        )
     yield from problems_with_processes(recipe, accelerator.num_processes)
     if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
         yield (
             f"hf.attach() trains with mixed precision no, bf16 or fp16, got {accelerator.mixed_precision}. Set "
             "bf16=True."
         )
+
+
+_ASKED_BY_LAUNCHER = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+"""What ``accelerate launch`` sets. On a CPU Accelerate trains by DDP all the same, and says nothing."""
+
+
+def _sharding(trainer: Any) -> Iterator[str]:
+    """By which of its many names weights or a batch are spread over processes otherwise than by DDP."""
+    accelerator, args, model = trainer.accelerator, trainer.args, trainer.model
+    asked = [name for variable, name in _ASKED_BY_LAUNCHER.items() if parse_flag_from_env(variable)]
+    if "FSDP" in asked or trainer.is_fsdp_enabled or args.fsdp:
+        yield "FSDP"
+    if "DeepSpeed" in asked or trainer.is_deepspeed_enabled:
+        yield "DeepSpeed"
+    yield from (name for name in asked if name not in ("FSDP", "DeepSpeed"))
+    if args.parallelism_config is not None:
+        yield "TrainingArguments.parallelism_config"
+    sharded = getattr(model, "is_distributed_loading_by_transformers", False)
+    if sharded or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        yield "a model whose weights are sharded as they are loaded (tp_plan, device_mesh or distributed_config)"
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"):
+        yield kind
 
 
 def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from attached_trainers import arguments, recipe_of, trainer_of
+from attached_trainers import arguments, problems_of, recipe_of, sentence_of, trainer_of
 from tiny_models import tiny_llama
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -17,19 +17,6 @@ from lowmem_ft.hf.refusals import problems_with_trainer
 
 VERTICAL = ("accumulation.order=vertical", "checkpointing.mode=full")
 STREAMED = (*VERTICAL, "offload.parameters=stream", "offload.optimizer=host", "optimizer.in_backward=true")
-
-
-def problems_of(trainer, *settings, dtype=torch.float32):
-    with pytest.raises(UserError) as caught:
-        hf.attach(trainer, recipe_of(*settings, dtype=dtype))
-    assert not hasattr(trainer, "lowmem_ft"), "something is attached"
-    assert trainer.model.forward.__func__ is type(trainer.model).forward, "something is switched on"
-    return caught.value.problems
-
-
-def sentence_of(trainer, *settings, dtype=torch.float32):
-    (problem,) = problems_of(trainer, *settings, dtype=dtype)
-    return problem
 
 
 DISAGREEING = {
@@ -184,41 +171,6 @@ def test_streamed_weights_that_the_trainer_has_moved(tmp_path):
         "hf.prepare_model(model, recipe)" in problem
         for problem in list(problems_with_trainer(trainer, recipe_of(*settings), "Trainer"))
     )
-
-
-LAUNCHES = {
-    "FSDP": {"is_fsdp_enabled": True},
-    "DeepSpeed": {"is_deepspeed_enabled": True},
-}
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_sharded_launches(name, tmp_path):
-    trainer, _ = trainer_of(tmp_path)
-    vars(trainer).update(LAUNCHES[name])
-    assert f"got {name}" in sentence_of(trainer)
-
-
-def test_several_processes_do_what_our_own_loop_allows(tmp_path):
-    """The accelerator of a launch of two, as far as it is asked."""
-    trainer, _ = trainer_of(
-        tmp_path, fields={"average_tokens_across_devices": False, "gradient_accumulation_steps": 1}
-    )
-    real = trainer.accelerator
-    trainer.accelerator = types.SimpleNamespace(
-        num_processes=2,
-        mixed_precision="no",
-        distributed_type=types.SimpleNamespace(value="MULTI_CPU"),
-        scaler=None,
-    )
-    problems = problems_of(trainer, "optimizer.in_backward=true", "offload.optimizer=host")
-    trainer.accelerator = real
-    assert len(problems) == 3
-    assert "a mean of the processes' means" in problems[0]
-    assert {problem.partition(" works in one process")[0] for problem in problems[1:]} == {
-        "optimizer.in_backward=true",
-        "offload.optimizer=host",
-    }
 
 
 def test_only_trainers_that_are_known():
