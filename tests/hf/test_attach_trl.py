@@ -8,6 +8,7 @@ from attached_trainers import IN_ONE_BATCH, TINY, Meter, arguments, chats, recip
 from datasets import Dataset
 from ladder_rungs import RUNGS, settings_of
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, SFTConfig, SFTTrainer
 
@@ -63,13 +64,14 @@ def trained(data, tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     folder = str(tmp_path_factory.mktemp("trl"))
 
-    def make(kind, settings=None, *, fields=None, lora=False, prepare=False):
+    def make(kind, settings=None, *, fields=None, lora=False, prepare=False, folder=folder):
         wanted = recipe_of(*settings) if settings is not None else None
         model = hf.prepare_model(model_of(), wanted) if prepare and wanted else model_of()
-        shared = arguments(max_steps=2, learning_rate=1e-3, bf16=False, **(fields or {}))
+        shared = arguments(**{"max_steps": 2, "learning_rate": 1e-3, "bf16": False, **(fields or {})})
         meter = Meter()
         given = {
             "train_dataset": data[kind],
+            "eval_dataset": data[kind].select(range(4)),
             "processing_class": tokenizer,
             "callbacks": [meter],
             "peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -123,6 +125,48 @@ def test_an_evaluation_of_sft_that_wants_logits_has_them(trained):
     trainer.compute_metrics = lambda prediction: {"shape": prediction.predictions.shape[-1]}
     vocabulary = trainer.model.config.vocab_size
     assert trainer.evaluate(trainer.train_dataset.select(range(4)))["eval_shape"] == vocabulary
+
+
+RESUMED = {
+    "sft": (STREAMED, {**IN_ONE_BATCH}),
+    "dpo": ((*STATE, "optimizer.state=8bit"), {}),
+    "grpo": (STATE, {}),
+}
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_run_goes_on_bit_for_bit_and_ends_with_the_best_model(kind, trained, tmp_path):
+    """From half of it; best is by a metric by which it is not the last."""
+    settings, fields = RESUMED[kind]
+    every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    how = {
+        "fields": {**fields, **every_step, **best, "max_steps": 3},
+        "prepare": True,
+        "folder": str(tmp_path),
+    }
+
+    def run(**resumed):
+        trainer, meter, handle = trained.make(kind, settings, **how)
+        trainer.train(**resumed)
+        handle.remove()
+        number = trainer.state.best_global_step
+        saved = load_file(tmp_path / f"checkpoint-{number}" / "model.safetensors")
+        now = trainer.model.state_dict()
+        assert all(torch.equal(now[name], value) for name, value in saved.items()), "the best is loaded"
+        last = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+        return meter, number, last
+
+    whole, best_of_whole, weights = run()
+    rest, best_of_rest, again = run(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert rest.losses == whole.losses[1:]
+    assert rest.norms == whole.norms[1:]
+    scores = [logs["eval_loss"] for logs in whole.evaluations]
+    assert [logs["eval_loss"] for logs in rest.evaluations] == scores[1:]
+    assert best_of_rest == best_of_whole
+    if kind != "grpo":  # whose loss is 0 before the first of several updates
+        assert best_of_whole != 3
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
