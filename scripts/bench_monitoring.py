@@ -8,6 +8,7 @@ on the machine count for little.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import statistics
 import time
@@ -109,4 +110,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

@@ -9,6 +9,7 @@ what no resume reads: its first checkpoint, its recipe and its ``metrics.jsonl``
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 from pathlib import Path
@@ -80,4 +81,7 @@ def keep_run(folder: Path, settings: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

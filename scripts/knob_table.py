@@ -7,6 +7,7 @@ Run it when a knob has changed; a test compares. ``lowmem-ft recipes NAME`` prin
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,4 +58,7 @@ def _words(effect: Effect) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

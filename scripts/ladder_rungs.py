@@ -5,6 +5,7 @@ python scripts/ladder_rungs.py    # what each needs for Llama 3.1 8B on an H200,
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 
@@ -79,4 +80,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

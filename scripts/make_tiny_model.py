@@ -7,6 +7,7 @@ There are no weights to write: the recipe initialises them at random from its se
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -167,4 +168,7 @@ def make_config() -> LlamaConfig:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

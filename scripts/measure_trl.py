@@ -9,10 +9,10 @@ the last step, when optimizer state is there.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import platform
 import runpy
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,14 @@ def run(script: Path, arguments: list[str]) -> StepMeter:
 
 def main() -> None:
     """Print both runs as rows of a table."""
-    name, *arguments = sys.argv[1:]
-    script = Path(__file__).parent / "trl" / f"{name}.py"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    scripts = Path(__file__).parent / "trl"
+    parser.add_argument("name", choices=sorted(path.stem for path in scripts.glob("*.py")))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of that script")
+    parsed = parser.parse_args()
+    script, arguments = scripts / f"{parsed.name}.py", parsed.arguments
     meters = {
         label: run(script, [*arguments, *flag]) for label, flag in (("stock", ["--stock"]), ("attached", []))
     }

@@ -9,10 +9,10 @@ Streamed recipes take minutes.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import json
-import sys
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
@@ -22,7 +22,11 @@ from lowmem_ft.user_paths import recipes_folder
 
 def main() -> None:
     """Estimate the recipes that the arguments name, and write the file after each."""
-    for argument in sys.argv[1:] or needs_of_shipped_recipes():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipes", nargs="*", metavar="NAME[=GPU]", help="default: all that are kept")
+    for argument in parser.parse_args().recipes or needs_of_shipped_recipes():
         name, _, gpu = argument.partition("=")
         gpu = gpu or needs_of_shipped_recipes()[name].gpu
         needs, versions = needs_of(name, gpu)

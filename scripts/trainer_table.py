@@ -7,6 +7,7 @@ Run it when that table has changed; a test compares.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,4 +48,7 @@ def _words(verdict: Verdict) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

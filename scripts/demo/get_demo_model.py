@@ -8,6 +8,7 @@ way the finished folder is renamed into the cache as the last step, so what lies
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import logging
 import os
@@ -33,6 +34,9 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 @explains_user_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill the cache; there are no arguments."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     get_demo_model(default_cache_dir())
     return 0
 

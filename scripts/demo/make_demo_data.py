@@ -10,6 +10,7 @@ The result depends on nothing but the topics: running it again writes the same b
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Iterable
@@ -114,4 +115,7 @@ def _topic(row: dict[str, str | list[str]], path: Path) -> Topic:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()
