@@ -55,16 +55,24 @@ def assert_same_run(one, two, metrics):
         torch.testing.assert_close(second[name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param((str(SCRIPT),), id="script", marks=pytest.mark.slow), pytest.param(MODULE, id="module")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [(str(SCRIPT),), MODULE], ids=["script", "module"])
 def test_two_launched_processes_equal_one(tiny, metrics, tmp_path, program):
+    """Without the launcher, whose imports take most of the time, the next test shows the same."""
     one, two = tmp_path / "one", tmp_path / "two"
     train_one(tiny, one)
     launched = launch_two(*program, *settings_of_two(two))
     assert launched.returncode == 0, launched.stderr
     assert "2 processes" in launched.stderr
+    assert_same_run(one, two, metrics)
+
+
+def test_two_processes_equal_one(tiny, metrics, forks, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    train_one(tiny, one)
+    processes = forks.run_two(TRAIN, *settings_of_two(two))
+    assert [process.returncode for process in processes] == [0, 0], said(processes)
+    assert "2 processes" in said(processes)
     assert_same_run(one, two, metrics)
 
 

@@ -54,19 +54,28 @@ SHORT = ("training.max_steps=9", "training.save_steps=4", "training.eval_steps=n
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
-        ("data.packing=true",),
-        ("data.group_by_length=true", "optimizer.name=lion"),
-        ("optimizer.name=adamw_bnb_8bit",),
-        ("model.dtype=bfloat16", "training.lr_scheduler_type=linear", "training.warmup_steps=3"),
-        ("training.mixed_precision=bf16", "checkpointing.mode=none", "loss.chunk_tokens=null"),
+        pytest.param((), marks=pytest.mark.slow),
+        ("data.packing=true", "optimizer.name=adamw_bnb_8bit"),
+        (
+            "data.group_by_length=true",
+            "optimizer.name=lion",
+            "model.dtype=bfloat16",
+            "training.lr_scheduler_type=linear",
+            "training.warmup_steps=3",
+        ),
+        (
+            "data.streaming=true",
+            "data.eval_size=null",
+            "training.mixed_precision=bf16",
+            "checkpointing.mode=none",
+            "loss.chunk_tokens=null",
+        ),
         (
             "model.dtype=bfloat16",
             "optimizer.state=8bit",
             "optimizer.master=split24",
             "offload.optimizer=host",
         ),
-        ("data.streaming=true", "data.eval_size=null"),
     ],
     ids=lambda overrides: " ".join(overrides) or "plain",
 )

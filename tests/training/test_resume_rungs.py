@@ -46,7 +46,17 @@ def overrides_of(rung, folder: Path) -> list[str]:
     return [*tiling, *SHORT, "training.use_cpu=true", f"training.output_dir={folder}"]
 
 
-@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+DIFFER_MOST = ("+ checkpointing, chunked loss", "+ split24 master, 8-bit state", "+ MLP and head in tiles")
+"""Those that `make test` tries: plain state, compact state, and all that the ladder has on the host or in tiles."""
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        pytest.param(rung, id=rung.name, marks=[] if rung.name in DIFFER_MOST else pytest.mark.slow)
+        for rung in RUNGS
+    ],
+)
 def test_a_killed_run_goes_on_bit_for_bit(rung, forks, tiny, metrics, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     done = forks.run(KILL_ITSELF, *overrides_of(rung, folder))
