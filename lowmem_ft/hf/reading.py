@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import sys
 from dataclasses import dataclass, field
 
 from lowmem_ft.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-SCRIPT_ESTIMATE = "`lowmem-ft estimate --script` estimates the script as it is."
+
+def script_estimate() -> str:
+    """A sentence with the command that estimates the program that is running, whatever a recipe says of it."""
+    path, *arguments = sys.argv
+    if not path.endswith(".py") or path.endswith("__main__.py"):  # a test, a notebook
+        path, arguments = "train.py", []
+    command = ["lowmem-ft", "estimate", "--script", path, *(["--", *arguments] if arguments else [])]
+    return f"`{shlex.join(command)}` estimates the script as it is."
 
 
 @dataclass

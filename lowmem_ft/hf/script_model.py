@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from lowmem_ft.hf.reading import Reading
+from lowmem_ft.hf.reading import Reading, script_estimate
 from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe.keys import recipe_keys
@@ -123,7 +123,7 @@ def _refuse_frozen_parts(model: nn.Module, reading: Reading) -> None:
         total = sum(map(logical_numel, model.parameters()))
         reading.problem(
             f"A recipe trains all weights or LoRA adapters, and {frozen:,} of the model's {total:,} parameters are "
-            "frozen without adapters. `lowmem-ft estimate --script` estimates the script as it is."
+            f"frozen without adapters. {script_estimate()}"
         )
 
 

@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.hf.key_table import BY_HF_NAME
-from lowmem_ft.hf.reading import SCRIPT_ESTIMATE, Reading
+from lowmem_ft.hf.reading import Reading, script_estimate
 from lowmem_ft.optimizers import ChunkedOptimizer, OptimizerConfig
 from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
 
@@ -39,7 +39,7 @@ def optimizer_config(
         found = _name_of(own)
     if found is None:
         reading.problem(
-            f"The optimizer {asked} is none of a recipe's: {', '.join(BY_HF_NAME)}. {SCRIPT_ESTIMATE}"
+            f"The optimizer {asked} is none of a recipe's: {', '.join(BY_HF_NAME)}. {script_estimate()}"
         )
         return OptimizerConfig()
     row = OPTIMIZERS[found]

@@ -14,10 +14,11 @@ from transformers import Trainer, TrainingArguments
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.script.trainers import gathers_logits
-from lowmem_ft.hf.reading import SCRIPT_ESTIMATE, Reading
+from lowmem_ft.hf.reading import Reading, script_estimate
 from lowmem_ft.hf.script_model import adapter_config, base_model, model_config
 from lowmem_ft.hf.script_optimizer import optimizer_config
 from lowmem_ft.hf.script_rows import longest_row, row_length
+from lowmem_ft.hf.trl_loss import trl_loss
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
 from lowmem_ft.recipe.keys import recipe_keys
@@ -26,9 +27,6 @@ from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# How TRL's head is tiled (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
-_TRL_TILE_TOKENS, _TRL_TILE_VOCABULARY = 4096, 32768
 
 _UNLIKE: Mapping[str, tuple[Any, str]] = {
     "auto_find_batch_size": (
@@ -168,7 +166,9 @@ def refuse_other_losses(script: Trainer | TrainingArguments) -> None:
     if _is_trl_but_not_sft(type(script)):
         raise UserError(
             f"A recipe trains a model on next tokens, and {type(script).__name__} does more in a step: reference "
-            f"models, pairs of answers, generation. {SCRIPT_ESTIMATE}"
+            "models, pairs of answers, generation. It cannot be estimated or planned from a recipe. "
+            f"{script_estimate()} Its line hf.attach says which settings to attach and what they save; "
+            "`--gpu all` says where it fits."
         )
 
 
@@ -204,7 +204,8 @@ def _read(
         loss=LossConfig(chunk_tokens=None),
     )
     if script.has_fused_head:
-        recipe = dataclasses.replace(recipe, loss=_trl_loss(script, recipe, reading))
+        recipe = dataclasses.replace(recipe, loss=trl_loss(recipe, _vocabulary(script.model), reading))
+    _note_casts_of_adapters(script, recipe, reading)
     reading.finish()
     check_recipe(recipe)
     return recipe
@@ -275,7 +276,7 @@ def _mixed_precision(args: Any, reading: Reading) -> Any:
     chosen = args.mixed_precision
     if chosen not in recipe_keys()["training.mixed_precision"].choices:
         reading.problem(
-            f"A recipe's mixed precision is bf16, fp16 or no, and the script's is {chosen}. {SCRIPT_ESTIMATE}"
+            f"A recipe's mixed precision is bf16, fp16 or no, and the script's is {chosen}. {script_estimate()}"
         )
         return "no"
     return chosen
@@ -304,20 +305,23 @@ def _note_unlike(script: Script, reading: Reading) -> None:
         )
 
 
+def _note_casts_of_adapters(script: Script, recipe: Recipe, reading: Reading) -> None:
+    """PEFT copies the input of each float32 adapter to float32 and autocast copies it back, which backward keeps."""
+    if recipe.training.mixed_precision == "no" or recipe.adapter.name == "none":
+        return
+    layers = [module for name, module in script.model.named_modules() if name.endswith("lora_A.default")]
+    width = sum(layer.in_features for layer in layers if layer.weight.dtype == torch.float32)
+    if recipe.checkpointing.mode == "full":
+        width //= max(1, base_model(script.model).config.get_text_config().num_hidden_layers)
+    tokens = recipe.training.per_device_train_batch_size * (recipe.data.max_length or 1)
+    if more := 2 * tokens * width:
+        reading.warn(
+            "PEFT copies the input of each adapter to float32 and back, which our own loop does not: about "
+            f"{format_bytes(more)} more than the estimate counts, and some time."
+        )
+
+
 def _vocabulary(model: nn.Module) -> int:
     if not hasattr(model, "config"):
         return 0
     return int(getattr(base_model(model).config.get_text_config(), "vocab_size", 0))
-
-
-def _trl_loss(script: Script, recipe: Recipe, reading: Reading) -> LossConfig:
-    """TRL's head works on tiles of tokens and vocabulary: as many logits at once as this chunk has."""
-    vocabulary = _vocabulary(script.model) or _TRL_TILE_VOCABULARY
-    rows_tokens = recipe.training.per_device_train_batch_size * (recipe.data.max_length or 1)
-    tokens = min(rows_tokens, _TRL_TILE_TOKENS)
-    if more := max(0, _TRL_TILE_VOCABULARY - vocabulary) * tokens * 4:
-        reading.warn(
-            f"TRL's loss takes a tile of {tokens} tokens x {_TRL_TILE_VOCABULARY:,} logits whatever the vocabulary is, "
-            f"here up to {format_bytes(more)} more than the estimate counts."
-        )
-    return LossConfig(chunk_tokens=max(1, round(tokens * min(1.0, _TRL_TILE_VOCABULARY / vocabulary))))

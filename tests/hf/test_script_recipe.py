@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from lowmem_ft import estimate_memory, hf, load_recipe
 from lowmem_ft.errors import UserError
+from lowmem_ft.hf.reading import Reading
+from lowmem_ft.hf.trl_loss import tile_shape, trl_loss
 from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.recipe.keys import recipe_keys
 
@@ -217,7 +222,16 @@ def test_trainers_that_do_more_in_a_step_are_refused_by_name(tmp_path):
     import trl
 
     args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing=False)
-    with pytest.raises(UserError, match="DPOConfig"):
+    with pytest.raises(UserError, match=r"DPOConfig.*`lowmem-ft estimate --script train\.py`"):
+        hf.recipe_from(args, tiny_llama())
+
+
+def test_the_refusal_has_the_command_for_this_very_script(tmp_path, monkeypatch):
+    import trl
+
+    monkeypatch.setattr(sys, "argv", ["my dpo.py", "--lr", "1e-6"])
+    args = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing=False)
+    with pytest.raises(UserError, match=re.escape("`lowmem-ft estimate --script 'my dpo.py' -- --lr 1e-6`")):
         hf.recipe_from(args, tiny_llama())
 
 
@@ -263,5 +277,41 @@ def test_trls_sft_with_rows_as_long_as_they_are_and_a_head_in_tiles(tmp_path, ca
     recipe = hf.recipe_from(trainer)
     assert (recipe.data.max_length, recipe.checkpointing.mode) == (24, "full")
     assert recipe.loss.chunk_tokens == 48  # all of a batch: a tile is larger
-    assert "48 tokens x 32,768 logits" in caplog.text
+    assert "TRL's loss takes 6.68 MiB" in caplog.text  # on a CPU, mostly copies of a tile in torch
     assert estimate_memory(recipe, "cpu").by_category_at_peak["parameter"] > 0
+
+
+def test_a_tile_of_trls_is_what_its_source_says():
+    import inspect
+
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    tokens, vocabulary = tile_shape()
+    assert (tokens, vocabulary) == (4096, 32768)  # as docs/hf_projects.md has it
+    head = inspect.getsource(chunked_logprob.ChunkedLogProbFunction)
+    assert (
+        head.count("torch.empty((min(N, TOKEN_CHUNK_SIZE), chunk_size)") == 2
+    )  # forward and backward, one each
+    assert "_CHUNKED_LOGPROB_CHUNK_SIZE," in inspect.getsource(utils.add_fused_lm_head)
+
+
+@pytest.mark.parametrize(
+    "vocabulary, rows, dtype, chunk_tokens",
+    [
+        (49_152, 8192, "bfloat16", round(4096 * 32_768 * 2 / (6 * 49_152))),
+        (49_152, 8192, "float32", round(4096 * 32_768 / 49_152)),
+        (512, 64, "bfloat16", 64),  # a tile is wider than all logits
+    ],
+)
+def test_a_chunk_of_ours_takes_the_bytes_of_trls_tile(vocabulary, rows, dtype, chunk_tokens):
+    recipe = load_recipe("tiny", ["training.per_device_train_batch_size=1", "training.use_cpu=false"])
+    recipe = dataclasses.replace(
+        recipe,
+        data=dataclasses.replace(recipe.data, max_length=rows),
+        model=dataclasses.replace(recipe.model, dtype=dtype),
+        training=dataclasses.replace(recipe.training, mixed_precision="no"),
+    )
+    reading = Reading()
+    assert trl_loss(recipe, vocabulary, reading).chunk_tokens == chunk_tokens
+    assert bool(reading.warnings) == (vocabulary == 512)

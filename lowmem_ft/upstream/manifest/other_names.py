@@ -70,6 +70,7 @@ TRL = (
             *data(f"trl.kernels.{module}", "_backward_kernel", "a pass over tiles of logits"),
         )
     ),
+    *data("trl.trainer.utils", "_CHUNKED_LOGPROB_CHUNK_SIZE", "how wide a tile of logits is", "int"),
     replaced("trl.trainer.utils", "_use_triton", "device", "which positions are scored"),
     *data("trl.kernels.chunked_logprob", "_forward_kernel", "a pass over a tile of logits"),
     *data("trl.kernels.chunked_divergence", "_stats_kernel _jsd_kernel", "passes over tiles of logits"),
