@@ -309,7 +309,9 @@ def _note_casts_of_adapters(script: Script, recipe: Recipe, reading: Reading) ->
     """PEFT copies the input of each float32 adapter to float32 and autocast copies it back, which backward keeps."""
     if recipe.training.mixed_precision == "no" or recipe.adapter.name == "none":
         return
-    layers = [module for name, module in script.model.named_modules() if name.endswith("lora_A.default")]
+    layers: list[Any] = [
+        module for name, module in script.model.named_modules() if name.endswith("lora_A.default")
+    ]
     width = sum(layer.in_features for layer in layers if layer.weight.dtype == torch.float32)
     if recipe.checkpointing.mode == "full":
         width //= max(1, base_model(script.model).config.get_text_config().num_hidden_layers)
