@@ -121,10 +121,10 @@ COUNTED_BY_LAYERS = [
     "adamw-8-bit",
     "masters-on-host",
     "streamed-all-logits",
-    "some-resident-tiles",
     "lora-some-resident",
 ]
-"""Those that `make test` tries; the slow test tries every family with every technique."""
+"""Those that `make test` tries, of two stretches the ones with the shortest traces; the slow test tries every family
+with every technique."""
 
 TWO_STRETCHES = ["all-but-9-layers", "some-resident", "some-resident-tiles", "lora-some-resident"]
 """Where the last layers repeat by themselves."""
