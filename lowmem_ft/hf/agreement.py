@@ -16,7 +16,8 @@ import torch
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.hf.checkpointing_switch import asked_by_flag
-from lowmem_ft.hf.overrides import overridden_keys
+from lowmem_ft.hf.key_table import IN_TRAINER
+from lowmem_ft.hf.overrides import overridden_keys, plain
 from lowmem_ft.hf.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.conflicts import recipe_problems
@@ -116,12 +117,15 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     return agreement
 
 
-def unread_settings(recipe: Recipe, read: list[str]) -> Iterator[str]:
-    """Settings of a recipe that the trainer decides by itself."""
+def unread_settings(recipe: Recipe, args: Any, read: list[str]) -> Iterator[str]:
+    """Settings of a recipe that are left to a trainer and its script, but for those that its arguments have, too."""
     for path, key in recipe_keys().items():
-        value = key.value_in(recipe)
+        value, fields = key.value_in(recipe), IN_TRAINER[path].fields(recipe)
         is_read = path in read or path == "training.max_skipped_steps"
-        if path.partition(".")[0] in _BY_TRAINER and not is_read and value != key.default:
+        says_the_same = fields and all(
+            plain(getattr(args, name, None)) == plain(fields[name]) for name in fields
+        )
+        if path.partition(".")[0] in _BY_TRAINER and not (is_read or says_the_same) and value != key.default:
             yield key.setting(value)
 
 

@@ -148,8 +148,8 @@ def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> A
     agreement = settled_with(trainer, recipe, kind)
     if agreement.overrides:
         logger.info("Overridden in the trainer's arguments: %s.", "; ".join(agreement.overrides))
-    if unread := list(unread_settings(recipe, agreement.read)):
-        logger.info("Not read, as the trainer has its own: %s.", ", ".join(unread))
+    if unread := list(unread_settings(recipe, trainer.args, agreement.read)):
+        logger.info("Left to the trainer and its script, and not read: %s.", ", ".join(unread))
     return _attach(trainer, agreement.recipe, kind, flags)
 
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from lowmem_ft import hf, load_recipe  # first: what bitsandbytes says to no purpose is then left out
+from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.models import load_tokenizer
 
 # isort: split
@@ -32,22 +33,22 @@ def main(arguments: Sequence[str] | None = None) -> DPOTrainer:
     )
     parser.add_argument("--stock", action="store_true", help="without the recipe's techniques, to compare")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    options = parser.parse_intermixed_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(given.recipe, given.overrides)
     rows, name = hf.load_rows(recipe), recipe.model.name_or_path or ""
     is_adapted = recipe.adapter.name != "none"  # the model without its adapters is the reference then
     trainer = DPOTrainer(
         model=hf.prepare_model(name, recipe),
         ref_model=None if is_adapted else hf.prepare_model(name, recipe),
-        args=hf.dpo_config(recipe, beta=options.beta),
+        args=hf.dpo_config(recipe, beta=given.beta),
         train_dataset=rows.train,
         eval_dataset=rows.evaluation,
         processing_class=load_tokenizer(recipe.model),
         callbacks=[hf.MemoryCallback()],
     )
-    if not options.stock:
+    if not given.stock:
         hf.attach(trainer, recipe)
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
@@ -55,4 +56,4 @@ def main(arguments: Sequence[str] | None = None) -> DPOTrainer:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(explains_user_errors(lambda argv: 0 if main(argv) else 1)())

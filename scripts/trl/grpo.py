@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Sequence
 
 from lowmem_ft import hf, load_recipe  # first: what bitsandbytes says to no purpose is then left out
+from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.models import load_tokenizer
 
 # isort: split
@@ -33,22 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     parser.add_argument("--tokens", type=int, default=256, help="of the longest answer")
     parser.add_argument("--stock", action="store_true", help="without the recipe's techniques, to compare")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    options = parser.parse_intermixed_args(arguments)
-    lengths = {"num_generations": options.generations, "max_completion_length": options.tokens}
+    given = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(given.recipe, given.overrides)
     prompts = hf.load_rows(recipe).train
     if "messages" in prompts.column_names:
         prompts = prompts.map(lambda row: {"prompt": row["messages"][:-1]}, remove_columns="messages")
     trainer = GRPOTrainer(
         model=hf.prepare_model(recipe.model.name_or_path or "", recipe),
-        reward_funcs=pkgutil.resolve_name(options.reward),
-        args=hf.grpo_config(recipe, **lengths),
+        reward_funcs=pkgutil.resolve_name(given.reward),
+        args=hf.grpo_config(recipe, num_generations=given.generations, max_completion_length=given.tokens),
         train_dataset=prompts,
         processing_class=load_tokenizer(recipe.model),
         callbacks=[hf.MemoryCallback()],
     )
-    if not options.stock:
+    if not given.stock:
         hf.attach(trainer, recipe)
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
@@ -56,4 +56,4 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(explains_user_errors(lambda argv: 0 if main(argv) else 1)())

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from lowmem_ft import hf, load_recipe  # first: what bitsandbytes says to no purpose is then left out
+from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.models import load_tokenizer
 
 # isort: split
@@ -29,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> SFTTrainer:
     parser.add_argument("--recipe", required=True, help="name of a recipe, or a .yaml file")
     parser.add_argument("--stock", action="store_true", help="without the recipe's techniques, to compare")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    options = parser.parse_intermixed_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(given.recipe, given.overrides)
     rows = hf.load_rows(recipe)
     trainer = SFTTrainer(
         model=hf.prepare_model(recipe.model.name_or_path or "", recipe),
@@ -40,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> SFTTrainer:
         train_dataset=rows.train,
         eval_dataset=rows.evaluation,
         processing_class=load_tokenizer(recipe.model),
-        callbacks=[hf.MemoryCallback(None if options.stock else recipe, budget=recipe.budget)],
+        callbacks=[hf.MemoryCallback(None if given.stock else recipe, budget=recipe.budget)],
     )
-    if not options.stock:
+    if not given.stock:
         hf.attach(trainer, recipe)
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
@@ -50,4 +51,4 @@ def main(arguments: Sequence[str] | None = None) -> SFTTrainer:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(explains_user_errors(lambda argv: 0 if main(argv) else 1)())

@@ -237,15 +237,15 @@ def test_updates_that_wait_are_made_before_an_evaluation(tmp_path):
 
 
 def test_it_says_what_is_on_and_what_of_the_recipe_is_not_read(tmp_path, caplog):
+    """What the trainer does as the recipe has it, logging in each step, is not among that."""
     trainer, _ = trainer_of(tmp_path)
+    own = ("data.path=mine.jsonl", "training.num_train_epochs=5", "training.logging_steps=1", "tiling.mlp=2")
     with caplog.at_level(logging.INFO, "lowmem_ft.hf"):
-        handle = hf.attach(
-            trainer, recipe_of("data.path=mine.jsonl", "training.num_train_epochs=3", "tiling.mlp=2")
-        )
+        handle = hf.attach(trainer, recipe_of(*own))
     lines = [record.message for record in caplog.records if record.name.startswith("lowmem_ft.hf")]
     assert (
         lines[0]
-        == "Not read, as the trainer has its own: data.path=mine.jsonl, training.num_train_epochs=3.0."
+        == "Left to the trainer and its script, and not read: data.path=mine.jsonl, training.num_train_epochs=5.0."
     )
     assert lines[1].startswith(
         "Attached to Trainer: loss.chunk_tokens=1024; tiling.mlp=2; optimizer.name=adamw"

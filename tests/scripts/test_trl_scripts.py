@@ -48,6 +48,17 @@ def test_a_script_is_short_enough_to_be_read(name):
     assert len((SCRIPTS / f"{name}.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+def test_a_mistake_is_a_line_and_no_traceback(name, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [name, "--recipe", "tiny", "training.learning_rat=1"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: training.learning_rat is not a recipe key. Did you mean `training.learning_rate`?\n"
+    )
+
+
 def test_sft(tmp_path):
     stock, _ = run("sft", tmp_path / "stock", "--stock")
     losses, trainer = run("sft", tmp_path / "ours", "optimizer.state=bf16")
