@@ -94,7 +94,8 @@ def _on_one(
 
     seen = TrainerSeen()
     run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=options.steps)
-    found = run(on_step=_says_steps(_doing(path), options, say), on_trainer=seen)
+    reading = functools.partial(say, f"{_doing(path)}: reading its data")
+    found = run(on_step=_says_steps(_doing(path), options, say), on_trainer=seen, on_reading=reading)
     savings, problems = None, seen.problems if seen.is_there else (_NO_TRAINER,)
     if seen.settings:
         doing = f"{path.name}: once more, with hf.attach"
@@ -147,7 +148,10 @@ def _on_all(
 
     gpus = list(load_gpus().values())
     on_step = _says_steps(_doing(path), options, say)
-    results = estimate_script_on_gpus(path, arguments, gpus, steps=options.steps, on_step=on_step)
+    reading = functools.partial(say, f"{_doing(path)}: reading its data")
+    results = estimate_script_on_gpus(
+        path, arguments, gpus, steps=options.steps, on_step=on_step, on_reading=reading
+    )
     found = [result for result in results if not isinstance(result, CannotRun)]
     cannot_run = {
         result.gpu.name: " ".join(result.problems) for result in results if isinstance(result, CannotRun)

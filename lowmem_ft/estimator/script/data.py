@@ -24,10 +24,12 @@ class DataCut:
 
     Args:
         num_steps: that will be taken.
+        on_reading: called as ``load_dataset`` begins, which reads all that it is given, however long that takes.
     """
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, on_reading: Callable[[], None] = lambda: None) -> None:
         self.num_steps = num_steps
+        self._on_reading = on_reading
         self.rows_per_step = 1
         self.rows_left_out = 0
 
@@ -39,6 +41,18 @@ class DataCut:
     def apply(self, undo: contextlib.ExitStack) -> None:
         """Cut what a script computes from now on, until the stack is undone."""
         when_imported(undo, "datasets.arrow_dataset", functools.partial(self._adapt, undo))
+        when_imported(undo, "datasets.load", functools.partial(self._announce_reading, undo))
+        when_imported(undo, "datasets", functools.partial(self._announce_reading, undo))
+
+    def _announce_reading(self, undo: contextlib.ExitStack, module: Any) -> None:
+        load = module.load_dataset
+
+        @functools.wraps(load)
+        def load_dataset(*args: Any, **kwargs: Any) -> Any:
+            self._on_reading()
+            return load(*args, **kwargs)
+
+        replace(undo, module, "load_dataset", load_dataset)
 
     def _adapt(self, undo: contextlib.ExitStack, module: Any) -> None:
         rows = module.Dataset

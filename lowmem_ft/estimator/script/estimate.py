@@ -103,6 +103,7 @@ def estimate_script(
     steps: int = NUM_STEPS,
     on_step: Callable[[int], None] = lambda step: None,
     on_trainer: Callable[[Any], None] = lambda trainer: None,
+    on_reading: Callable[[], None] = lambda: None,
 ) -> ScriptEstimate:
     """What a training script needs on one device, without a GPU and without weights.
 
@@ -117,6 +118,7 @@ def estimate_script(
         steps: optimizer steps to see.
         on_step: called with the number of each step as it ends.
         on_trainer: called with each trainer of transformers or TRL that is about to train, on the virtual machine.
+        on_reading: called as ``load_dataset`` begins to read data, all of it.
 
     Returns:
         The estimate.
@@ -127,7 +129,7 @@ def estimate_script(
     """
     path = check_script(script)
     spec, reason = choose_gpu(gpu, Budget(), use_cpu=False)
-    seen = _run(path, arguments, spec, steps, on_step, on_trainer)
+    seen = _run(path, arguments, spec, steps, on_step, on_trainer, on_reading)
     return seen.on(spec, reason)
 
 
@@ -138,6 +140,7 @@ def estimate_script_on_gpus(
     *,
     steps: int = NUM_STEPS,
     on_step: Callable[[int], None] = lambda step: None,
+    on_reading: Callable[[], None] = lambda: None,
 ) -> list[ScriptEstimate | CannotRun]:
     """The same for many GPUs: the script runs once for all that compute with bfloat16, and once for the others.
 
@@ -147,6 +150,7 @@ def estimate_script_on_gpus(
         gpus: the GPUs.
         steps: as above.
         on_step: as above.
+        on_reading: as above.
 
     Returns:
         For each GPU, in their order, the estimate or why it cannot run the script.
@@ -160,7 +164,7 @@ def estimate_script_on_gpus(
     for gpu in gpus:
         if gpu.has_bfloat16 not in runs:
             try:
-                runs[gpu.has_bfloat16] = _run(path, arguments, gpu, steps, on_step)
+                runs[gpu.has_bfloat16] = _run(path, arguments, gpu, steps, on_step, on_reading=on_reading)
             except UserError as error:
                 runs[gpu.has_bfloat16] = error
         seen = runs[gpu.has_bfloat16]
@@ -182,9 +186,10 @@ def _run(
     steps: int,
     on_step: Callable[[int], None],
     on_trainer: Callable[[Any], None] = lambda trainer: None,
+    on_reading: Callable[[], None] = lambda: None,
 ) -> _Seen:
     machine = VirtualMachine() if gpu is None else VirtualGPU(gpu)
-    run = ScriptRun(path, arguments, machine, steps, on_step, on_trainer)
+    run = ScriptRun(path, arguments, machine, steps, on_step, on_trainer, on_reading)
     run.run()
     return _Seen(run, path, tuple(arguments))
 

@@ -64,6 +64,7 @@ class ScriptRun:
         num_steps: optimizer steps to see.
         on_step: called with the number of each step as it ends.
         on_trainer: called with each trainer that is about to train.
+        on_reading: called as data is read.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class ScriptRun:
         num_steps: int,
         on_step: Callable[[int], None],
         on_trainer: Callable[[Any], None],
+        on_reading: Callable[[], None],
     ) -> None:
         self._path = path
         self._arguments = arguments
         self.machine = machine
         self.watch = StepWatch(machine, num_steps, on_step)
         self.peak = PeakPlace(machine.recorder, str(path))
-        self.cut = DataCut(num_steps)
+        self.cut = DataCut(num_steps, on_reading)
         files = FilesKeptAway()
         self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer)
         self._files = files

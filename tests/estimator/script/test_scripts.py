@@ -285,3 +285,30 @@ def test_completions_of_grpo_are_taken_at_their_longest(script, tmp_path):
     assert any(
         "generation: not run; each completion is taken to have 24" in word for word in found.estimate.choices
     )
+
+
+READS = """
+import torch
+from datasets import load_dataset
+
+rows = load_dataset("json", data_files="rows.jsonl", split="train")
+model = torch.nn.Linear(4, 4, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for row in rows:
+    model(torch.ones(1, 4, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_that_reads_its_data_says_so_before(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n' * 4, encoding="utf-8")
+    heard = []
+    estimate_script(
+        script(READS),
+        gpu="t4",
+        steps=2,
+        on_step=heard.append,
+        on_reading=lambda: heard.append("reading"),
+    )
+    assert heard == ["reading", 1, 2]
