@@ -7,7 +7,6 @@ of these, which is its default, follows; one that says something else is refused
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +17,13 @@ from lowmem_ft.data.config import DataConfig
 from lowmem_ft.hf.checkpointing_switch import asked_by_flag
 from lowmem_ft.hf.key_table import IN_TRAINER
 from lowmem_ft.hf.overrides import overridden_keys, plain
+from lowmem_ft.hf.script_model import numbers_by_type, quantization_of
 from lowmem_ft.hf.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.conflicts import recipe_problems
 from lowmem_ft.recipe.keys import as_typed, recipe_keys
 from lowmem_ft.recipe.plan_config import PlanConfig
+from lowmem_ft.techniques.modules.base_model import base_model
 
 _BY_TRAINER = ("data", "training", "plan")
 """Groups of a recipe that a trainer has instead, but for what :func:`agree` reads of them."""
@@ -213,13 +214,11 @@ def _take_batch(agreement: Agreement, args: Any) -> None:
 def _take_model(agreement: Agreement, model: Any) -> None:
     """What the trainer's own model is; most of it is settled with the weights."""
     own = agreement.recipe.model
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm = base_model(model)
     dtype = weights_type(causal_lm)
     if own.dtype != "auto":
         agreement.take("model.dtype", "the model's own type", dtype)
-    quantization = "nf4" if getattr(causal_lm, "is_loaded_in_4bit", False) else "none"
-    if getattr(causal_lm, "is_loaded_in_8bit", False):
-        quantization = "int8"
+    quantization = quantization_of(causal_lm)
     if own.quantization not in ("none", quantization):
         agreement.problems.append(
             f"model.quantization={own.quantization} is done as weights are read, and the trainer's model has "
@@ -263,9 +262,5 @@ def _take_adapter(agreement: Agreement, model: Any) -> None:
 
 def weights_type(causal_lm: torch.nn.Module) -> str:
     """The type of most of the base's weights, such as ``bfloat16``; an adapter's own are beside them."""
-    numbers: Counter[torch.dtype] = Counter()
-    for name, parameter in causal_lm.named_parameters():
-        if parameter.is_floating_point() and "lora_" not in name:
-            numbers[parameter.dtype] += parameter.numel()
-    ((dtype, _),) = numbers.most_common(1)
+    ((dtype, _),) = numbers_by_type(causal_lm).most_common(1)
     return str(dtype).removeprefix("torch.")

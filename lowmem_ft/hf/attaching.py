@@ -27,6 +27,7 @@ from lowmem_ft.hf.whole_checkpoints import save_whole
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
@@ -119,7 +120,7 @@ def attach(
 
 def is_attached(trainer: Any) -> bool:
     """Whether a recipe is attached to a trainer, or to its model."""
-    return bool(getattr(trainer, _MARK, None) or getattr(_causal_lm(trainer.model), _MARK, None))
+    return bool(getattr(trainer, _MARK, None) or getattr(base_model(trainer.model), _MARK, None))
 
 
 def settled_with(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
@@ -156,7 +157,7 @@ def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> A
 def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
     model, runtime = trainer.model, AccelerateRuntime(trainer.accelerator, "no")
     runtime.scaler = trainer.accelerator.scaler  # and autocast is the accelerator's
-    stock_forward = _causal_lm(model).forward
+    stock_forward = base_model(model).forward
     attached = Attached(recipe, tuple(_applied(recipe, kind)))
     attached.undo_first(flags.remove)  # of all, the last
     try:
@@ -180,7 +181,7 @@ def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached
         attached.undo_first(on.techniques.remove, on.optimizer.state.clear)
         for undo in _changes(trainer, recipe, kind, on, runtime, stock_forward):
             attached.undo_first(undo)
-        for owner in (trainer, _causal_lm(model)):
+        for owner in (trainer, base_model(model)):
             attached.undo_first(set_attribute(owner, _MARK, attached))
         attached.undo_first(on.techniques.flush)
     except BaseException:
@@ -315,7 +316,7 @@ def _changes_of_loss(
 
         return step
 
-    yield wrap_method(_causal_lm(trainer.model), "forward", logits_if_wanted)
+    yield wrap_method(base_model(trainer.model), "forward", logits_if_wanted)
     yield wrap_method(trainer, "prediction_step", wanting)
     if kind == "SFTTrainer":
         yield set_attribute(trainer, "compute_loss", types.MethodType(Trainer.compute_loss, trainer))
@@ -345,7 +346,3 @@ def _applied(recipe: Recipe, kind: Kind) -> Iterator[str]:
     norm = recipe.training.max_grad_norm
     yield "gradient norm in float32, " + ("never clipped" if norm is None else f"clipped to {norm:g}")
     yield "steps that are not finite are skipped"
-
-
-def _causal_lm(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.handle import Handle
+from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
 
@@ -69,7 +70,7 @@ def take_switch(model: Any, args: Any) -> Handle:
     Returns:
         A handle whose ``remove()`` gives both back.
     """
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm = base_model(model)
     return Handle(*flags_off(args), *_switch(causal_lm))
 
 

@@ -6,7 +6,7 @@ import functools
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
 from lowmem_ft.techniques.config import AdapterConfig
+from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.units import format_bytes
 
 _NOT_OF_THE_ARCHITECTURE = {
@@ -63,9 +64,20 @@ def model_config(model: nn.Module, reading: Reading) -> ModelConfig:
     )
 
 
-def base_model(model: nn.Module) -> Any:
-    """The causal LM itself, whose forward PEFT's wrapper calls."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+def quantization_of(model: nn.Module) -> Literal["none", "int8", "nf4"]:
+    """Of bitsandbytes', by the recipe's names."""
+    if getattr(model, "is_loaded_in_8bit", False):
+        return "int8"
+    return "nf4" if getattr(model, "is_loaded_in_4bit", False) else "none"
+
+
+def numbers_by_type(model: nn.Module) -> Counter[torch.dtype]:
+    """How many elements weights have of each floating type, adapters and quantised ones aside."""
+    numbers: Counter[torch.dtype] = Counter()
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name and parameter.is_floating_point():
+            numbers[parameter.dtype] += parameter.numel()
+    return numbers
 
 
 def adapter_config(model: nn.Module, reading: Reading) -> AdapterConfig:
@@ -178,9 +190,8 @@ def _attention(config: PretrainedConfig, reading: Reading) -> Any:
 
 
 def _quantization(model: Any, reading: Reading) -> Any:
-    if getattr(model, "is_loaded_in_8bit", False):
-        return "int8"
-    if getattr(model, "is_loaded_in_4bit", False):
+    quantization = quantization_of(model)
+    if quantization == "nf4":
         config = model.config.quantization_config
         if config.bnb_4bit_quant_type != "nf4":
             reading.warn(
@@ -194,25 +205,20 @@ def _quantization(model: Any, reading: Reading) -> Any:
                 "bnb_4bit_use_double_quant=False keeps a float32 scale for each 64 weights, about "
                 f"{format_bytes(round(weights * 3 / 64))} more than the recipe's nf4."
             )
-        return "nf4"
-    if getattr(model, "hf_quantizer", None) is not None:
+    elif quantization == "none" and getattr(model, "hf_quantizer", None) is not None:
         method = getattr(model.config, "quantization_config", None)
         reading.problem(
             f"A recipe's quantization is nf4 or int8 of bitsandbytes, and the model has {type(method).__name__}."
         )
-    return "none"
+    return quantization
 
 
 def _weights_type(model: nn.Module, reading: Reading) -> Any:
     """That of most weights, adapters and quantised ones aside; what is in another counts by what it takes more."""
-    bytes_by_type: Counter[torch.dtype] = Counter()
-    for name, parameter in model.named_parameters():
-        if "lora_" not in name and parameter.dtype.is_floating_point:
-            bytes_by_type[parameter.dtype] += parameter.numel() * parameter.element_size()
-    if not bytes_by_type:
+    numbers = numbers_by_type(model)
+    if not numbers:
         return "float32"
-    numbers = {dtype: size // dtype.itemsize for dtype, size in bytes_by_type.items()}
-    dtype = max(numbers, key=lambda one: numbers[one])
+    ((dtype, _),) = numbers.most_common(1)
     name = str(dtype).removeprefix("torch.")
     if name not in recipe_keys()["model.dtype"].choices:
         reading.problem(

@@ -15,7 +15,7 @@ from lowmem_ft.data.config import DataConfig
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.script.trainers import gathers_logits
 from lowmem_ft.hf.reading import Reading, script_estimate
-from lowmem_ft.hf.script_model import adapter_config, base_model, model_config
+from lowmem_ft.hf.script_model import adapter_config, model_config
 from lowmem_ft.hf.script_optimizer import optimizer_config
 from lowmem_ft.hf.script_rows import longest_row, row_length
 from lowmem_ft.hf.trl_loss import trl_loss
@@ -23,6 +23,7 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.config import AdapterConfig, CheckpointingConfig, LossConfig, OffloadConfig
+from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig
+from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.techniques.technique import Technique
@@ -114,7 +115,7 @@ class _WithInputAway:
 
 
 def _offload_all(model: Any, waiting_room: OffloadPool) -> Callable[[], object]:
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm = base_model(model)
 
     def with_activations_away(stock_forward: Callable[..., Any]) -> Callable[..., Any]:
         # Trainer reads the signature to learn which columns forward takes.

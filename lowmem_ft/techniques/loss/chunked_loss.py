@@ -23,6 +23,7 @@ from lowmem_ft.handle import Handle
 from lowmem_ft.techniques.config import LossConfig, TilingConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
+from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique
@@ -121,7 +122,7 @@ def enable_chunked_loss(
         raise UserError(*problems)
     if config.chunk_tokens is None:
         return Technique()
-    causal_lm = _without_peft(model)
+    causal_lm = base_model(model)
     head = _Head.of(causal_lm)
     tiling.refuse_vocabulary(len(head.linear.weight))
     loss = _Loss(head, config, tiling, config.chunk_tokens)
@@ -135,10 +136,6 @@ def enable_chunked_loss(
     )
     chunked_forward = functools.partial(_chunked_forward, causal_lm, loss)
     return ChunkedLoss(loss, wrap_method(causal_lm, "forward", chunked_forward))
-
-
-def _without_peft(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @dataclass(frozen=True, kw_only=True)
