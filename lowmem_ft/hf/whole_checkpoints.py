@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import shutil
@@ -15,13 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.handle import Handle
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.training.atomic_io import incomplete_name, whole_folder
+
+logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
@@ -97,6 +100,11 @@ def _only_whole_ones(load: Callable[..., None]) -> Callable[..., None]:
             raise UserError(
                 f"A trainer writes {TRAINER_STATE_NAME} last into a checkpoint, and {folder} has none: the save was "
                 f"cut short. Delete the folder, and {way_out}."
+            )
+        if folder.is_dir() and not (folder / OPTIMIZER_NAME).is_file():
+            logger.warning(
+                "%s has weights and no optimizer state, as save_only_model leaves it: the optimizer begins anew.",
+                folder,
             )
         load(checkpoint, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 
 import pytest
@@ -83,3 +84,12 @@ def test_a_checkpoint_that_was_cut_short_without_us_is_named_with_the_one_before
     trainer, _, _ = attached_trainer(tmp_path, fields=EVERY_STEP)
     with pytest.raises(UserError, match=r"writes trainer_state.json last .* go on from .*checkpoint-2\."):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_weights_without_the_optimizers_state_are_gone_on_from_with_a_warning(tmp_path, caplog):
+    fields = {**EVERY_STEP, "max_steps": 1}
+    attached_trainer(tmp_path, fields={**fields, "save_only_model": True})[0].train()
+    trainer, _, _ = attached_trainer(tmp_path, fields=fields)
+    with caplog.at_level(logging.WARNING, "lowmem_ft"):
+        trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-1 has weights and no optimizer state" in caplog.text
