@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
-from torch.distributed.tensor import DTensor
 from transformers import DataCollatorWithFlattening
 
 from lowmem_ft.devices import of_tensors
 from lowmem_ft.hf.key_table import BY_HF_NAME
 from lowmem_ft.hf.trainer_kinds import Kind
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.shards import is_sharded
 from lowmem_ft.training.distributed_rules import problems_with_processes
 
 
@@ -85,7 +85,7 @@ def _sharding(trainer: Any) -> Iterator[str]:
     if args.parallelism_config is not None:
         yield "TrainingArguments.parallelism_config"
     sharded = getattr(model, "is_distributed_loading_by_transformers", False)
-    if sharded or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if sharded or any(map(is_sharded, model.parameters())):
         yield "a model whose weights are sharded as they are loaded (tp_plan, device_mesh or distributed_config)"
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"):

@@ -32,6 +32,7 @@ from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.fake_results import FakeResults, SeenCall
 from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
 from lowmem_ft.virtual_gpu.rounds import AlikeRounds
+from lowmem_ft.virtual_gpu.tenants import Tenants
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
     answer_from_values,
     compute_values,
@@ -116,9 +117,7 @@ class Recorder(TorchDispatchMode):
         self._index_of: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._births: dict[int, ProgramState] = {}
-        self._tenants: dict[int, str] = {}
-        """The modules whose weights or state lie in shared memory at the moment."""
-        self._shared: set[int] = set()
+        self._tenants = Tenants()
 
     # --- what others tell the recorder -------------------------------------------------------------------------------
 
@@ -129,7 +128,7 @@ class Recorder(TorchDispatchMode):
             return
         allocation = self.timeline.allocations[index]
         allocation.category = category
-        if module is not None and index not in self._shared:
+        if module is not None and not self._tenants.is_shared(index):
             allocation.module = module
         self._births.pop(index, None)
 
@@ -138,7 +137,7 @@ class Recorder(TorchDispatchMode):
         self.mark(tensor, category, "")
         index = self._index_of.get(tensor.untyped_storage()._cdata)
         if index is not None:
-            self._shared.add(index)
+            self._tenants.share(index)
 
     def mark_place(self, tensor: Tensor, place: Place) -> None:
         """Say that the storage of a tensor lies elsewhere than its device tells, as paged memory does."""
@@ -154,7 +153,7 @@ class Recorder(TorchDispatchMode):
         index = self._index_of.get(tensor.untyped_storage()._cdata)
         if index is None:
             return None
-        return self._tenants.get(index) or self.timeline.allocations[index].module
+        return self._tenants.of(index) or self.timeline.allocations[index].module
 
     def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
         """Record memory that no tensor stands for; the index by which ``timeline.free`` ends it."""
@@ -363,15 +362,10 @@ class Recorder(TorchDispatchMode):
         self._index_of[key] = index
 
     def _note_tenant(self, memory: Tensor, source: Tensor) -> None:
-        """Weights in a slot are their layer's, and so is an optimizer's state while it visits nobody's buffer."""
         to, origin = (self._index_of.get(tensor.untyped_storage()._cdata) for tensor in (memory, source))
-        if to is None or origin is None:
-            return
-        host, guest = self.timeline.allocations[to], self.timeline.allocations[origin]
-        if host.category == guest.category == "parameter" or (
-            guest.category == "optimizer_state" and not host.module
-        ):
-            self._tenants[to] = guest.module
+        if to is not None and origin is not None:
+            allocations = self.timeline.allocations
+            self._tenants.move_in(to, allocations[to], allocations[origin])
 
     def _module_of_source(self, args: tuple[Any, ...], position: int) -> str:
         """The module of the tensor that a result was made from: in an optimizer's step, the parameter's."""
