@@ -292,3 +292,14 @@ def _is_alike(one: Any, other: Any) -> bool:
         and _dispatch_keys(one) == _dispatch_keys(other)
         and vars(one) == vars(other)
     )
+
+
+def without_pinning(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any], bool]:
+    """An operator that asks for pinned memory as one that asks for any, and whether it did: fake tensors have none."""
+    if func is aten._pin_memory.default:
+        return aten.clone.default, args[:1], {}, True
+    if kwargs.get("pin_memory"):
+        return func, args, {**kwargs, "pin_memory": False}, True
+    return func, args, kwargs, False

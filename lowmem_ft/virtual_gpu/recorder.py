@@ -29,7 +29,7 @@ from lowmem_ft.memory.gradient_sums import is_in_place_unwatched, take_as_much
 from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
-from lowmem_ft.virtual_gpu.fake_results import FakeResults, SeenCall
+from lowmem_ft.virtual_gpu.fake_results import FakeResults, SeenCall, without_pinning
 from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
 from lowmem_ft.virtual_gpu.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.tenants import Tenants
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 # Looked up once: each dot takes time, and a trace asks for them with every operator.
 _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
-_IS_PINNED, _PIN_MEMORY = aten.is_pinned.default, aten._pin_memory.default
+_IS_PINNED = aten.is_pinned.default
 _SUM, _COPY = aten.add.Tensor, aten.copy_.default
 
 WorkspaceRule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
             return None
         if func is _IS_PINNED:
             return self._place_of(args[0]) == "pinned"
-        func, args, kwargs, is_pinned = _without_pinning(func, args, kwargs)
+        func, args, kwargs, is_pinned = without_pinning(func, args, kwargs)
         called = func
         if func is _SUM and is_in_place_unwatched(func, args, kwargs):
             func = aten.add_.Tensor  # what would be called: the timeline and the work are those of a run
@@ -437,17 +437,6 @@ class Recorder(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self.on_peak(self.live_bytes)
-
-
-def _without_pinning(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any], bool]:
-    """An operator that asks for pinned memory as one that asks for any, and whether it did: fake tensors have none."""
-    if func is _PIN_MEMORY:
-        return aten.clone.default, args[:1], {}, True
-    if kwargs.get("pin_memory"):
-        return func, args, {**kwargs, "pin_memory": False}, True
-    return func, args, kwargs, False
 
 
 def _release(recorder: weakref.ref[Recorder], key: int, storage: object = None) -> None:
