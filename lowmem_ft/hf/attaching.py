@@ -14,6 +14,7 @@ from accelerate.utils import AutocastKwargs
 from transformers import Trainer
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.devices import of_tensors
 from lowmem_ft.errors import UserError
 from lowmem_ft.handle import Handle
 from lowmem_ft.hf.agreement import Agreement, agree, unread_settings
@@ -155,7 +156,8 @@ def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> A
 
 
 def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
-    model, runtime = trainer.model, AccelerateRuntime(trainer.accelerator, "no")
+    model, device = trainer.model, of_tensors(trainer.accelerator.device)
+    runtime = AccelerateRuntime(trainer.accelerator, "no", device)
     runtime.scaler = trainer.accelerator.scaler  # and autocast is the accelerator's
     stock_forward = base_model(model).forward
     attached = Attached(recipe, tuple(_applied(recipe, kind)))

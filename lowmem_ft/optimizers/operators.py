@@ -171,7 +171,7 @@ def read_blocks(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 @_operator(
     "(Tensor value, Tensor(a!) codes, Tensor(b!) scale, bool signed, int key, int element) -> ()",
     lambda value, codes, scale, signed, key, element: None,
-    moved_bytes=_by_element(180),
+    moved_bytes=_by_element(176),
     temporary_bytes=_by_element(10),
 )
 def write_blocks(value: Tensor, codes: Tensor, scale: Tensor, signed: bool, key: int, element: int) -> None:

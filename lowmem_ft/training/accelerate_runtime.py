@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.devices import of_tensors
+from lowmem_ft.devices import with_index
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
@@ -42,10 +42,18 @@ from lowmem_ft.user_paths import expand_user
 
 
 class AccelerateRuntime(MixedPrecision):
-    """A :class:`~lowmem_ft.training.runtime.RunRuntime` on a real device, in one process or several."""
+    """A :class:`~lowmem_ft.training.runtime.RunRuntime` on a real device, in one process or several.
 
-    def __init__(self, accelerator: Accelerator, mixed_precision: str) -> None:
-        super().__init__(mixed_precision, of_tensors(accelerator.device))  # a single process is told `cuda`
+    Args:
+        accelerator: knows the other processes.
+        mixed_precision: what the step casts to: ``no``, ``bf16`` or ``fp16``.
+        device: as tensors name it; None: the accelerator's, which is ``cuda`` without a number in a single process.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, mixed_precision: str, device: torch.device | None = None
+    ) -> None:
+        super().__init__(mixed_precision, device or with_index(accelerator.device))
         self.accelerator = accelerator
         self.num_processes: int = accelerator.num_processes
         self.process_index: int = accelerator.process_index
