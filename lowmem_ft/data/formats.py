@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -225,20 +225,30 @@ def _choose_format(config: DataConfig, columns: Sequence[str], source: str) -> t
     raise DataError(_unknown_format(columns, source))
 
 
+def are_preferences(columns: Collection[str]) -> bool:
+    """Whether rows say of two answers which is better, in the columns of TRL's DPO."""
+    return {"chosen", "rejected"} <= set(columns)
+
+
+def holds_preferences(columns: Sequence[str], source: str) -> str:
+    """What is wrong with such rows where answers are to be learnt, and what learns from them."""
+    return (
+        f"{source} holds preferences (columns seen: {', '.join(columns)}), and training here is supervised: it "
+        "learns answers, not which of two is better. To learn that, run scripts/trl/dpo.py: TRL's DPO with the "
+        "same recipes."
+    )
+
+
 _QUESTIONS = ("question", "instruction", "query", "problem", "input", "prompt")
 _ANSWERS = ("answer", "response", "output", "solution", "completion", "target")
 
 
 def _unknown_format(columns: Sequence[str], source: str) -> str:
     """What was seen, what is known, and settings that read these very columns, where they have telling names."""
-    if {"chosen", "rejected"} <= set(columns):
+    if are_preferences(columns):
         prompt = "data.prompt_column=prompt data.completion_column=chosen"
         way_out = prompt if "prompt" in columns else "data.messages_column=chosen"
-        return (
-            f"{source} holds preferences (columns seen: {', '.join(columns)}), and training here is supervised: it "
-            f"learns answers, not which of two is better. To learn that, run scripts/trl/dpo.py: TRL's DPO with the "
-            f"same recipes. To learn the chosen answers, set {way_out}."
-        )
+        return f"{holds_preferences(columns, source)} To learn the chosen answers, set {way_out}."
     known = "; ".join(f"{name} ({', '.join(needed.values())})" for name, needed in _COLUMN_BY_DEFAULT.items())
     question, answer = _first_of(_QUESTIONS, columns), _first_of(_ANSWERS, columns)
     pair = f"data.prompt_column={question} data.completion_column={answer}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_ft.data.formats import are_preferences, holds_preferences
 from lowmem_ft.data.splits import num_held_out, open_split, sources_of
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import DataError, UserError
 from lowmem_ft.recipe import Recipe
 
 
@@ -23,19 +25,28 @@ class Rows:
     evaluation: Any = None
 
 
-def load_rows(recipe: Recipe) -> Rows:
+def load_rows(recipe: Recipe, *, preferences: bool | None = None) -> Rows:
     """The rows that ``data.path`` and its like name, to pass to a trainer of TRL's; columns are not touched.
 
     Args:
         recipe: whose ``data.*`` keys say where rows lie, how many of them count, and which are held out.
+        preferences: whether rows have to be pairs of answers, as for DPO; False: they must not; None: as they are.
 
     Returns:
         The rows.
 
     Raises:
         UserError: if the recipe names no data.
-        DataError: if nothing is there, or it cannot be read.
+        DataError: if nothing is there, it cannot be read, or it is of the other kind.
     """
+    rows = _opened(recipe)
+    columns = rows.train.column_names or []  # a stream may not know them
+    if preferences is not None and columns and are_preferences(columns) != preferences:
+        raise DataError(_other_kind(columns, str(recipe.data.path), wanted=preferences))
+    return rows
+
+
+def _opened(recipe: Recipe) -> Rows:
     if recipe.data.path is None:
         raise UserError("data.path must name the training data, got null. Set data=FILE, or a hub dataset.")
     source, held_out = sources_of(recipe.data)
@@ -46,3 +57,12 @@ def load_rows(recipe: Recipe) -> Rows:
         return Rows(train)
     parts = train.train_test_split(num_held_out(recipe.data.eval_size, len(train)), seed=recipe.training.seed)
     return Rows(parts["train"], parts["test"])
+
+
+def _other_kind(columns: Sequence[str], source: str, *, wanted: bool) -> str:
+    if not wanted:
+        return holds_preferences(columns, source)
+    return (
+        f"Preferences have a column `chosen` and one `rejected`, and {source} has {', '.join(columns)}. Name the pairs "
+        "so, or run scripts/trl/sft.py, which learns answers."
+    )

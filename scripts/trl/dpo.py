@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> DPOTrainer:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     recipe = load_recipe(given.recipe, given.overrides)
-    rows, name = hf.load_rows(recipe), recipe.model.name_or_path or ""
+    rows, name = hf.load_rows(recipe, preferences=True), recipe.model.name_or_path or ""
     is_adapted = recipe.adapter.name != "none"  # the model without its adapters is the reference then
     trainer = DPOTrainer(
         model=hf.prepare_model(name, recipe),

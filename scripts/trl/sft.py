@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> SFTTrainer:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     recipe = load_recipe(given.recipe, given.overrides)
-    rows = hf.load_rows(recipe)
+    rows = hf.load_rows(recipe, preferences=False)
     trainer = SFTTrainer(
         model=hf.prepare_model(recipe.model.name_or_path or "", recipe),
         args=hf.sft_config(recipe),

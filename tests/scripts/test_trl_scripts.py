@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowmem_ft.errors import DataError
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "trl"
 SHARED = (
@@ -57,6 +59,15 @@ def test_a_mistake_is_a_line_and_no_traceback(name, monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "error: training.learning_rat is not a recipe key. Did you mean `training.learning_rate`?\n"
     )
+
+
+def test_rows_of_the_other_kind_are_refused_before_a_model_is_loaded(pairs, tmp_path):
+    with pytest.raises(DataError, match=r"pairs.jsonl holds preferences .*run scripts/trl/dpo.py"):
+        run("sft", tmp_path / "run", f"data={pairs}")
+    with pytest.raises(
+        DataError, match=r"a column `chosen` and one `rejected`, and .* has messages\. .*sft.py"
+    ):
+        run("dpo", tmp_path / "run", "loss.chunk_tokens=null")
 
 
 def test_sft(tmp_path):
