@@ -22,6 +22,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return sharded.detach().to_local() if is_sharded(tensor) else tensor
 
 
+def rows_of(num_rows: int, num_processes: int, process_index: int) -> tuple[int, int]:
+    """The first row of a process, and the one after its last, as ``torch.chunk`` deals them out."""
+    most = -(-num_rows // num_processes)
+    return min(most * process_index, num_rows), min(most * (process_index + 1), num_rows)
+
+
 def first_element(tensor: Tensor) -> int:
     """The number, in the whole flattened tensor, of this process's first element.
 
@@ -37,8 +43,8 @@ def first_element(tensor: Tensor) -> int:
     if dimension is None or not tensor.ndim:
         return 0
     sharded: Any = tensor
-    num_rows, num_processes = tensor.shape[0], sharded.device_mesh.size(dimension)
-    first_row = min(-(-num_rows // num_processes) * sharded.device_mesh.get_local_rank(dimension), num_rows)
+    num_rows, mesh = tensor.shape[0], sharded.device_mesh
+    first_row, _ = rows_of(num_rows, mesh.size(dimension), mesh.get_local_rank(dimension))
     return first_row * (tensor.numel() // max(num_rows, 1))
 
 

@@ -61,14 +61,16 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.recipe.defaults import named_as_planned
     from lowmem_ft.recipe.device_checks import check_device_of_run
     from lowmem_ft.recipe.paths import check_paths_of_run
-    from lowmem_ft.training.distributed_rules import launched_processes, problems_with_processes
+    from lowmem_ft.training.distributed_rules import problems_with_processes
+    from lowmem_ft.training.launch import as_launched, read_launch
     from lowmem_ft.training.run_folder import RunFolder
 
     set_up_logging()
     recipe = load_recipe(recipe_name, settings)
     if recipe_name is None and recipe.budget.device is not None:
         recipe = named_as_planned(recipe, settings, recipe.budget.device)
-    if problems := problems_with_processes(recipe, launched_processes(recipe)):
+    launch = read_launch(use_cpu=recipe.training.use_cpu)
+    if problems := problems_with_processes(as_launched(recipe, launch), launch.num_processes):
         raise RecipeError(*problems)
     check_budget_of_run(recipe)
     check_paths_of_run(recipe)

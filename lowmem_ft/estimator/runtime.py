@@ -26,6 +26,7 @@ from lowmem_ft.models import (
     weights_dtype,
 )
 from lowmem_ft.recipe import TrainingConfig
+from lowmem_ft.techniques.config import DistributedConfig
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recorder import Recorder
@@ -159,6 +160,9 @@ class VirtualRuntime(MixedPrecision):
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """None that changes anything: a learning rate is a value, and a trace has none."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def shard(self, model: nn.Module, config: DistributedConfig) -> None:
+        """One process has all of it."""
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

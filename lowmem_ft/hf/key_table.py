@@ -295,6 +295,21 @@ IN_TRAINER: Mapping[str, InTrainer] = {
     ),
     "tiling.mlp": _ATTACH,
     "tiling.head": _ATTACH,
+    **{
+        f"distributed.{name}": InTrainer(
+            carrier="our loop",
+            instead="Leave it out: the script's launcher says how many processes there are. DDP works in a Trainer, "
+            "FSDP and DeepSpeed in `lowmem-ft train`.",
+        )
+        for name in (
+            "strategy",
+            "num_processes",
+            "num_machines",
+            "reshard_after_forward",
+            "cpu_offload",
+            "sync_each_batch",
+        )
+    },
     "budget.device": _ATTACH,
     "budget.host": _ATTACH,
     "budget.enforce": _ATTACH,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         quantize_linear_layers,
     )
     from lowmem_ft.models.saving import save_model, save_tokenizer, verify_saved_model
+    from lowmem_ft.models.weights_in_shards import weights_in_shards
 
 __all__ = [
     "MasterWeights",
@@ -47,6 +48,7 @@ __all__ = [
     "vocab_size",
     "weights_dtype",
     "weights_in_files",
+    "weights_in_shards",
 ]
 
 __getattr__ = lazy_exports(
@@ -70,5 +72,6 @@ __getattr__ = lazy_exports(
         "vocab_size": "loading",
         "weights_dtype": "loading",
         "weights_in_files": "mapped_weights",
+        "weights_in_shards": "weights_in_shards",
     },
 )

@@ -33,13 +33,22 @@ def weights_in_files(host: HostMemory) -> Iterator[None]:
     if host.files_for("parameter") is None:
         yield
         return
+    with one_after_the_other():
+        hook = register_module_parameter_registration_hook(partial(_move, host))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def one_after_the_other() -> Iterator[None]:
+    """Has transformers read each weight when its turn comes in a block, not all of them beforehand."""
     before = os.environ.get(_ONE_AFTER_THE_OTHER)
     os.environ[_ONE_AFTER_THE_OTHER] = "1"
-    hook = register_module_parameter_registration_hook(partial(_move, host))
     try:
         yield
     finally:
-        hook.remove()
         del os.environ[_ONE_AFTER_THE_OTHER]
         if before is not None:
             os.environ[_ONE_AFTER_THE_OTHER] = before

@@ -21,7 +21,8 @@ from lowmem_ft.planner.checkpointing import chosen_in_words
 from lowmem_ft.planner.space import planned_keys, with_settings
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.paths import run_folder_of
-from lowmem_ft.training.distributed_rules import launched_processes, problems_with_processes
+from lowmem_ft.training.distributed_rules import problems_with_processes
+from lowmem_ft.training.launch import read_launch
 from lowmem_ft.training.replaced_run import RECIPE_FILE, run_files
 from lowmem_ft.training.run_folder import RunFolder
 from lowmem_ft.units import format_bytes
@@ -53,7 +54,9 @@ def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
         UserError: if there are several processes, the run's folder is in the way, or it cannot be planned.
         DoesNotFitError: if nothing fits; it says what the nearest lacks.
     """
-    if problems := problems_with_processes(recipe, launched_processes(recipe)):
+    if problems := problems_with_processes(
+        recipe, read_launch(use_cpu=recipe.training.use_cpu).num_processes
+    ):
         raise UserError(*problems)
     saved = _saved_recipe(recipe)
     if saved is not None:

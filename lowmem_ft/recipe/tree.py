@@ -15,6 +15,7 @@ from lowmem_ft.techniques.config import (
     AccumulationConfig,
     AdapterConfig,
     CheckpointingConfig,
+    DistributedConfig,
     LossConfig,
     OffloadConfig,
     TilingConfig,
@@ -37,6 +38,7 @@ class Recipe:
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     tiling: TilingConfig = field(default_factory=TilingConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     budget: Budget = field(default_factory=Budget)
     plan: PlanConfig = field(default_factory=PlanConfig)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -269,6 +270,103 @@ class TilingConfig:
             raise UserError(
                 f"tiling.head must be at most the vocabulary's {rows} rows, got {self.head}. Set tiling.head=8."
             )
+
+
+Strategy = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
+"""How the processes of a run share it, by the names of torch and DeepSpeed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """What several processes, each with a device of its own, share; by Accelerate's names."""
+
+    strategy: Strategy | None = knob(
+        None,
+        "none: one process; ddp: every process holds everything; fsdp2: weights, gradients and optimizer state are cut "
+        "by rows among the processes (torch's fully_shard); zero2, zero3: DeepSpeed cuts gradients and state, and in "
+        "zero3 weights; null: as it is launched.",
+        frees="fsdp2, zero3: of N processes each holds 1/N of weights, gradients and state; zero2: all of the weights",
+        costs="each layer's weights cross the link before its forward and its backward, its gradients after",
+        effects={
+            "ddp": Effect(cost="time"),
+            "fsdp2": Effect(cost="time"),
+            "zero2": Effect(cost="time"),
+            "zero3": Effect(cost="time"),
+        },
+    )
+    num_processes: int | None = knob(
+        None, "Processes on all machines together, one a device; null: as many as are launched."
+    )
+    num_machines: int = knob(1, "Machines that the processes are spread over evenly.")
+    reshard_after_forward: bool | None = knob(
+        None,
+        "Of fsdp2: free a layer's gathered weights after its forward, and gather them again for its backward; null: as "
+        "it is launched, else true.",
+        frees="true: all weights but one or two layers' between forward and backward",
+        costs="true: the weights cross the link once more",
+        effects={True: Effect(cost="time"), None: Effect(cost="time")},
+    )
+    cpu_offload: bool | None = knob(
+        None,
+        "Of fsdp2: this process's part of weights, gradients and state waits on the host, which makes the updates; "
+        "null: as it is launched, else false.",
+        frees="true: each process's part of weights, gradients and state on its device",
+        costs="true: the part crosses PCIe for each gathering, and the host's processor makes the updates",
+        effects={True: Effect(cost="host link")},
+    )
+    sync_each_batch: bool = knob(
+        True,
+        "Of fsdp2: cut the gradients of each micro-batch among the processes; false: only those of the last, of which "
+        "there is one sum until then.",
+        frees="true: 4 bytes a parameter while several micro-batches are summed",
+        costs="true: gradients cross the link once a micro-batch instead of once a step",
+        effects={True: Effect(cost="time")},
+    )
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered weights are freed after forward."""
+        return self.reshard_after_forward is not False
+
+    def problems(self) -> list[str]:
+        """What is wrong with these values in themselves; empty if nothing is."""
+        problems = [*self._problems_of_numbers()]
+        for name, other in (
+            ("reshard_after_forward", False),
+            ("cpu_offload", True),
+            ("sync_each_batch", False),
+        ):
+            if getattr(self, name) == other and self.strategy not in (None, "fsdp2"):
+                problems.append(
+                    f"distributed.{name}={str(other).lower()} is for distributed.strategy=fsdp2, got {self.strategy}. "
+                    f"Set distributed.strategy=fsdp2, or leave distributed.{name} out."
+                )
+        return problems
+
+    def _problems_of_numbers(self) -> Iterator[str]:
+        processes, machines = self.num_processes, self.num_machines
+        if processes is not None and processes < 1:
+            yield f"distributed.num_processes must be at least 1, got {processes}. Set it to the number of devices."
+        if machines < 1:
+            yield f"distributed.num_machines must be at least 1, got {machines}. Set it to 1."
+        elif processes is not None and processes >= 1 and processes % machines:
+            yield (
+                f"distributed.num_processes={processes} must be a multiple of distributed.num_machines={machines}: "
+                "each machine has as many processes. Correct one of the two."
+            )
+        if processes is not None and processes > 1 and self.strategy == "none":
+            yield (
+                f"distributed.strategy=none is one process, got distributed.num_processes={processes}. Set "
+                "distributed.strategy=fsdp2 or ddp, or distributed.num_processes=1."
+            )
+        if processes == 1 and self.strategy not in (None, "none"):
+            yield (
+                f"distributed.strategy={self.strategy} is for several processes, got distributed.num_processes=1. "
+                "Set distributed.strategy=none, or more processes."
+            )
+
+
+ONE_PROCESS = DistributedConfig(strategy="none", num_processes=1)
 
 
 @dataclass(frozen=True, kw_only=True)

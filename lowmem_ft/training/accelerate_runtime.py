@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration, gather_object
+from accelerate.utils import ProjectConfiguration, gather_object, patch_environment
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
@@ -29,9 +30,12 @@ from lowmem_ft.models import (
     load_master_weights,
     load_model,
     weights_in_files,
+    weights_in_shards,
 )
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
+from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig, Strategy
+from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.schedule import create_scheduler
@@ -48,12 +52,20 @@ class AccelerateRuntime(MixedPrecision):
         accelerator: knows the other processes.
         mixed_precision: what the step casts to: ``no``, ``bf16`` or ``fp16``.
         device: as tensors name it; None: the accelerator's, which is ``cuda`` without a number in a single process.
+        strategy: what the processes share.
     """
 
     def __init__(
-        self, accelerator: Accelerator, mixed_precision: str, device: torch.device | None = None
+        self,
+        accelerator: Accelerator,
+        mixed_precision: str,
+        device: torch.device | None = None,
+        strategy: Strategy = "none",
     ) -> None:
         super().__init__(mixed_precision, device or with_index(accelerator.device))
+        self._is_sharded = strategy == "fsdp2"
+        self._rows: dict[nn.Parameter, torch.Tensor] = {}
+        self._sharded: FullySharded | None = None
         self.accelerator = accelerator
         self.num_processes: int = accelerator.num_processes
         self.process_index: int = accelerator.process_index
@@ -61,36 +73,48 @@ class AccelerateRuntime(MixedPrecision):
         self._averages_after_backward = False
 
     @staticmethod
-    def create(config: TrainingConfig, output_dir: Path) -> AccelerateRuntime:
-        """Join the other processes of ``accelerate launch``, if any, and take a device.
+    def create(
+        config: TrainingConfig, output_dir: Path, distributed: DistributedConfig = ONE_PROCESS
+    ) -> AccelerateRuntime:
+        """Join the other processes of the launcher, if any, and take a device.
+
+        Accelerate is told nothing of FSDP, which it would leave out on a CPU without a word: the model is cut in
+        :meth:`shard`, in the same way everywhere.
+
+        Args:
+            config: for trackers, device and precision.
+            output_dir: where trackers write.
+            distributed: as launched, see :func:`lowmem_ft.training.launch.as_launched`.
 
         Raises:
             MissingPackageError: if a tracker of ``training.report_to`` is not installed.
-            UserError: if the launch asks for a kind of parallelism that the step does not support.
+            UserError: if Accelerate makes something else of the launch than the recipe says.
         """
         for tracker in config.report_to:
             require_tracker(tracker)
         AcceleratorState._reset_state()  # of an Accelerator in this process that has a precision
-        accelerator = Accelerator(
-            # The step has its own autocast: Accelerate's copies all outputs to fp32, logits too. Never None, or
-            # `accelerate launch --mixed_precision` would switch it on.
-            mixed_precision="no",
-            cpu=config.use_cpu,
-            log_with=list(config.report_to) or None,
-            project_config=ProjectConfiguration(
-                project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
-            ),
-        )
-        kind = accelerator.distributed_type.value
-        if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-            raise UserError(
-                f"Training runs in one process or data-parallel (DDP), but the launch asks for {kind}. "
-                "Run `accelerate launch --num_processes N -m lowmem_ft train ...` without that option, or choose "
-                "another configuration with `accelerate config`."
+        with patch_environment(ACCELERATE_USE_FSDP="false"):
+            accelerator = Accelerator(
+                # The step has its own autocast: Accelerate's copies all outputs to fp32, logits too. Never None, or
+                # `accelerate launch --mixed_precision` would switch it on.
+                mixed_precision="no",
+                cpu=config.use_cpu,
+                log_with=list(config.report_to) or None,
+                project_config=ProjectConfiguration(
+                    project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
+                ),
             )
-        if accelerator.num_processes > 1:
+        kind, num_processes = accelerator.distributed_type.value, accelerator.num_processes
+        if kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or num_processes != distributed.num_processes:
+            raise UserError(
+                f"distributed.strategy={distributed.strategy} with {distributed.num_processes} processes was launched, "
+                f"but Accelerate makes {kind} with {num_processes} of it. Run `accelerate launch --num_processes N -m "
+                "lowmem_ft train ...` without further options, or choose another configuration with `accelerate "
+                "config`."
+            )
+        if num_processes > 1:
             atexit.register(_leave_processes)
-        return AccelerateRuntime(accelerator, config.mixed_precision)
+        return AccelerateRuntime(accelerator, config.mixed_precision, strategy=distributed.strategy or "none")
 
     def load_model(
         self,
@@ -102,12 +126,21 @@ class AccelerateRuntime(MixedPrecision):
         host: HostMemory | None = None,
     ) -> PreTrainedModel:
         """Read the weights straight to where they go; see :func:`lowmem_ft.models.load_model`."""
-        with contextlib.nullcontext() if host is None else weights_in_files(host):
+        device = self.device
+        with contextlib.ExitStack() as loading:
+            if host is not None:
+                device = torch.device("cpu")
+                loading.enter_context(weights_in_files(host))
+            elif self._is_sharded:
+                device = torch.device("cpu")
+                if config.weights != "random":  # whose values are drawn in place
+                    shards = weights_in_shards(self.num_processes, self.process_index, self.device)
+                    self._rows = loading.enter_context(shards)
             return load_model(
                 config,
                 hf_config,
                 attn_implementation=attn_implementation,
-                device=self.device if host is None else torch.device("cpu"),
+                device=device,
                 seed=seed,
                 mixed_precision=self.mixed_precision,
             )
@@ -130,11 +163,18 @@ class AccelerateRuntime(MixedPrecision):
         """That of transformers."""
         return create_scheduler(optimizer, config, num_training_steps)
 
+    def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
+        """By :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, over all processes."""
+        if self._is_sharded:
+            mesh = init_device_mesh(self.device.type, (self.num_processes,))
+            self._sharded = enable_fsdp2(model, config, mesh, self._rows)
+        return self._sharded
+
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model for data parallelism, where there are several processes."""
-        if self.goes_without_ddp(model):
+        """Wrap the model for data parallelism, where there are several processes and each holds all of it."""
+        if self._is_sharded or self.goes_without_ddp(model):
             return model, optimizer
         # Weights are where they belong, on the host some of them.
         prepared = self.accelerator.prepare(model, device_placement=[False])
@@ -156,7 +196,10 @@ class AccelerateRuntime(MixedPrecision):
             average_gradients(parameters)
 
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """DDP's ``no_sync`` for all but the last micro-batch of a window."""
+        """DDP's ``no_sync`` for all but the last micro-batch of a window, or FSDP2's."""
+        if self._sharded is not None:
+            self._sharded.begin_micro_batch(is_last=is_last)
+            return contextlib.nullcontext()
         return contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:

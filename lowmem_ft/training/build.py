@@ -159,6 +159,7 @@ def build_session(
         rows_per_micro_batch=_rows_per_micro_batch(recipe, plan),
         sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
         finer_weights=lambda: runtime.master_weights(recipe.model, plan.hf_config),
+        shard=lambda: runtime.shard(model, recipe.distributed),
     )
     scheduler = runtime.schedule(on.optimizer, recipe.training, num_training_steps)
     prepared_model, prepared_optimizer = runtime.prepare(model, on.optimizer)
@@ -197,6 +198,7 @@ def switch_on(
     rows_per_micro_batch: int,
     sums: bool,
     finer_weights: Callable[[], MasterWeights | None],
+    shard: Callable[[], Technique | None] = lambda: None,
 ) -> SwitchedOn:
     """Switch a recipe's techniques on, in their order, and make the optimizer between them.
 
@@ -208,6 +210,7 @@ def switch_on(
         rows_per_micro_batch: in vertical order, the rows that pass through a layer together.
         sums: whether a step sums several gradients.
         finer_weights: reads what bfloat16 weights have lost of their checkpoint.
+        shard: cuts the model's parameters among several processes, if they share them.
 
     Returns:
         Both; an error leaves the model as it was.
@@ -218,6 +221,8 @@ def switch_on(
             adapters, techniques_in_forward(model, recipe, host_memory, rows_per_micro_batch)
         ):
             in_forward.add(technique)
+        if sharded := shard():
+            in_forward.add(sharded)
         training = recipe.training
         optimizer = create_optimizer(
             model, recipe.optimizer, learning_rate=training.learning_rate, seed=training.seed

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import memory_knobs
-
-
-def launched_processes(recipe: Recipe) -> int:
-    """How many processes the launcher started, as it tells each of them; 1 without one.
-
-    As accelerate counts: on a GPU a process without ``LOCAL_RANK`` trains by itself, whatever ``WORLD_SIZE`` a cluster
-    has set.
-    """
-    if not recipe.training.use_cpu and int(os.environ.get("LOCAL_RANK") or -1) == -1:
-        return 1
-    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:

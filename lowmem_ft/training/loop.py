@@ -35,6 +35,7 @@ from lowmem_ft.training.finished_model import log_finished_model, save_finished_
 from lowmem_ft.training.health import RunHealth, SuspectWeightsError, weights_not_finite
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
+from lowmem_ft.training.launch import Launch, as_launched, read_launch
 from lowmem_ft.training.out_of_memory import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory_report import does_not_fit_here, report_of
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
@@ -185,7 +186,13 @@ class TrainingRun:
         folder = folder or RunFolder.open(recipe)
         if config.push_to_hub:
             check_upload()
-        runtime = runtime or AccelerateRuntime.create(config, folder.path)
+        launch = (
+            read_launch(use_cpu=config.use_cpu)
+            if runtime is None
+            else Launch(num_processes=runtime.num_processes)
+        )
+        launched = as_launched(recipe, launch)
+        runtime = runtime or AccelerateRuntime.create(config, folder.path, launched.distributed)
         set_seed(config.seed, deterministic=config.full_determinism)
         apply_budget(
             recipe.budget,
@@ -195,7 +202,7 @@ class TrainingRun:
         )
         budget_watch = BudgetWatch(recipe.budget, runtime.device)
         resume_from = folder.resume_from
-        built = recipe if resume_from is None else resumed(recipe, resume_from)
+        built = launched if resume_from is None else resumed(launched, resume_from)
         plan = plan_session(built, runtime)
         checks = PreflightChecks(preflight, built, runtime)
         tokenizer = load_tokenizer(built.model)

@@ -16,7 +16,7 @@ from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.atomic_io import write_whole_file
-from lowmem_ft.training.distributed_rules import launched_processes
+from lowmem_ft.training.launch import read_launch
 from lowmem_ft.training.out_of_memory import INSIDE_AN_UPDATE, NotRetried, does_not_fit
 from lowmem_ft.training.replaced_run import allocator_file
 from lowmem_ft.training.runtime import RunRuntime
@@ -71,7 +71,7 @@ def does_not_fit_here(
     else:
         is_on_cuda = torch.cuda.is_available() and not recipe.training.use_cpu
         device = torch.device("cuda" if is_on_cuda else "cpu")
-        num_processes = launched_processes(recipe)
+        num_processes = read_launch(use_cpu=recipe.training.use_cpu).num_processes
     others = this_machines_gpu(device).held_by_others_bytes if device.type == "cuda" else None
     return does_not_fit(
         recipe,

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, typical_seconds
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.phase_peaks import PhasePeaks
+from lowmem_ft.shards import local_part
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.run_metrics import RunMetrics
 
@@ -111,7 +112,7 @@ def _leaves(values: Any) -> Iterator[Tensor]:
 
 def _new_storages(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[int]:
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if tensor.device.type == device.type and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             yield storage.nbytes()

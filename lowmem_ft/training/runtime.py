@@ -20,6 +20,8 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import MasterWeights, ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.techniques.config import DistributedConfig
+from lowmem_ft.techniques.technique import Technique
 
 if TYPE_CHECKING:
     from lowmem_ft.training.session import Session
@@ -55,6 +57,10 @@ class Runtime(Protocol):
         self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """What sets the learning rate of each of so many optimizer steps; in a trace it stays what it is."""
+        ...
+
+    def shard(self, model: nn.Module, config: DistributedConfig) -> Technique | None:
+        """Cut the model's parameters among the processes, where ``distributed.strategy`` is fsdp2; else None."""
         ...
 
     def prepare(

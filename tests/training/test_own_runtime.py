@@ -48,6 +48,9 @@ class PlainRuntime:
     def schedule(self, optimizer, config, num_training_steps):
         return create_scheduler(optimizer, config, num_training_steps)
 
+    def shard(self, model, config):
+        return None
+
     def prepare(self, model, optimizer):
         return model, optimizer
 

@@ -1,0 +1,128 @@
+"""Weights, gradients and optimizer state cut by rows among several processes: torch's FSDP2, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from lowmem_ft.shards import local_part
+from lowmem_ft.techniques.config import DistributedConfig
+from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.technique import Technique
+
+log = logging.getLogger(__name__)
+
+
+class FullySharded(Technique):
+    """A model whose parameters are ``DTensor`` s; see :func:`enable_fsdp2`.
+
+    Args:
+        model: the outermost ``FSDPModule``.
+        sync_each_batch: whether the gradients of each micro-batch are cut among the processes.
+    """
+
+    def __init__(self, model: FSDPModule, *, sync_each_batch: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._sync_each_batch = sync_each_batch
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Say before each forward whether it is the last one of its window."""
+        self.model.set_requires_gradient_sync(is_last or self._sync_each_batch)
+
+    def abandon(self) -> None:
+        """Forget what FSDP2 knows of a pass that was broken off."""
+        self.model.reset_iter_state()
+
+
+def enable_fsdp2(
+    model: nn.Module,
+    config: DistributedConfig,
+    mesh: DeviceMesh,
+    rows: MutableMapping[nn.Parameter, Tensor] | None = None,
+) -> FullySharded:
+    """Cuts every parameter by rows among the processes, and has each layer's gathered for as long as it runs.
+
+    Each decoder layer is gathered by itself, the embedding and the head too, unless one is the other's weight; what is
+    left (a norm) stays gathered from forward to backward. Gradients are reduced in float32.
+
+    Frees: of N processes, each holds 1/N of weights, gradients and optimizer state, and one or two whole layers.
+    Costs: all weights cross the link before forward and, with ``reshard_after_forward``, before backward, and all
+    gradients after it.
+    Equals: one process with the same global batch, but for the order of sums, and for gradients of 16-bit weights,
+    which each process rounds before they are summed.
+    Limits: call it after whatever changes the way through the layers, and make the optimizer after it. What reads a
+    parameter outside of the call of its own module finds a part of it.
+    Source: PyTorch FSDP, 2023 (arXiv:2304.11277); ``torch.distributed.fsdp.fully_shard``.
+
+    Args:
+        model: a causal LM from transformers, or a PEFT model around one.
+        config: what is freed when.
+        mesh: the processes, in one dimension.
+        rows: by parameter, what :func:`lowmem_ft.models.weights_in_shards` kept of it, and is taken out; None: they are
+            whole.
+
+    Returns:
+        What a loop tells of its micro-batches; there is no way back.
+    """
+    rows = rows or {}
+    policies: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+    }
+    units = list(_units(model))
+    for unit in units:
+        _shard(unit, rows, {**policies, "reshard_after_forward": config.reshards})
+    _shard(model, rows, policies)
+    assert isinstance(model, FSDPModule), "fully_shard makes it one"
+    log.info(
+        "FSDP2: %d parameters are cut by rows among %d processes, and gathered in %d groups.",
+        sum(1 for _ in model.parameters()),
+        mesh.size(),
+        len(units) + 1,
+    )
+    return FullySharded(model, sync_each_batch=config.sync_each_batch)
+
+
+def _units(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose parameters are gathered together, from the inside out."""
+    yield from decoder_layers(model, way_out="distributed.strategy=ddp")
+    causal_lm: Any = base_model(model)
+    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        yield embedding
+        yield head
+
+
+def _shard(
+    module: nn.Module, rows: MutableMapping[nn.Parameter, Tensor], policies: Mapping[str, Any]
+) -> None:
+    """Shard one unit; a hollow parameter is whole, without values, for as long as that takes."""
+    device = _device_of(policies["mesh"])
+    hollow = {name: parameter for name, parameter in module.named_parameters() if parameter in rows}
+    for parameter in hollow.values():
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    fully_shard(module, **policies)
+    sharded = dict(module.named_parameters())
+    for name, parameter in hollow.items():
+        local_part(sharded[name]).copy_(rows.pop(parameter))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

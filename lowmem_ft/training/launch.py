@@ -1,0 +1,174 @@
+"""What a launcher (``accelerate launch``, torchrun) has started, and a recipe that agrees with it.
+
+A recipe may leave to the launcher how many processes there are and what they share; what both say has to be the same.
+Read from the environment that launchers give each process, so that a disagreement is told before torch is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lowmem_ft.errors import RecipeError
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.techniques.config import DistributedConfig, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a launcher says.
+
+    Args:
+        num_processes: on all machines together.
+        num_machines: that they are on.
+        strategy: what it asks for; None: it leaves that open.
+        settings: of ``distributed``, by name, what else it says.
+        refused: what it asks for beside these that is not done, each with a way out.
+    """
+
+    num_processes: int = 1
+    num_machines: int = 1
+    strategy: Strategy | None = None
+    settings: Mapping[str, bool] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+
+
+def read_launch(*, use_cpu: bool, environment: Mapping[str, str] = os.environ) -> Launch:
+    """What this process was told by its launcher; one process without one.
+
+    Args:
+        use_cpu: whether it trains on the CPU. As Accelerate counts: on a GPU a process without ``LOCAL_RANK`` trains by
+            itself, whatever ``WORLD_SIZE`` a cluster has set.
+        environment: the variables.
+    """
+    if not use_cpu and int(environment.get("LOCAL_RANK") or -1) == -1:
+        return Launch()
+    num_processes = int(environment.get("WORLD_SIZE") or 1)
+    num_local = int(environment.get("LOCAL_WORLD_SIZE") or num_processes)
+    num_machines = max(1, num_processes // max(1, num_local))
+    if _is_true(environment, "ACCELERATE_USE_FSDP"):
+        return Launch(
+            num_processes=num_processes,
+            num_machines=num_machines,
+            strategy="fsdp2",
+            settings={
+                "reshard_after_forward": _is_true(environment, "FSDP_RESHARD_AFTER_FORWARD", default="true"),
+                "cpu_offload": _is_true(environment, "FSDP_OFFLOAD_PARAMS"),
+            },
+            refused=tuple(_refused_of_fsdp(environment)),
+        )
+    if _is_true(environment, "ACCELERATE_USE_DEEPSPEED"):
+        stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        refused = (
+            ()
+            if stage in ("2", "3")
+            else (
+                f"The launch asks for DeepSpeed's ZeRO-{stage}. Set zero_stage: 2 or 3 in its configuration.",
+            )
+        )
+        strategy: Strategy = "zero3" if stage == "3" else "zero2"
+        return Launch(
+            num_processes=num_processes, num_machines=num_machines, strategy=strategy, refused=refused
+        )
+    others = {
+        "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+    }
+    refused = tuple(
+        f"The launch asks for {name}, which is not supported. Choose FSDP, DeepSpeed or plain data parallelism with "
+        "`accelerate config`."
+        for variable, name in others.items()
+        if _is_true(environment, variable)
+    )
+    return Launch(num_processes=num_processes, num_machines=num_machines, refused=refused)
+
+
+def _refused_of_fsdp(environment: Mapping[str, str]) -> Iterator[str]:
+    version = environment.get("FSDP_VERSION", "1")
+    if version != "2":
+        yield f"The launch asks for FSDP {version}, and FSDP 2 is supported. Set fsdp_version: 2 in its configuration."
+    if _is_true(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
+        yield (
+            "The launch asks for fsdp_activation_checkpointing, and the recipe decides that. Take it out of the "
+            "configuration, and set checkpointing.mode=full."
+        )
+    policy = environment.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+    if policy != "TRANSFORMER_BASED_WRAP":
+        yield (
+            f"The launch asks for fsdp_auto_wrap_policy: {policy}; decoder layers are what is gathered together. Set "
+            "it to TRANSFORMER_BASED_WRAP."
+        )
+    if ignored := environment.get("FSDP_IGNORED_MODULES"):
+        yield f"The launch asks for fsdp_ignored_modules: {ignored}; all are cut. Take it out of the configuration."
+
+
+def as_launched(recipe: Recipe, launch: Launch) -> Recipe:
+    """The recipe with all of ``distributed`` said: by itself, else by the launch.
+
+    Args:
+        recipe: what is to be trained.
+        launch: what was started.
+
+    Returns:
+        The recipe, whose strategy and number of processes are none of them None.
+
+    Raises:
+        RecipeError: if the two disagree; lists all of it.
+    """
+    config = recipe.distributed
+    if problems := [*launch.refused, *_disagreements(config, launch)]:
+        raise RecipeError(*problems)
+    left_open = "none" if launch.num_processes == 1 else "ddp"
+    settings = {name: value for name, value in launch.settings.items() if getattr(config, name) is None}
+    filled = dataclasses.replace(
+        config,
+        strategy=config.strategy or launch.strategy or left_open,
+        num_processes=launch.num_processes,
+        num_machines=launch.num_machines,
+        **settings,
+    )
+    return dataclasses.replace(recipe, distributed=filled)
+
+
+def _disagreements(config: DistributedConfig, launch: Launch) -> Iterator[str]:
+    strategy, processes = config.strategy, launch.num_processes
+    if config.num_processes not in (None, processes):
+        yield (
+            f"distributed.num_processes={config.num_processes}, but {processes} "
+            f"{'was' if processes == 1 else 'were'} started. Start as many: `accelerate launch --num_processes "
+            f"{config.num_processes} ...` or `torchrun --nproc_per_node={config.num_processes} ...`; or leave it out."
+        )
+    elif strategy not in (None, "none") and processes == 1:
+        yield (
+            f"distributed.strategy={strategy} is for several processes, and one was started. Start it with "
+            "`accelerate launch --num_processes N ...` or `torchrun --nproc_per_node=N ...`, or set "
+            "distributed.strategy=none."
+        )
+    if strategy == "none" and processes > 1:
+        yield (
+            f"distributed.strategy=none is one process, but {processes} were started. Set distributed.strategy=fsdp2 "
+            "or ddp, or start one."
+        )
+    if config.num_machines not in (1, launch.num_machines):
+        yield (
+            f"distributed.num_machines={config.num_machines}, but the processes are on {launch.num_machines}. Correct "
+            "one of the two."
+        )
+    if launch.strategy is not None and strategy not in (None, launch.strategy):
+        yield (
+            f"distributed.strategy={strategy}, but the launch asks for {launch.strategy}. Leave one of the two out: "
+            "the setting, or that part of the configuration given to `accelerate launch --config_file`."
+        )
+    for name, value in launch.settings.items():
+        own = getattr(config, name)
+        if own not in (None, value):
+            yield (
+                f"distributed.{name}={str(own).lower()}, but the launch asks for {str(value).lower()}. Leave the "
+                "setting out, or correct the configuration given to `accelerate launch --config_file`."
+            )
+
+
+def _is_true(environment: Mapping[str, str], name: str, default: str = "false") -> bool:
+    return environment.get(name, default).lower() in ("true", "1", "yes", "on")
