@@ -61,16 +61,11 @@ def read_launch(*, use_cpu: bool, environment: Mapping[str, str] = os.environ) -
         )
     if _is_true(environment, "ACCELERATE_USE_DEEPSPEED"):
         stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        refused = (
-            ()
-            if stage in ("2", "3")
-            else (
-                f"The launch asks for DeepSpeed's ZeRO-{stage}. Set zero_stage: 2 or 3 in its configuration.",
-            )
-        )
-        strategy: Strategy = "zero3" if stage == "3" else "zero2"
         return Launch(
-            num_processes=num_processes, num_machines=num_machines, strategy=strategy, refused=refused
+            num_processes=num_processes,
+            num_machines=num_machines,
+            strategy="zero3" if stage == "3" else "zero2",
+            refused=tuple(_refused_of_deepspeed(environment, stage)),
         )
     others = {
         "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -102,6 +97,46 @@ def _refused_of_fsdp(environment: Mapping[str, str]) -> Iterator[str]:
         )
     if ignored := environment.get("FSDP_IGNORED_MODULES"):
         yield f"The launch asks for fsdp_ignored_modules: {ignored}; all are cut. Take it out of the configuration."
+
+
+def _refused_of_deepspeed(environment: Mapping[str, str], stage: str) -> Iterator[str]:
+    if file := environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        yield (
+            f"The launch asks for deepspeed_config_file: {file}; the engine's configuration is made of the recipe. Take "
+            "it out, and set zero_stage: 2 or 3 in its place."
+        )
+        return
+    if stage not in ("2", "3"):
+        yield f"The launch asks for DeepSpeed's ZeRO-{stage}. Set zero_stage: 2 or 3 in its configuration."
+    for variable, (name, harmless, way_out) in _DEEPSPEED_SETTINGS.items():
+        value = environment.get(variable, harmless)
+        if value != harmless:
+            yield f"The launch asks for {name}: {value}. {way_out} Take it out of the configuration."
+
+
+_DEEPSPEED_SETTINGS = {
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
+        "offload_optimizer_device",
+        "none",
+        "ZeRO's offload has not been shown to work here.",
+    ),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (
+        "offload_param_device",
+        "none",
+        "ZeRO's offload has not been shown to work here.",
+    ),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "gradient_accumulation_steps",
+        "1",
+        "The recipe decides that: set training.gradient_accumulation_steps.",
+    ),
+    "ACCELERATE_GRADIENT_CLIPPING": (
+        "gradient_clipping",
+        "none",
+        "The recipe decides that: set training.max_grad_norm.",
+    ),
+}
+"""By variable: its name in Accelerate's configuration, the value that asks for nothing, and what to do of another."""
 
 
 def as_launched(recipe: Recipe, launch: Launch) -> Recipe:
