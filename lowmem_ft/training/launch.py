@@ -102,8 +102,8 @@ def _refused_of_fsdp(environment: Mapping[str, str]) -> Iterator[str]:
 def _refused_of_deepspeed(environment: Mapping[str, str], stage: str) -> Iterator[str]:
     if file := environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         yield (
-            f"The launch asks for deepspeed_config_file: {file}; the engine's configuration is made of the recipe. Take "
-            "it out, and set zero_stage: 2 or 3 in its place."
+            f"The launch asks for deepspeed_config_file: {file}; the engine's configuration is made of the recipe. "
+            "Take it out, and set zero_stage: 2 or 3 in its place."
         )
         return
     if stage not in ("2", "3"):
