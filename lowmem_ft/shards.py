@@ -22,6 +22,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return sharded.detach().to_local() if is_sharded(tensor) else tensor
 
 
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor, where its processes meet; every one of them calls this. Any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor.detach()
+    return sharded.to(sharded.device_mesh.device_type).full_tensor()
+
+
 def rows_of(num_rows: int, num_processes: int, process_index: int) -> tuple[int, int]:
     """The first row of a process, and the one after its last, as ``torch.chunk`` deals them out."""
     most = -(-num_rows // num_processes)
@@ -46,6 +54,36 @@ def first_element(tensor: Tensor) -> int:
     num_rows, mesh = tensor.shape[0], sharded.device_mesh
     first_row, _ = rows_of(num_rows, mesh.size(dimension), mesh.get_local_rank(dimension))
     return first_row * (tensor.numel() // max(num_rows, 1))
+
+
+def parts_of(tensor: Tensor) -> list[int]:
+    """How many elements of a tensor each process holds, in their order; of one that is whole, all in one.
+
+    Raises:
+        ValueError: as in :func:`first_element`.
+    """
+    dimension = _sharded_dimension(tensor) if is_sharded(tensor) and tensor.ndim else None
+    if dimension is None:
+        return [tensor.numel()]
+    sharded: Any = tensor
+    num_rows, num_processes = tensor.shape[0], sharded.device_mesh.size(dimension)
+    bounds = [rows_of(num_rows, num_processes, process) for process in range(num_processes)]
+    row = tensor.numel() // max(num_rows, 1)
+    return [(end - first) * row for first, end in bounds]
+
+
+def part_number(tensor: Tensor) -> int:
+    """Which of :func:`parts_of` lies in this process."""
+    dimension = _sharded_dimension(tensor) if is_sharded(tensor) and tensor.ndim else None
+    if dimension is None:
+        return 0
+    sharded: Any = tensor
+    return sharded.device_mesh.get_local_rank(dimension)
+
+
+def is_held_once(tensor: Tensor) -> bool:
+    """Whether each element lies in one process alone."""
+    return is_sharded(tensor) and tensor.ndim > 0 and _sharded_dimension(tensor) is not None
 
 
 def sum_over_shards(value: Tensor, of: Tensor) -> Tensor:

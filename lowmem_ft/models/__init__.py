@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         quantization_config,
         quantize_linear_layers,
     )
-    from lowmem_ft.models.saving import save_model, save_tokenizer, verify_saved_model
-    from lowmem_ft.models.weights_in_shards import weights_in_shards
+    from lowmem_ft.models.saving import save_config, save_model, save_tokenizer, verify_saved_model
+    from lowmem_ft.models.sharded_weights import weights_in_shards
 
 __all__ = [
     "MasterWeights",
@@ -42,6 +42,7 @@ __all__ = [
     "max_positions",
     "quantization_config",
     "quantize_linear_layers",
+    "save_config",
     "save_model",
     "save_tokenizer",
     "verify_saved_model",
@@ -66,12 +67,13 @@ __getattr__ = lazy_exports(
         "max_positions": "loading",
         "quantization_config": "quantization",
         "quantize_linear_layers": "quantization",
+        "save_config": "saving",
         "save_model": "saving",
         "save_tokenizer": "saving",
         "verify_saved_model": "saving",
         "vocab_size": "loading",
         "weights_dtype": "loading",
         "weights_in_files": "mapped_weights",
-        "weights_in_shards": "weights_in_shards",
+        "weights_in_shards": "sharded_weights",
     },
 )

@@ -7,6 +7,7 @@ under a running training. Reading each tensor with ``pread`` has neither.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from lowmem_ft.errors import ModelError
 from lowmem_ft.finiteness import is_finite
 from lowmem_ft.models.model_files import INDEX_FILE, WEIGHTS_FILE
+from lowmem_ft.models.shard_files import MODEL, cut_tensors, shard_files
 
 
 class LazyWeight:
@@ -53,6 +55,8 @@ class LazyWeight:
 def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[str, Any]:
     """Every tensor of a folder's or hub repository's safetensors files by name; ``[...]`` on one reads it.
 
+    Files may hold parts of tensors, as several processes write them into a checkpoint: each tensor is put together.
+
     Args:
         path: local folder or hub id; missing files are downloaded.
         backend: ``pread``, or ``mmap`` for tensors that are the file's own pages, to be looked at and let go.
@@ -65,6 +69,9 @@ def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[st
     Raises:
         FileNotFoundError: if there are no safetensors.
     """
+    cut = shard_files(Path(path), MODEL)
+    if cut:
+        return {name: LazyWeight(path, name, values) for name, values in cut_tensors(cut).items()}
     weights: dict[str, Any] = {}
     for file in _safetensors_files(path, source):
         opened: Any = safe_open(file, framework="pt", backend=backend)

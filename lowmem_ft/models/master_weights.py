@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.memory.mapped_files import forget_pages
-from lowmem_ft.models.checkpoint_files import causal_lm_class, lazy_weights
+from lowmem_ft.models.checkpoint_files import LazyWeight, causal_lm_class, lazy_weights
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model, source_of, weights_dtype
 
@@ -128,13 +128,16 @@ def load_master_weights(
         return MasterWeights(model, present=present)
     del source["trust_remote_code"]  # decided when the config was read
     path = source.pop("path")
-    mapped = lazy_weights(path, backend="mmap", **source)
-    weights = {name: _MappedWeight(values) for name, values in mapped.items()}
+    read = lazy_weights(path, backend="mmap", **source)
+    mapped = {
+        name: _MappedWeight(values) for name, values in read.items() if not isinstance(values, LazyWeight)
+    }
+    weights: dict[str, Any] = {**read, **mapped}  # what is put together from parts is no file's page
     if _finer_share(weights.values()) < 0.5:
         return None
     model_class: Any = causal_lm_class(hf_config, path, **source)
     model = model_class.from_pretrained(None, state_dict=weights, config=hf_config, dtype=torch.float32)
-    return MasterWeights(model, {weight.address for weight in weights.values()}, present)
+    return MasterWeights(model, {weight.address for weight in mapped.values()}, present)
 
 
 def _finer_share(weights: Iterable[Any]) -> float:

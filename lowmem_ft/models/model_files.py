@@ -14,6 +14,7 @@ from typing import Any
 from lowmem_ft.catalog import find_architecture
 from lowmem_ft.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.shard_files import MODEL, shard_files
 from lowmem_ft.user_paths import expand_user
 
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -219,6 +220,8 @@ def damage(file: Path) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[str]:
+    if cut := shard_files(folder, MODEL):
+        return [file.name for file in cut]
     if not (folder / INDEX_FILE).is_file():
         return [WEIGHTS_FILE] if (folder / WEIGHTS_FILE).is_file() else []
     try:

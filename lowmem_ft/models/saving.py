@@ -33,6 +33,12 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     verify_saved_model(model, folder)
 
 
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write all of a model but its weights: config, generation config, and code of its own if it has any."""
+    with _quiet_transformers():
+        model.save_pretrained(folder, state_dict={})
+
+
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the tokenizer and its chat template."""
     with _quiet_transformers():
@@ -55,7 +61,7 @@ def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 # Where transformers put the model's own code, which has been running all along.
-                trust_remote_code=type(model).__module__.startswith("transformers_modules."),
+                trust_remote_code=_has_own_code(model),
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model saved in {folder} cannot be read back: {error}") from error
@@ -77,6 +83,11 @@ def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:
 
 def _kind(parameter: torch.Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
     return None if parameter is None else (tuple(parameter.shape), parameter.dtype)
+
+
+def _has_own_code(model: PreTrainedModel) -> bool:
+    # Of all its classes: fully_shard makes one of its own of the model's.
+    return any(kind.__module__.startswith("transformers_modules.") for kind in type(model).__mro__)
 
 
 def _ties(model: PreTrainedModel) -> list[list[str]]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         parameter_groups,
     )
     from lowmem_ft.optimizers.state import OptimizerState, export_optimizer_state, import_optimizer_state
+    from lowmem_ft.optimizers.state_parts import StateParts
     from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
     from lowmem_ft.optimizers.table import OPTIMIZERS
 
@@ -26,6 +27,7 @@ __all__ = [
     "DeviceStorage",
     "OptimizerConfig",
     "OptimizerState",
+    "StateParts",
     "StateStorage",
     "check_optimizer",
     "create_optimizer",
@@ -43,6 +45,7 @@ __getattr__ = lazy_exports(
         "DeviceStorage": "state_storage",
         "OptimizerConfig": "config",
         "OptimizerState": "state",
+        "StateParts": "state_parts",
         "StateStorage": "state_storage",
         "check_optimizer": "create",
         "create_optimizer": "create",

@@ -256,9 +256,16 @@ class ChunkedOptimizer(Optimizer):
         averages = self.rule.averages(parameter.shape, group)
         return {name: state_format(self.state_format, signed=signed) for name, signed in averages.items()}
 
-    def kept_sizes(self, parameter: nn.Parameter) -> dict[str, tuple[int, torch.dtype]]:
-        """What waits in ``home`` for a parameter: by name, the number of elements and their type."""
-        num_elements = local_part(parameter).numel()
+    def kept_sizes(
+        self, parameter: nn.Parameter, num_elements: int | None = None
+    ) -> dict[str, tuple[int, torch.dtype]]:
+        """What waits in ``home`` for a parameter: by name, the number of elements and their type.
+
+        Args:
+            parameter: one of the optimizer's.
+            num_elements: of it, that lie in a process; None: those in this one.
+        """
+        num_elements = local_part(parameter).numel() if num_elements is None else num_elements
         sizes = {name: (num_elements, dtype) for name, dtype in self.master_of(parameter).tensors.items()}
         for name, form in self.averages_of(parameter).items():
             sizes |= form.tensors(name, num_elements)

@@ -8,7 +8,7 @@ State of our own optimizers is written as it is kept, and read into whatever for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from lowmem_ft.errors import CheckpointError
 from lowmem_ft.optimizers.bitsandbytes_optimizers import AllocatesState
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.state_conversion import SavedState, take_state
+from lowmem_ft.optimizers.state_parts import StateParts, state_here
+from lowmem_ft.shards import first_element, is_held_once, is_sharded, local_part, part_number, parts_of
 
 # They choose a kernel, not the mathematics: the run that resumes keeps its own.
 _KERNEL_CHOICES = {"fused", "foreach", "capturable", "differentiable"}
@@ -33,13 +35,17 @@ class OptimizerState:
 
     Args:
         tensors: by ``{parameter name}.{state key}``; exported, the live tensors, not copies: write them before the next
-            step. To be imported, each is asked for once, so that they can be read from files one at a time.
+            step; of a sharded parameter, this process's part. To be imported, each is asked for once, so that they can
+            be read from files one at a time, and may be a :class:`StateParts`.
         scalars: what JSON can hold: the optimizer's kind, each group's hyperparameters and shapes, and state
             that is no tensor.
+        places: of a sharded parameter's tensors, as they are exported, by the same names: where this process's part
+            begins, and the length of the whole.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Any]
     scalars: dict[str, Any]
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def export_optimizer_state(
@@ -57,11 +63,14 @@ def export_optimizer_state(
     names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters}
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
+    places: dict[str, tuple[int, int]] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 if key not in _CONSTANTS:
                     tensors[f"{names[parameter]}.{key}"] = value.detach()
+                    if is_held_once(parameter):
+                        places[f"{names[parameter]}.{key}"] = _place_of(optimizer, parameter, key)
             else:
                 scalars.setdefault(names[parameter], {})[key] = value
     return OptimizerState(
@@ -72,6 +81,7 @@ def export_optimizer_state(
             "state": scalars,
             **_export_formats(optimizer, names),
         },
+        places=places,
     )
 
 
@@ -124,6 +134,14 @@ def import_optimizer_state(
             optimizer.state[parameter].update(scalars)
 
 
+def _place_of(optimizer: Optimizer, parameter: Any, key: str) -> tuple[int, int]:
+    """Where a sharded parameter's state of this process begins in that of all processes, and the length of that."""
+    if not isinstance(optimizer, ChunkedOptimizer):
+        raise TypeError(f"{type(optimizer).__name__} has state of its own making of a sharded parameter.")
+    lengths = [optimizer.kept_sizes(parameter, elements)[key][0] for elements in parts_of(parameter)]
+    return sum(lengths[: part_number(parameter)]), sum(lengths)
+
+
 def _take_states(
     optimizer: ChunkedOptimizer,
     names: Mapping[Tensor, str],
@@ -138,19 +156,26 @@ def _take_states(
             continue  # it never had a gradient
         dtype = getattr(torch, formats["weights"][name])
         is_finer = dtype == torch.float32 and parameter.dtype != dtype
-        saved = SavedState(
-            values={key: state.tensors[f"{name}.{key}"] for key in keys.get(name, [])} | steps[name],
-            state=formats["state"],
-            master=formats["master"],
-            dtype=dtype,
-            weight=saved_weight(name) if is_finer else None,
-        )
+        weight = saved_weight(name) if is_finer else None
+        first, num_elements = first_element(parameter), local_part(parameter).numel()
+        values = {key: state.tensors[f"{name}.{key}"] for key in keys.get(name, [])}
+        kept_as = formats["state"]
         try:
+            if is_sharded(parameter) or any(isinstance(value, StateParts) for value in values.values()):
+                averages = optimizer.averages_of(parameter)
+                values, kept_as = state_here(values, averages, kept_as, first, first + num_elements)
+            saved = SavedState(
+                values=values | steps[name],
+                state=kept_as,
+                master=formats["master"],
+                dtype=dtype,
+                weight=None if weight is None else weight.reshape(-1)[first : first + num_elements],
+            )
             take_state(optimizer, parameter, saved)
         except KeyError as error:
             raise CheckpointError(
-                f"The optimizer state has no {name}.{error.args[0]}, which its formats (state {saved.state}, master "
-                f"{saved.master}) need: the checkpoint is damaged. Resume from another one."
+                f"The optimizer state has no {name}.{error.args[0]}, which its formats (state {formats['state']}, "
+                f"master {formats['master']}) need: the checkpoint is damaged. Resume from another one."
             ) from error
 
 

@@ -14,6 +14,7 @@ from lowmem_ft.optimizers.chunks import flat_weight, spans
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.optimizers.state_formats import state_format
 from lowmem_ft.optimizers.update_rule import WholeParameterRule
+from lowmem_ft.shards import local_part
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
@@ -28,7 +29,7 @@ class SavedState:
     """What was kept of one parameter.
 
     Args:
-        values: by the keys of ``optimizer.state``.
+        values: by the keys of ``optimizer.state``; of a sharded parameter, this process's.
         state: format of the running averages.
         master: format of 16-bit weights.
         dtype: type of the weight.
@@ -73,7 +74,7 @@ def take_state(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: Save
 
 
 def _take_averages(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: SavedState) -> None:
-    own, num_elements = optimizer.state[parameter], parameter.numel()
+    own, num_elements = optimizer.state[parameter], local_part(parameter).numel()
     for stream, (name, form) in enumerate(optimizer.averages_of(parameter).items(), start=1):
         saved_as = state_format(saved.state, signed=form.signed)
         if saved_as == form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
@@ -46,6 +47,14 @@ class FullySharded(Technique):
     def abandon(self) -> None:
         """Forget what FSDP2 knows of a pass that was broken off."""
         self.model.reset_iter_state()
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Cut again what the last forward has left gathered: an evaluation's has no backward that would."""
+        for module in self.model.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        yield
 
 
 def enable_fsdp2(

@@ -32,6 +32,7 @@ from lowmem_ft.models import (
     weights_in_files,
     weights_in_shards,
 )
+from lowmem_ft.models.shard_files import ShardWriter
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig, Strategy
@@ -40,7 +41,8 @@ from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_m
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session
-from lowmem_ft.training.session_files import load_session, save_optimizer_state, save_trained
+from lowmem_ft.training.session_files import load_session, save_session, save_trained
+from lowmem_ft.training.sharded_files import save_gathered, save_shards
 from lowmem_ft.units import parse_bytes
 from lowmem_ft.user_paths import expand_user
 
@@ -213,12 +215,20 @@ class AccelerateRuntime(MixedPrecision):
         return bool(torch.isfinite(value))
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """As ``from_pretrained`` loads it; see :func:`lowmem_ft.training.session_files.save_trained`."""
-        save_trained(session, tokenizer, folder)
+        """As ``from_pretrained`` loads it, by the main process; what is cut among several is gathered to it."""
+        if self._is_sharded:
+            save_gathered(session, tokenizer, folder, is_main=self.is_main)
+        elif self.is_main:
+            save_trained(session, tokenizer, folder)
 
-    def save_optimizer_state(self, session: Session, folder: Path) -> dict[str, Any]:
-        """As safetensors; see :func:`lowmem_ft.training.session_files.save_optimizer_state`."""
-        return save_optimizer_state(session, folder)
+    def save_session(
+        self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
+    ) -> dict[str, Any]:
+        """By the main process, or by each its part; see ``session_files.py`` and ``sharded_files.py``."""
+        if self._is_sharded:
+            writer = ShardWriter(folder, identity, self.process_index, self.num_processes)
+            return save_shards(session, tokenizer, folder, writer, is_main=self.is_main)
+        return save_session(session, tokenizer, folder) if self.is_main else {}
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
         """From these files; see :func:`lowmem_ft.training.session_files.load_session`."""

@@ -16,6 +16,28 @@ def incomplete_name(target: Path) -> Path:
     return target.with_name(f"{target.name}.incomplete")
 
 
+def begin_folder(target: Path) -> Path:
+    """Make the empty folder that is to become ``target``; see :func:`whole_folder`."""
+    partial = incomplete_name(target)
+    replace_saved(partial, target)  # what a killed process left
+    partial.mkdir(parents=True)
+    return partial
+
+
+def complete_folder(target: Path) -> None:
+    """Flush what was written since :func:`begin_folder` to disk, and rename it."""
+    partial = incomplete_name(target)
+    for path in (*partial.rglob("*"), partial):
+        _flush_to_disk(path)
+    _put_in_place(partial, target)
+    _flush_to_disk(target.parent)
+
+
+def abandon_folder(target: Path) -> None:
+    """Remove what was written since :func:`begin_folder`."""
+    shutil.rmtree(incomplete_name(target), ignore_errors=True)
+
+
 @contextlib.contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A new folder to write into; flushed to disk and renamed to ``target`` at the end, removed if anything is raised.
@@ -27,18 +49,12 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Yields:
         The empty folder, under another name.
     """
-    partial = incomplete_name(target)
-    replace_saved(partial, target)  # what a killed process left
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in (*partial.rglob("*"), partial):
-            _flush_to_disk(path)
-        _put_in_place(partial, target)
+        yield begin_folder(target)
+        complete_folder(target)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        abandon_folder(target)
         raise
-    _flush_to_disk(target.parent)
 
 
 def _put_in_place(partial: Path, target: Path) -> None:

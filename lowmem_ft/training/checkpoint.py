@@ -7,9 +7,11 @@ bits, too, takes kernels that always give the same: on CUDA, ``training.full_det
 the tokenizer) with the rest of the run beside it: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written
 last, ``checkpoint.json``: the progress, every number that is no tensor, and the size of every file. No pickle anywhere.
 
-The main process alone writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. A folder without
-a ``checkpoint.json`` that matches its files is never picked up, and an older checkpoint is deleted only after the newer
-one stands.
+The main process alone writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. Processes that
+share a model (``distributed.strategy=fsdp2``) write there together: in place of the model's weights and the optimizer's
+state, each its own rows, in ``shard-RANK-of-RANKS-*.safetensors`` (``sharded_files.py``), and the main process the
+rest, once all are done. A folder without a ``checkpoint.json`` that matches its files is never picked up, and an older
+checkpoint is deleted only after the newer one stands.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -28,9 +31,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.errors import CheckpointError
-from lowmem_ft.training.atomic_io import whole_folder
+from lowmem_ft.models.shard_files import OPTIMIZER, shard_files
+from lowmem_ft.training.atomic_io import abandon_folder, begin_folder, complete_folder, incomplete_name
 from lowmem_ft.training.checkpoint_folders import (
     FORMAT,
+    FORMAT_OF_SHARDS,
     Progress,
     random_state_file,
     read_manifest,
@@ -59,15 +64,52 @@ def save_checkpoint(
     session.techniques.flush()
     folder = output_dir / f"checkpoint-{progress.step}"
     random_states = runtime.gather([export_random_state(runtime.device)])
-    with runtime.failing_together():
-        if runtime.is_main:
-            with explaining_write_errors(folder), whole_folder(folder) as partial:
+    identity = runtime.gather([secrets.token_hex(8)])[0]
+    with folder_of_all(folder, runtime) as partial:
+        optimizer_scalars: dict[str, Any] = {}
+        with one_step_of_all(folder, runtime):
+            optimizer_scalars = runtime.save_session(session, tokenizer, partial, identity)
+        with one_step_of_all(folder, runtime):
+            if runtime.is_main:
                 for process_index, state in enumerate(random_states):
                     _write_json(partial / random_state_file(process_index), state)
-                runtime.save_trained(session, tokenizer, partial)
-                optimizer_scalars = runtime.save_optimizer_state(session, partial)
-                _write_manifest(partial, runtime, progress, optimizer_scalars)
+                _write_manifest(partial, runtime, progress, optimizer_scalars, identity)
     return folder
+
+
+@contextlib.contextmanager
+def folder_of_all(target: Path, runtime: RunRuntime) -> Iterator[Path]:
+    """:func:`whole_folder` for all processes together: the main one makes it, and renames it when all are done.
+
+    Whatever is raised in one process ends the block in all of them, each step of it for itself; see
+    :func:`one_step_of_all`.
+
+    Raises:
+        CheckpointError: if one of them cannot write it.
+    """
+    try:
+        with one_step_of_all(target, runtime):
+            if runtime.is_main:
+                begin_folder(target)
+        yield incomplete_name(target)
+        with one_step_of_all(target, runtime):
+            if runtime.is_main:
+                complete_folder(target)
+    except BaseException:
+        if runtime.is_main:
+            abandon_folder(target)
+        raise
+
+
+@contextlib.contextmanager
+def one_step_of_all(folder: Path, runtime: RunRuntime) -> Iterator[None]:
+    """A block that no process leaves before all have come to its end, or one has failed in it: then all fail.
+
+    Raises:
+        CheckpointError: if one of them cannot write the folder.
+    """
+    with runtime.failing_together(), explaining_write_errors(folder):
+        yield
 
 
 @contextlib.contextmanager
@@ -120,10 +162,16 @@ def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None
 
 
 def _write_manifest(
-    partial: Path, runtime: RunRuntime, progress: Progress, optimizer_scalars: dict[str, Any]
+    partial: Path,
+    runtime: RunRuntime,
+    progress: Progress,
+    optimizer_scalars: dict[str, Any],
+    identity: str,
 ) -> None:
+    is_cut = bool(shard_files(partial, OPTIMIZER))
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT_OF_SHARDS if is_cut else FORMAT,
+        "identity": identity,
         "progress": asdict(progress),
         "num_processes": runtime.num_processes,
         "loss_scaler": runtime.loss_scale_state(),

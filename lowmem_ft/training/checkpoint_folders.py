@@ -17,12 +17,15 @@ from typing import Any
 from lowmem_ft.data.position import DataPosition
 from lowmem_ft.errors import CheckpointError
 from lowmem_ft.models.model_files import damage
+from lowmem_ft.models.shard_files import MODEL, OPTIMIZER, checkpoint_of, shard_files
 from lowmem_ft.training.cut import Cut
 from lowmem_ft.training.saved_files import MANIFEST, delete_saved
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT, FORMAT_OF_SHARDS = 1, 2
+"""Of a checkpoint that one process wrote, and of one to which several wrote their parts."""
+
 SUSPECT = ".suspect"
 """Behind the name of a checkpoint whose weights may be ruined: nothing finite has come out of them."""
 
@@ -96,9 +99,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is no complete checkpoint: it has no readable {MANIFEST}, which is written last."
         ) from error
-    if known_format != FORMAT:
+    if known_format not in (FORMAT, FORMAT_OF_SHARDS):
         raise CheckpointError(
-            f"{folder} has checkpoint format {known_format}, and this version reads {FORMAT}. "
+            f"{folder} has checkpoint format {known_format}, and this version reads {FORMAT} and {FORMAT_OF_SHARDS}. "
             "Resume with the lowmem_ft that wrote it."
         )
     wrong = [name for name, size in files.items() if _size(folder / name) != size]
@@ -117,6 +120,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for file in sorted(folder.glob("*.safetensors")):
         if problem := damage(file):
             raise CheckpointError(f"{folder} is damaged: {file.name} {problem}.")
+    for file in (*shard_files(folder, MODEL), *shard_files(folder, OPTIMIZER)):
+        if checkpoint_of(file) != manifest.get("identity"):
+            raise CheckpointError(f"{folder} is damaged: {file.name} was written for another checkpoint.")
     return manifest
 
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.memory.comparison import Row
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.atomic_io import whole_folder
-from lowmem_ft.training.checkpoint import explaining_write_errors
+from lowmem_ft.training.checkpoint import folder_of_all, one_step_of_all
 from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.hub_upload import upload_model
 from lowmem_ft.training.model_card import model_card
@@ -39,17 +38,21 @@ def save_finished_model(
 ) -> None:
     """Write ``model/`` (weights, tokenizer, generation config, card), check it, and upload it if asked to.
 
+    Called by every process.
+
     Raises:
         CheckpointError: if it cannot be written; the checkpoints are untouched.
         UserError: if the upload fails; the folder stays.
     """
     target = folder.model_folder
     card = model_card(recipe, steps=steps, tokens=tokens, loss=loss, evaluation=evaluation, memory=memory)
-    with explaining_write_errors(target), whole_folder(target) as partial:
+    with folder_of_all(target, runtime) as partial, one_step_of_all(target, runtime):
         runtime.save_trained(session, tokenizer, partial)
-        (partial / "README.md").write_text(card, "utf-8")
-    if upload:
-        upload_model(target, recipe.training, default_name=folder.path.name)
+        if runtime.is_main:
+            (partial / "README.md").write_text(card, "utf-8")
+    with runtime.failing_together():
+        if upload and runtime.is_main:
+            upload_model(target, recipe.training, default_name=folder.path.name)
 
 
 def log_finished_model(target: Path, recipe: Recipe) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from lowmem_ft.errors import UserError
 from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.shards import local_part
 from lowmem_ft.training.checkpoint_folders import Progress, find_checkpoint, set_aside_checkpoints
 from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.run_folder import RunFolder
@@ -93,7 +94,7 @@ class RunHealth:
         Raises:
             SuspectWeightsError: if a weight is not finite; names it, and the step that made it so.
         """
-        names = weights_not_finite(session)
+        names = weights_not_finite(session, self._runtime)
         if names:
             raise SuspectWeightsError(f"{self._ruined(names)} {self.way_back()}")
 
@@ -204,7 +205,13 @@ class RunHealth:
         return "" if self._learning_rate is None else f" (learning rate {self._learning_rate:.3g})"
 
 
-def weights_not_finite(session: Session) -> list[str]:
-    """Names of the weights that hold NaN or infinity, frozen ones included."""
+def weights_not_finite(session: Session, runtime: RunRuntime) -> list[str]:
+    """Names of the weights that hold NaN or infinity, frozen ones included; every process calls this.
+
+    Each looks at what lies in it, and all get the same answer.
+    """
     with session.techniques.at_rest():
-        return names_of_not_finite(session.unwrapped_model.named_parameters())
+        parameters = list(session.unwrapped_model.named_parameters())
+        here = names_of_not_finite((name, local_part(parameter)) for name, parameter in parameters)
+    anywhere = set(runtime.gather(here))
+    return [name for name, _ in parameters if name in anywhere]

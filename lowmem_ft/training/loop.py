@@ -396,26 +396,25 @@ class TrainingRun:
         return self.runtime.max_over_processes(self.interruption.signal_number or 0)
 
     def _finish(self, evaluation: EvaluationResult | None) -> TrainResult:
-        problems = self.health.problems_at_the_end(weights_not_finite(self.session), evaluation)
+        problems = self.health.problems_at_the_end(weights_not_finite(self.session, self.runtime), evaluation)
         self.session.close()
         in_vain = not_retried("It ran out while the finished model was saved.")
-        with self.memory.during("save"), in_vain, self.runtime.failing_together():
-            if self.runtime.is_main:
-                save_finished_model(
-                    self.session,
-                    self.runtime,
-                    self.tokenizer,
-                    self.folder,
-                    self.recipe,
-                    steps=self.progress.step,
-                    tokens=self.progress.tokens,
-                    loss=self.progress.loss,
-                    evaluation=evaluation,
-                    memory=self.memory.rows(),
-                    upload=self.recipe.training.push_to_hub and not problems,
-                )
-                if not problems:
-                    log_finished_model(self.folder.model_folder, self.recipe)
+        with self.memory.during("save"), in_vain:
+            save_finished_model(
+                self.session,
+                self.runtime,
+                self.tokenizer,
+                self.folder,
+                self.recipe,
+                steps=self.progress.step,
+                tokens=self.progress.tokens,
+                loss=self.progress.loss,
+                evaluation=evaluation,
+                memory=self.memory.rows(),
+                upload=self.recipe.training.push_to_hub and not problems,
+            )
+            if self.runtime.is_main and not problems:
+                log_finished_model(self.folder.model_folder, self.recipe)
         file_bytes = self.session.host_memory.peak_file_bytes
         report_budget(self.recipe.budget, self.runtime.device, file_bytes=file_bytes)
         self.memory.log()

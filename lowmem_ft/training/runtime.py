@@ -126,24 +126,41 @@ class RunRuntime(Runtime, Protocol):
     """Whether this process writes what is written once: the first of all."""
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """Write what is trained, and the tokenizer, as vanilla libraries load them; the main process calls it.
+        """Write what is trained, and the tokenizer, as vanilla libraries load them.
+
+        Every process calls it, and what only one of them holds all of, only that one writes.
 
         Raises:
             CheckpointError: if the folder, read back, does not hold it.
         """
         ...
 
-    def save_optimizer_state(self, session: Session, folder: Path) -> dict[str, Any]:
-        """Write the optimizer's tensors; what is no tensor comes back, as JSON holds it. The main process calls it."""
+    def save_session(
+        self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
+    ) -> dict[str, Any]:
+        """Write what is trained, the tokenizer and the optimizer's tensors, for :meth:`load_session`.
+
+        Args:
+            session: what is saved; every process calls it, and writes its own part if it holds no more.
+            tokenizer: likewise.
+            folder: a new checkpoint's, the same for all.
+            identity: of that checkpoint.
+
+        Returns:
+            In the main process, what of the optimizer is no tensor, as JSON holds it.
+
+        Raises:
+            CheckpointError: if the folder, read back, does not hold what is trained.
+        """
         ...
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-        """Take back what these two wrote, but for the model's own weights: it was built from the folder.
+        """Take back what that wrote, but for the model's own weights: it was built from the folder.
 
         Args:
             session: takes adapters and the optimizer's state; every process calls it.
             folder: a checkpoint.
-            optimizer_scalars: what :meth:`save_optimizer_state` returned.
+            optimizer_scalars: what :meth:`save_session` returned.
 
         Raises:
             CheckpointError: if they are not this run's.

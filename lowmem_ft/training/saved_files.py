@@ -24,6 +24,7 @@ _NAMES = re.compile(
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template|\w*vocab)\.json"
     r"|vocab\.txt|merges\.txt|(\w+\.)?(tokenizer|spiece|sentencepiece|spm|bpe)\.model"
     r"|chat_template\.jinja|additional_chat_templates/\w+\.jinja"
+    r"|shard-\d{5}-of-\d{5}-(model|optimizer)-\d{5}\.safetensors"
     r"|checkpoint\.json|optimizer-\d{5}\.safetensors|random-state-\d+\.json"
     r"|(.+/)?(events\.out\.tfevents\..+|hparams\.yml)"  # of TensorBoard, in logs/
 )

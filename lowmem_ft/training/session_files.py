@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.models import save_model, save_tokenizer
-from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
+from lowmem_ft.models.shard_files import MODEL, OPTIMIZER, cut_tensors, num_rows, shard_files
+from lowmem_ft.optimizers import OptimizerState, StateParts, export_optimizer_state, import_optimizer_state
 from lowmem_ft.training.session import Session
 from lowmem_ft.units import GIB
 
@@ -33,8 +34,13 @@ def save_trained(session: Session, tokenizer: PreTrainedTokenizerBase, folder: P
             save_model(session.unwrapped_model, tokenizer, folder)
 
 
-def save_optimizer_state(session: Session, folder: Path) -> dict[str, Any]:
-    """Write ``optimizer-*.safetensors``; return what is no tensor."""
+def save_session(session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]:
+    """Write what :func:`load_session` takes back; returns what of the optimizer is no tensor.
+
+    Raises:
+        CheckpointError: if the folder, read back, does not hold what is trained.
+    """
+    save_trained(session, tokenizer, folder)
     state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
     for index, shard in enumerate(_shards(state.tensors)):
         contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
@@ -43,19 +49,39 @@ def save_optimizer_state(session: Session, folder: Path) -> dict[str, Any]:
 
 
 def load_session(session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-    """Restore adapters and the optimizer's state; the model itself was built from ``folder``.
+    """Restore adapters and the optimizer's state, in as many processes as there are.
+
+    The model itself was built from ``folder``.
+
+    Args:
+        session: takes them; of sharded parameters, this process's part.
+        folder: that one process wrote, or several.
+        optimizer_scalars: what :func:`save_session` returned.
 
     Raises:
         CheckpointError: if the adapters or the optimizer's state are not this run's.
     """
     session.techniques.load(folder)
-    state = OptimizerState(
-        tensors=_TensorsOfFiles(sorted(folder.glob("optimizer-*.safetensors"))), scalars=optimizer_scalars
-    )
+    state = OptimizerState(tensors=_saved_state(folder), scalars=optimizer_scalars)
     weights = _TensorsOfFiles(sorted(folder.glob("model*.safetensors")))
+    cut_weights = cut_tensors(shard_files(folder, MODEL))
+
+    def saved_weight(name: str) -> torch.Tensor | None:
+        return cut_weights[name][...] if name in cut_weights else weights.get(name)
+
     named_parameters = session.unwrapped_model.named_parameters()
     with session.techniques.at_rest():
-        import_optimizer_state(session.optimizer, named_parameters, state, weights.get)
+        import_optimizer_state(session.optimizer, named_parameters, state, saved_weight)
+
+
+def _saved_state(folder: Path) -> Mapping[str, torch.Tensor | StateParts]:
+    cut = cut_tensors(shard_files(folder, OPTIMIZER))
+    if not cut:
+        return _TensorsOfFiles(sorted(folder.glob("optimizer-*.safetensors")))
+    return {
+        name: StateParts(tensor.parts, [num_rows(values) for _, values in tensor.parts])
+        for name, tensor in cut.items()
+    }
 
 
 def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:

@@ -91,7 +91,8 @@ class PlainRuntime:
     def save_trained(self, session, tokenizer, folder):
         save_trained(session, tokenizer, folder)
 
-    def save_optimizer_state(self, session, folder):
+    def save_session(self, session, tokenizer, folder, identity):
+        self.save_trained(session, tokenizer, folder)
         named_parameters = session.unwrapped_model.named_parameters()
         state = export_optimizer_state(session.optimizer, named_parameters)
         torch.save(dict(state.tensors), folder / "state.pt")

@@ -1,0 +1,202 @@
+"""Tensors that several processes hold parts of, each process's parts in safetensors files of its own.
+
+A file's header says where each part begins, in the words of torch's ``HuggingFaceStorageWriter``, so that
+``torch.distributed.checkpoint`` reads these files, too; ours reads them without a process group, into as many processes
+as there are. The header also says which checkpoint the file belongs to: files of two are of the same names and sizes.
+
+Reading names and headers imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowmem_ft.errors import CheckpointError
+from lowmem_ft.units import GIB
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""What files hold."""
+
+MOST_BYTES = 2 * GIB
+"""Of tensors in one file. safetensors holds a file in host memory while writing it: this bounds that."""
+
+_NAME = re.compile(rf"shard-(\d{{5}})-of-(\d{{5}})-({MODEL}|{OPTIMIZER})-\d{{5}}\.safetensors")
+_BEGINS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's
+_CHECKPOINT = "lowmem_ft_checkpoint"
+_SHAPES = "lowmem_ft_shapes"
+
+
+def file_name(process_index: int, num_processes: int, what: str, number: int) -> str:
+    """The name of one of a process's files."""
+    return f"shard-{process_index:05d}-of-{num_processes:05d}-{what}-{number:05d}.safetensors"
+
+
+def shard_files(folder: Path, what: str) -> list[Path]:
+    """The files of all processes in a folder, in the order of the processes; none in any other folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        file for file in folder.iterdir() if (found := _NAME.fullmatch(file.name)) and found[3] == what
+    )
+
+
+def checkpoint_of(file: Path) -> str | None:
+    """The checkpoint that a file was written for; None: it is not one of ours, or is damaged."""
+    try:
+        with file.open("rb") as raw:
+            length = struct.unpack("<Q", raw.read(8))[0]
+            return json.loads(raw.read(length))["__metadata__"][_CHECKPOINT]
+    except (OSError, ValueError, KeyError, TypeError, struct.error, OverflowError, MemoryError):
+        return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What lies in this process of a tensor.
+
+    Args:
+        values: this process's, contiguous or not.
+        begins: where they begin in the whole, in each dimension.
+        shape: of the whole.
+    """
+
+    values: Tensor
+    begins: Sequence[int]
+    shape: Sequence[int]
+
+
+class ShardWriter:
+    """Writes one process's files of a checkpoint.
+
+    Args:
+        folder: that all processes write into.
+        checkpoint: which one it is; the same in all processes, and in no other checkpoint.
+        process_index: of this process.
+        num_processes: that write.
+    """
+
+    def __init__(self, folder: Path, checkpoint: str, process_index: int, num_processes: int) -> None:
+        self._folder, self._checkpoint = folder, checkpoint
+        self._process_index, self._num_processes = process_index, num_processes
+
+    def write(self, what: str, parts: Iterable[tuple[str, Part]]) -> None:
+        """Write parts by name, as many to a file as fit, each file flushed to disk.
+
+        Raises:
+            OSError: if one cannot be written.
+            SafetensorError: likewise.
+        """
+        for number, together in enumerate(_files(parts)):
+            name = file_name(self._process_index, self._num_processes, what, number)
+            self._write(self._folder / name, together)
+
+    def _write(self, file: Path, parts: Mapping[str, Part]) -> None:
+        from safetensors.torch import save_file
+
+        begins = {name: {_OFFSETS: list(part.begins)} for name, part in parts.items()}
+        metadata = {
+            "format": "pt",
+            _CHECKPOINT: self._checkpoint,
+            _BEGINS: json.dumps(begins),
+            _SHAPES: json.dumps({name: list(part.shape) for name, part in parts.items()}),
+        }
+        save_file({name: part.values.detach().contiguous() for name, part in parts.items()}, file, metadata)
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # by who wrote it: another machine's kernel does not know of these pages
+        finally:
+            os.close(descriptor)
+
+
+class CutTensor:
+    """A tensor in parts, in the form that ``from_pretrained(state_dict=...)`` takes; read when it is asked for.
+
+    Args:
+        name: of the tensor.
+        shape: of the whole.
+        parts: by the first row of each, safetensors' slice of it.
+
+    Raises:
+        CheckpointError: if there is a row of which no part is there.
+    """
+
+    def __init__(self, name: str, shape: Sequence[int], parts: Iterable[tuple[int, Any]]) -> None:
+        self._shape, self.parts = list(shape), sorted(parts, key=lambda part: part[0])
+        end = 0
+        for first, values in self.parts:
+            end = first + num_rows(values) if first == end else -1
+        if self._shape and end != self._shape[0]:
+            raise CheckpointError(
+                f"The checkpoint is damaged: of {name}, not all {self._shape[0]} rows are there. Resume from another."
+            )
+
+    def get_shape(self) -> list[int]:
+        """Of the whole."""
+        return self._shape
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+        return self.parts[0][1].get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Put all parts together, then take what is asked for."""
+        import torch
+
+        read = [values[...] for _, values in self.parts]
+        whole = torch.cat(read) if len(read) > 1 else read[0]
+        return whole[index]
+
+
+def num_rows(values: Any) -> int:
+    """The rows of a tensor, or of safetensors' slice of one; 0 dimensions count as one row."""
+    shape = values.get_shape() if hasattr(values, "get_shape") else values.shape
+    return shape[0] if shape else 1
+
+
+def cut_tensors(files: Iterable[Path]) -> dict[str, CutTensor]:
+    """The tensors of which these files hold the parts, by name.
+
+    Raises:
+        CheckpointError: if a part is missing, or a file is none of a :class:`ShardWriter`.
+    """
+    from safetensors import safe_open
+
+    parts: dict[str, list[tuple[int, Any]]] = {}
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        opened: Any = safe_open(file, framework="pt", backend="pread")
+        try:
+            metadata = opened.metadata()
+            begins = json.loads(metadata[_BEGINS])
+            shapes |= json.loads(metadata[_SHAPES])
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                first = begins[name][_OFFSETS][0] if begins[name][_OFFSETS] else 0
+                parts.setdefault(name, []).append((first, opened.get_slice(name)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{file} is damaged: its header does not say which rows it holds. Resume from another checkpoint."
+            ) from error
+    return {name: CutTensor(name, shapes[name], found) for name, found in parts.items()}
+
+
+def _files(parts: Iterable[tuple[str, Part]]) -> Iterator[dict[str, Part]]:
+    together: dict[str, Part] = {}
+    num_bytes = 0
+    for name, part in parts:
+        if together and num_bytes + part.values.nbytes > MOST_BYTES:
+            yield together
+            together, num_bytes = {}, 0
+        together[name] = part
+        num_bytes += part.values.nbytes
+    if together:
+        yield together

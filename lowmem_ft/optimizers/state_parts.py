@@ -1,0 +1,134 @@
+"""State that was saved in other parts than it is to be kept in: the elements of one process, out of all that was saved.
+
+What is kept element by element is cut and put together exactly. 8-bit codes share a scale in blocks of 256, which begin
+anew in each process's part: where the blocks of the parts that were saved are those of the part that is wanted, or run
+on in it, codes and scales are taken as they are; else they are read to float32, to be rounded at random to new codes,
+which moves a value by at most ``(|value| + floor * scale) / 8`` once more (see :class:`BlockwiseState`), without bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.optimizers.operators import BLOCK
+from lowmem_ft.optimizers.state_formats import BlockwiseState, StateFormat, state_format
+
+
+@dataclass(frozen=True)
+class StateParts:
+    """A flat tensor that was saved in parts.
+
+    Args:
+        parts: in their order, the number of each one's first element in the whole, and the part, of which a slice is a
+            tensor: read when it is asked for.
+        lengths: of the parts.
+    """
+
+    parts: Sequence[tuple[int, Any]]
+    lengths: Sequence[int]
+
+    def overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The parts that hold elements from ``start`` to before ``stop``: their number, and which of their elements.
+
+        Yields:
+            Number of the part, its first element in question, and the one after the last.
+        """
+        for number, ((first, _), length) in enumerate(zip(self.parts, self.lengths, strict=True)):
+            begin, end = max(start, first), min(stop, first + length)
+            if begin < end:
+                yield number, begin - first, end - first
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """The elements from ``start`` to before ``stop``."""
+        read = [
+            self.parts[number][1][begin:end].reshape(-1)
+            for number, begin, end in self.overlapping(start, stop)
+        ]
+        if not read:
+            _, values = self.parts[0]
+            return values[:0].reshape(-1)
+        return torch.cat(read) if len(read) > 1 else read[0]
+
+
+def state_here(
+    values: Mapping[str, Tensor | StateParts],
+    averages: Mapping[str, StateFormat],
+    saved_as: str,
+    start: int,
+    stop: int,
+) -> tuple[dict[str, Tensor | StateParts], str]:
+    """What was saved of a parameter's elements from ``start`` to before ``stop``.
+
+    Args:
+        values: by the keys of ``optimizer.state``; a tensor is all of it.
+        averages: the parameter's running averages, in whatever format they are kept here.
+        saved_as: the format that they were saved in.
+        start: first element, of the flattened whole.
+        stop: the one after the last.
+
+    Returns:
+        By the same keys, flat tensors; and the format that the averages are in: ``saved_as``, or ``fp32`` where blocks
+        begin at other places.
+
+    Raises:
+        KeyError: if a tensor of that format is missing.
+    """
+    parts = {key: _in_parts(value) for key, value in values.items()}
+    scales = {
+        f"{name}_scale": name
+        for name, form in averages.items()
+        if isinstance(state_format(saved_as, signed=form.signed), BlockwiseState)
+    }
+    codes = set(scales.values())
+    here: dict[str, Tensor | StateParts] = {
+        key: value.between(start, stop) for key, value in parts.items() if key not in codes | scales.keys()
+    }
+    goes_on = all(_blocks_go_on(parts[name], start, stop) for name in codes)
+    for scale, name in scales.items():
+        if goes_on:
+            here[name] = parts[name].between(start, stop)
+            here[scale] = _scales_between(parts[name], parts[scale], start, stop)
+        else:
+            form = state_format(saved_as, signed=averages[name].signed)
+            here[name] = _read_between(form, name, parts[name], parts[scale], start, stop)
+    return here, saved_as if goes_on else "fp32"
+
+
+def _in_parts(value: Tensor | StateParts) -> StateParts:
+    return value if isinstance(value, StateParts) else StateParts([(0, value)], [value.numel()])
+
+
+def _blocks_go_on(codes: StateParts, start: int, stop: int) -> bool:
+    """Whether blocks that are counted from ``start`` are blocks of the parts, but for a last one that ends early."""
+    return all(
+        (codes.parts[number][0] + begin - start) % BLOCK == 0 and begin % BLOCK == 0
+        for number, begin, _ in codes.overlapping(start, stop)
+    )
+
+
+def _scales_between(codes: StateParts, scales: StateParts, start: int, stop: int) -> Tensor:
+    read = [
+        scales.parts[number][1][begin // BLOCK : -(-end // BLOCK)]
+        for number, begin, end in codes.overlapping(start, stop)
+    ]
+    return torch.cat(read) if read else scales.parts[0][1][:0]
+
+
+def _read_between(
+    form: StateFormat, name: str, codes: StateParts, scales: StateParts, start: int, stop: int
+) -> Tensor:
+    """The values in float32."""
+    read = []
+    for number, begin, end in codes.overlapping(start, stop):
+        block = begin - begin % BLOCK
+        kept = {
+            name: codes.parts[number][1][block:end],
+            f"{name}_scale": scales.parts[number][1][block // BLOCK : -(-end // BLOCK)],
+        }
+        read.append(form.read(kept, name, end - block)[begin - block :])
+    return torch.cat(read)

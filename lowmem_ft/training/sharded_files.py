@@ -1,0 +1,100 @@
+"""The tensors of a session that several processes share, as files: each writes its own part of a checkpoint.
+
+The finished model is one folder as any other, of weights that are gathered one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lowmem_ft.models import save_config, save_tokenizer, verify_saved_model
+from lowmem_ft.models.gathering import saved_tensors, write_gathered_weights
+from lowmem_ft.models.shard_files import MODEL, OPTIMIZER, Part, ShardWriter
+from lowmem_ft.optimizers import OptimizerState, export_optimizer_state
+from lowmem_ft.shards import first_element, is_held_once, local_part
+from lowmem_ft.training.session import Session
+
+
+def save_gathered(
+    session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, *, is_main: bool
+) -> None:
+    """Write what is trained, and the tokenizer, as vanilla libraries load them; every process calls this.
+
+    Raises:
+        CheckpointError: if the folder, read back, does not hold it.
+        OSError: if it cannot be written.
+    """
+    with session.techniques.at_rest():
+        if session.techniques.save(folder):
+            if is_main:
+                save_tokenizer(tokenizer, folder)
+            return
+        model = session.unwrapped_model
+        write_gathered_weights(model, folder, writes=is_main)
+        if is_main:
+            save_config(model, folder)
+            save_tokenizer(tokenizer, folder)
+            verify_saved_model(model, folder)
+
+
+def save_shards(
+    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    writer: ShardWriter,
+    *,
+    is_main: bool,
+) -> dict[str, Any]:
+    """Write this process's part of the weights and the optimizer's state; every process calls this.
+
+    Args:
+        session: whose.
+        tokenizer: written by the main process, as the model's config.
+        folder: that all write into.
+        writer: of this process.
+        is_main: whether this process writes what is written once.
+
+    Returns:
+        What of the optimizer is no tensor.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    model = session.unwrapped_model
+    with session.techniques.at_rest():
+        is_written = session.techniques.save(folder)  # first: adapters are gathered
+        if is_main:
+            save_tokenizer(tokenizer, folder)
+        if not is_written:
+            if is_main:
+                save_config(model, folder)
+            writer.write(MODEL, _weights(model, is_main=is_main))
+        state = export_optimizer_state(session.optimizer, model.named_parameters())
+        writer.write(OPTIMIZER, _state(state, is_main=is_main))
+    return state.scalars
+
+
+def _weights(model: PreTrainedModel, *, is_main: bool) -> Iterator[tuple[str, Part]]:
+    """What lies here; the main process writes what lies in all."""
+    for name, tensor in saved_tensors(model).items():
+        here = local_part(tensor)
+        if not is_held_once(tensor):
+            if is_main:
+                yield name, Part(here, [0] * tensor.ndim, tensor.shape)
+        elif here.numel():
+            first_row = first_element(tensor) // (tensor.numel() // tensor.shape[0])
+            yield name, Part(here, [first_row, *[0] * (tensor.ndim - 1)], tensor.shape)
+
+
+def _state(state: OptimizerState, *, is_main: bool) -> Iterator[tuple[str, Part]]:
+    for name, tensor in state.tensors.items():
+        if name not in state.places:
+            if is_main:
+                yield name, Part(tensor, [0] * tensor.ndim, tensor.shape)
+        elif tensor.numel():
+            begins, length = state.places[name]
+            yield name, Part(tensor, [begins], [length])
