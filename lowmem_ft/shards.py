@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -28,6 +29,15 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         return tensor
     sharded: Any = tensor.detach()
     return sharded.to(sharded.device_mesh.device_type).full_tensor()
+
+
+def local_memory(tensor: Tensor) -> torch.UntypedStorage:
+    """Where this process's part of a sharded tensor lies, or all of another; no operator runs."""
+    if not is_sharded(tensor):
+        return tensor.untyped_storage()
+    sharded: Any = tensor
+    with torch.no_grad():
+        return sharded.to_local().untyped_storage()
 
 
 def rows_of(num_rows: int, num_processes: int, process_index: int) -> tuple[int, int]:

@@ -39,9 +39,10 @@ def find_gpu(name: str) -> Gpu:
     if found is None:
         one = _without_number(key)
         if one in gpus:
+            count = "".join(re.findall(r"\d+", key.replace(one, "", 1)))
             raise UserError(
-                f"A plan or an estimate is for one GPU, got {name}. Each of several processes holds the whole model, "
-                f"and needs what one by itself does. Ask for {one}."
+                f"This is for one GPU, got {name}. Ask for {one}; `lowmem-ft estimate` and `lowmem-ft plan` take "
+                f"several, as --gpu {count}x{one}."
             )
         hints = (did_you_mean(asked, [known for known in gpus if asked in known]) for asked in (key, one))
         near = next(filter(None, hints), did_you_mean(key, gpus))
@@ -49,6 +50,22 @@ def find_gpu(name: str) -> Gpu:
             f"There is no GPU {name!r} in the catalogue.{near} `lowmem-ft gpus` lists all {len(gpus)}."
         )
     return found
+
+
+def split_count(name: str) -> tuple[int | None, str]:
+    """``8xrtx-4090`` as 8 and ``rtx-4090``; another name as None and itself.
+
+    Raises:
+        UserError: if the number is 0.
+    """
+    found = re.fullmatch(r"(\d{1,4})-?x-?(\D.*)", _plain(name))
+    if found is None:
+        return None, name
+    if int(found[1]) < 1:
+        raise UserError(
+            f"--gpu takes one card at least, got {name}. Ask for {found[2]}, or for 2x{found[2]}."
+        )
+    return int(found[1]), found[2]
 
 
 def _without_number(key: str) -> str:

@@ -54,12 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import refuse_budget_beyond_all
+    from lowmem_ft.recipe.cards import on_cards
     from lowmem_ft.recipe.paths import check_model_files, check_packages, check_sizes_of_model
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, settings)
+        if options.gpu not in (ALL_GPUS, CPU):
+            recipe, options.gpu = on_cards(recipe, options.gpu)
+        else:
+            recipe, _ = on_cards(recipe, None)
         if options.gpu == ALL_GPUS and recipe.checkpointing.mode == "auto":
             raise UserError(
                 "checkpointing.mode=auto is chosen for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or "

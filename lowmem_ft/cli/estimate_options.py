@@ -182,10 +182,10 @@ def gpu_problems(gpu: str | None) -> Sequence[str]:
             return (
                 f"--gpu takes one name, or all, got {gpu}. Ask for one after the other, or for --gpu all.",
             )
-    from lowmem_ft.catalog.gpus import find_gpu
+    from lowmem_ft.catalog.gpus import find_gpu, split_count
 
     try:
-        find_gpu(gpu)
+        find_gpu(split_count(gpu)[1])
     except UserError as error:
         return error.problems
     return ()
@@ -285,7 +285,7 @@ def _parser() -> Parser:
         "--gpu",
         metavar="NAME|all",
         action=Once,
-        help="a GPU of `lowmem-ft gpus`, cpu, or all GPUs by price; without: what this machine has",
+        help="a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all by price; without: what this machine has",
     )
     parser.add_argument(
         "--script",

@@ -20,6 +20,7 @@ from lowmem_ft.estimator.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.cards import on_cards
 from lowmem_ft.recipe.keys import memory_knobs
 from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -50,8 +51,8 @@ def estimate_memory(
 
     Args:
         recipe: what would be trained.
-        gpu: a GPU or its name in the catalogue (``rtx-4090``), or ``cpu``; None: this machine's GPU, else one of the
-            size of the budget, else this machine's processor.
+        gpu: a GPU or its name in the catalogue (``rtx-4090``), several (``8xrtx-4090``), or ``cpu``; None: this
+            machine's GPU, else one of the size of the budget, else this machine's processor.
         budget: what may be used; None: the recipe's own.
         kept: traces made before, and where to keep this one, see ``estimator/kept_traces.py``; None: it is made anew.
 
@@ -62,6 +63,7 @@ def estimate_memory(
         UserError: if the catalogue has no such GPU, or the GPU cannot run the recipe.
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
+    recipe, gpu = on_cards(recipe, gpu) if isinstance(gpu, str) else (on_cards(recipe, None)[0], gpu)
     budget = budget or recipe.budget
     spec, reason = choose_gpu(gpu, budget, use_cpu=recipe.training.use_cpu)
     start = time.perf_counter()
@@ -100,6 +102,7 @@ def estimate_on_gpus(
     Raises:
         UserError: if no GPU at all can run it: the problems of the first.
     """
+    recipe, _ = on_cards(recipe, None)
     budget = budget or recipe.budget
     traces: dict[object, TracedRecipe | UserError] = {}
     replays: dict[object, Replays] = {}
@@ -170,7 +173,11 @@ def _estimate(
             traced.trace, processor_name(), limits(None, budget), surroundings, trace_seconds
         )
     else:
-        outside = process_overhead_bytes(gpu, uses_bitsandbytes=recipe.uses_bitsandbytes, num_processes=1)
+        outside = process_overhead_bytes(
+            gpu,
+            uses_bitsandbytes=recipe.uses_bitsandbytes,
+            num_processes=recipe.distributed.num_processes or 1,
+        )
         surroundings = dataclasses.replace(
             surroundings, outside_bytes=outside, allowed_bytes=capped_bytes(budget, outside)
         )

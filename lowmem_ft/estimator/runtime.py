@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -26,8 +27,12 @@ from lowmem_ft.models import (
     weights_dtype,
 )
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.techniques.config import DistributedConfig
+from lowmem_ft.shards import rows_of
+from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
+from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
+from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.mixed_precision import MixedPrecision
+from lowmem_ft.virtual_gpu.data_parallel import TracedDataParallel
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recorder import Recorder
 
@@ -97,17 +102,30 @@ class VirtualFiles:
 
 
 class VirtualRuntime(MixedPrecision):
-    """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, no values.
+    """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, of several perhaps, and no values.
 
     Args:
         machine: where the model goes.
         config: for its precision.
+        distributed: what the processes share.
+        process_index: which of them is traced.
     """
 
-    def __init__(self, machine: VirtualMachine, config: TrainingConfig) -> None:
+    def __init__(
+        self,
+        machine: VirtualMachine,
+        config: TrainingConfig,
+        distributed: DistributedConfig = ONE_PROCESS,
+        process_index: int = 0,
+    ) -> None:
         super().__init__(config.mixed_precision, machine.device)
         self.machine = machine
-        self.num_processes = 1
+        self.num_processes = distributed.num_processes or 1
+        self._process_index = process_index
+        self._is_sharded = distributed.strategy == "fsdp2"
+        self._rows: dict[nn.Parameter, torch.Tensor] = {}
+        self._sharded: FullySharded | None = None
+        self._averages_after_backward = False
 
     def load_model(
         self,
@@ -120,7 +138,8 @@ class VirtualRuntime(MixedPrecision):
     ) -> PreTrainedModel:
         """Build the model from its config alone and give every tensor a storage on the machine."""
         device = self.device if host is None else torch.device("cpu")
-        if config.weights == "random":
+        keeps_rows = self._is_sharded and (config.weights != "random" or device.type != "cpu")
+        if config.weights == "random" and not keeps_rows:
             # Initialised where they will be: a tied head has weights of its own until the end.
             model = _model_from_config(config, hf_config, attn_implementation, device)
             self._quantize(model, config, hf_config)
@@ -128,9 +147,11 @@ class VirtualRuntime(MixedPrecision):
             with _disable_current_modes():
                 model = model_on_meta(config, hf_config, attn_implementation)
                 self._quantize(model, config, hf_config)
-            if host is None:
+            if host is None and not keeps_rows:
                 self.machine.warm_up_allocator(_bytes_of_weights(model))
-        model = self.machine.place(model, device)
+        model = self.machine.place(model, device, self._without_memory if keeps_rows else None)
+        if keeps_rows:
+            self._keep_rows(model)
         if host is not None and host.files_for("parameter") is not None:
             for parameter in model.parameters():
                 self.machine.recorder.mark_place(parameter, "disk")
@@ -143,6 +164,17 @@ class VirtualRuntime(MixedPrecision):
         bits = quantization_config(config, dtype)
         if bits is not None:
             quantize_linear_layers(model, bits)
+
+    def _without_memory(self, weight: nn.Parameter) -> torch.Tensor:
+        """Something of a weight's shape, as ``weights_in_shards`` leaves behind where this process keeps its rows."""
+        return torch.empty((), dtype=weight.dtype, device=self.device).expand(weight.shape)
+
+    def _keep_rows(self, model: PreTrainedModel) -> None:
+        for weight in model.parameters():
+            first, end = rows_of(len(weight), self.num_processes, self._process_index)
+            shape = (end - first, *weight.shape[1:])
+            self._rows[weight] = torch.empty(shape, dtype=weight.dtype, device=self.device)
+            self.machine.mark(self._rows[weight], "parameter", of=weight)
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
         """None: they would pass through the host chunk by chunk, and leave nothing."""
@@ -161,25 +193,54 @@ class VirtualRuntime(MixedPrecision):
         """None that changes anything: a learning rate is a value, and a trace has none."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
-    def shard(self, model: nn.Module, config: DistributedConfig) -> None:
-        """One process has all of it."""
+    def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
+        """By :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, among processes of which there is one."""
+        if self._is_sharded:
+            mesh = init_device_mesh(self.device.type, (self.num_processes,))
+            around = self.machine.attribution.within
+            self._sharded = enable_fsdp2(model, config, mesh, self._rows, around)
+            self.machine.attribution.name_modules(model)
+        return self._sharded
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """One process wraps nothing."""
+        """Wrap the model as Accelerate does, where there are several processes and each holds all of it."""
         self.machine.mark_state(optimizer)
-        return model, optimizer
+        if self.num_processes == 1 or self._is_sharded:
+            return model, optimizer
+        if not ddp_takes(model):
+            self._averages_after_backward = True
+            copy_from_main_process(model)
+            return model, optimizer
+        wrapped = TracedDataParallel(model, self.device, self.machine.mark)
+        self.machine.attribution.takes_for_outermost(wrapped)
+        return wrapped, optimizer
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """There is one process."""
+        """Those that DDP does not take, as in a run."""
+        if self._averages_after_backward:
+            average_gradients(parameters)
 
-    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """Notes where each micro-batch begins and ends."""
-        return self.machine.micro_batch()
+    @contextlib.contextmanager
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:
+        """Notes where each micro-batch begins and ends; gradients are exchanged as in a run."""
+        with contextlib.ExitStack() as within:
+            within.enter_context(self.machine.micro_batch())
+            if self._sharded is not None:
+                self._sharded.begin_micro_batch(is_last=is_last)
+            elif isinstance(model, TracedDataParallel) and not is_last:
+                within.enter_context(model.no_sync())
+            yield
+            if isinstance(model, TracedDataParallel) and is_last:
+                model.finish()
+        if self._sharded is not None:
+            self.machine.mark_gradients(model)
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
-        """The value: there is one process."""
+        """All-reduce, or the value itself in a single process."""
+        if self.num_processes > 1:
+            torch.distributed.all_reduce(value)
         return value
 
     def is_finite(self, value: torch.Tensor) -> bool:

@@ -39,6 +39,7 @@ from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
 from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.processes import one_of_several
 from lowmem_ft.virtual_gpu.replay.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.repetition_proof import prove
 from lowmem_ft.virtual_gpu.replay.sweeps import NotRegularError, structure_of
@@ -205,13 +206,16 @@ def _size_of(stand_in: ShallowModel) -> tuple[int, int]:
     return stand_in.num_layers, stand_in.num_last
 
 
-def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine) -> TracedRecipe:
+def trace_layers(
+    recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine, process_index: int = 0
+) -> TracedRecipe:
     """The same for all layers of an architecture, without any extension.
 
     Args:
         recipe: what would be trained.
         hf_config: the architecture.
         machine: a fresh one.
+        process_index: of the process that is traced, if the recipe has several.
 
     Returns:
         The trace.
@@ -220,8 +224,12 @@ def trace_layers(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMa
         UserError: as above.
         ModelError: as above.
     """
-    runtime = VirtualRuntime(machine, recipe.training)
-    with _said_if_long(recipe, hf_config), machine:
+    runtime = VirtualRuntime(machine, recipe.training, recipe.distributed, process_index)
+    with (
+        _said_if_long(recipe, hf_config),
+        one_of_several(runtime.num_processes, process_index),
+        machine,
+    ):
         plan = plan_session(recipe, runtime, hf_config)
         rows, length = recipe.training.per_device_train_batch_size, row_length(recipe, plan.hf_config)
         machine.say(f"attention: {plan.attention.implementation} ({plan.attention.reason})")

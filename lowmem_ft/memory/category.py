@@ -11,6 +11,7 @@ Category = Literal[
     "activation",  # made in forward or recomputation and kept for the backward pass
     "logits_and_loss",  # the head's outputs, the loss over them and their gradients
     "input",  # batches copied from the host
+    "communication",  # other processes' parts while they are here: gathered weights, buffers of collectives
     "workspace",  # what libraries such as cuBLAS hold for themselves
     "temporary",  # freed in the phase that made it
 ]

@@ -16,6 +16,7 @@ COLOURS: dict[Category, str] = {
     "optimizer_state": "#009e73",
     "gradient": "#d55e00",
     "workspace": "#999999",
+    "communication": "#000000",
     "input": "#f0e442",
     "activation": "#e69f00",
     "logits_and_loss": "#cc79a7",

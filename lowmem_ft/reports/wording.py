@@ -15,6 +15,7 @@ CATEGORY_WORDS: dict[Category, str] = {
     "optimizer_state": "optimizer state",
     "gradient": "gradients",
     "workspace": "library workspaces",
+    "communication": "gathered, buffers",
     "input": "inputs",
     "activation": "activations",
     "logits_and_loss": "logits and loss",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ def enable_fsdp2(
     config: DistributedConfig,
     mesh: DeviceMesh,
     rows: MutableMapping[nn.Parameter, Tensor] | None = None,
+    around: Callable[[nn.Module], AbstractContextManager[None]] = lambda module: contextlib.nullcontext(),
 ) -> FullySharded:
     """Cuts every parameter by rows among the processes, and has each layer's gathered for as long as it runs.
 
@@ -83,6 +85,7 @@ def enable_fsdp2(
         mesh: the processes, in one dimension.
         rows: by parameter, what :func:`lowmem_ft.models.weights_in_shards` kept of it, and is taken out; None: they are
             whole.
+        around: entered while the parameters of a module are cut.
 
     Returns:
         What a loop tells of its micro-batches; there is no way back.
@@ -95,8 +98,10 @@ def enable_fsdp2(
     }
     units = list(_units(model))
     for unit in units:
-        _shard(unit, rows, {**policies, "reshard_after_forward": config.reshards})
-    _shard(model, rows, policies)
+        with around(unit):
+            _shard(unit, rows, {**policies, "reshard_after_forward": config.reshards})
+    with around(model):
+        _shard(model, rows, policies)
     assert isinstance(model, FSDPModule), "fully_shard makes it one"
     log.info(
         "FSDP2: %d parameters are cut by rows among %d processes, and gathered in %d groups.",

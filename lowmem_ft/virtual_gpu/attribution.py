@@ -94,6 +94,15 @@ class Attribution:
         finally:
             self._fixed = before
 
+    @contextlib.contextmanager
+    def within(self, module: nn.Module) -> Iterator[None]:
+        """Take everything in a block for a module's, though its forward does not run."""
+        self._stack.append(self._names.get(module, ""))
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
     def name_modules(self, root: nn.Module) -> None:
         """Learn the qualified names of a model's modules, and whose each parameter is."""
         if not any(known is root for known in self._roots):
@@ -107,6 +116,10 @@ class Attribution:
         if head is not None:
             self._heads.add(self._names[head])
         self._on_model(root)
+
+    def takes_for_outermost(self, wrapper: nn.Module) -> None:
+        """Call what wraps a known model by its name, so that the names within stay."""
+        self._names[wrapper] = ""
 
     @property
     def moment(self) -> ProgramState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -110,7 +110,12 @@ class VirtualMachine:
         stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))
         stack.enter_context(self.recorder)
 
-    def place(self, model: ModuleT, device: torch.device | None = None) -> ModuleT:
+    def place(
+        self,
+        model: ModuleT,
+        device: torch.device | None = None,
+        new_parameter: Callable[[nn.Parameter], Tensor] | None = None,
+    ) -> ModuleT:
         """Put a model built on the meta device on this one, in place.
 
         Make the optimizer afterwards: it holds the parameters themselves.
@@ -118,12 +123,13 @@ class VirtualMachine:
         Args:
             model: any module.
             device: the machine's device or the host beside it; None: the former.
+            new_parameter: makes what takes a parameter's place there; None: a tensor of its shape.
 
         Returns:
             The model.
         """
         with self.attribution.during("load"):
-            place_module(model, device or self.device, self._placed)
+            place_module(model, device or self.device, self._placed, new_parameter)
         self.attribution.name_modules(model)
         return model
 
@@ -175,6 +181,12 @@ class VirtualMachine:
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.recorder.mark(value, "optimizer_state", owner)
+
+    def mark_gradients(self, model: nn.Module) -> None:
+        """Say that what lies beside a model's parameters is their gradients, whoever has put it there."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                self.recorder.mark(parameter.grad, "gradient", self.attribution.owner_of(parameter))
 
     def trace(self, model_name: str = "") -> Trace:
         """What has been recorded so far.

@@ -14,7 +14,12 @@ OnPlaced = Callable[[str, Tensor], None]
 """Called with the name of the module and the new tensor."""
 
 
-def place_module(model: nn.Module, device: torch.device, on_placed: OnPlaced) -> None:
+def place_module(
+    model: nn.Module,
+    device: torch.device,
+    on_placed: OnPlaced,
+    new_parameter: Callable[[nn.Parameter], Tensor] | None = None,
+) -> None:
     """Give each parameter and buffer a fake tensor on a device, in place; ties between parameters are kept.
 
     ``Module.to`` cannot do it: fake tensors cannot be swapped into parameters that exist.
@@ -23,6 +28,7 @@ def place_module(model: nn.Module, device: torch.device, on_placed: OnPlaced) ->
         model: its parameters may be on meta or hold values, which are not copied.
         device: of the virtual machine; under its ``FakeTensorMode``.
         on_placed: is told of each tensor.
+        new_parameter: makes the tensor there in place of a parameter; None: one of its shape and strides.
     """
     placed: dict[int, Tensor] = {}
     originals: list[Tensor] = []  # kept alive: they go by id
@@ -30,7 +36,7 @@ def place_module(model: nn.Module, device: torch.device, on_placed: OnPlaced) ->
     def place(name: str, tensor: Tensor) -> Tensor:
         if id(tensor) not in placed:
             originals.append(tensor)
-            placed[id(tensor)] = tensor if _is_on(device, tensor) else _on(device, tensor)
+            placed[id(tensor)] = tensor if _is_on(device, tensor) else _on(device, tensor, new_parameter)
             on_placed(name, placed[id(tensor)])
         return placed[id(tensor)]
 
@@ -47,9 +53,14 @@ def _is_on(device: torch.device, tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.device == device
 
 
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
+def _on(
+    device: torch.device, tensor: Tensor, new_parameter: Callable[[nn.Parameter], Tensor] | None
+) -> Tensor:
     with torch.no_grad():
-        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if new_parameter is not None and isinstance(tensor, nn.Parameter):
+            new = new_parameter(tensor)
+        else:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):
         return new
     parameter = nn.Parameter(new, requires_grad=tensor.requires_grad)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,16 +21,17 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.category import Category, Place
 from lowmem_ft.memory.gradient_sums import is_in_place_unwatched, take_as_much
 from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.shards import is_sharded, local_memory
 from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
+from lowmem_ft.virtual_gpu.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
+from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, purposes_of
 from lowmem_ft.virtual_gpu.fake_results import FakeResults, SeenCall, without_pinning
-from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
 from lowmem_ft.virtual_gpu.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.tenants import Tenants
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
@@ -49,27 +50,6 @@ _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
 _IS_PINNED = aten.is_pinned.default
 _SUM, _COPY = aten.add.Tensor, aten.copy_.default
-
-WorkspaceRule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
-"""Operator, arguments, keyword arguments and result to the sizes of the buffers its kernel takes for itself, after
-those of its result."""
-Workspaces = Callable[[Any, int], Iterator[tuple[object, int]]]
-"""Operator and stream to the buffers that a library keeps from its first call on: a key and a size each."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Cost:
-    """What a call takes on the device.
-
-    Args:
-        workspaces: the bytes of its kernel's own buffers.
-        has_library: whether it calls a library that keeps buffers.
-        work: its work, at no place yet; None: none.
-    """
-
-    workspaces: tuple[int, ...]
-    has_library: bool
-    work: Work | None
 
 
 class Recorder(TorchDispatchMode):
@@ -108,11 +88,7 @@ class Recorder(TorchDispatchMode):
         """Operators whose result depends on values: it was taken at its largest."""
         self._questions = questions or Questions(lambda choice: None)
         self._results = results
-        self._costs: dict[SeenCall, _Cost] = {}
-        self._num_formulas = 0
-        self._workspace_rule = workspace_rule
-        self._workspaces = workspaces
-        self._held_workspaces: set[object] = set()
+        self._costs = CallCosts(device_type, workspace_rule, workspaces)
         self._reference: weakref.ref[Recorder] = weakref.ref(self)
         self._index_of: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -123,7 +99,7 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, category: Category, module: str | None = None) -> None:
         """Say what the storage of a tensor is for, and for which module."""
-        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        index = self._index_of.get(local_memory(tensor)._cdata)
         if index is None:
             return
         allocation = self.timeline.allocations[index]
@@ -150,7 +126,7 @@ class Recorder(TorchDispatchMode):
 
     def module_of(self, tensor: Tensor) -> str | None:
         """The module that the storage of a tensor belongs to; None if it is unknown."""
-        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        index = self._index_of.get(local_memory(tensor)._cdata)
         if index is None:
             return None
         return self._tenants.of(index) or self.timeline.allocations[index].module
@@ -227,7 +203,10 @@ class Recorder(TorchDispatchMode):
         self._record_births(func, args, result)
         if func is _COPY:
             self._note_tenant(args[0], args[1])
-        cost = self._cost(func, args, kwargs, result, seen)
+        if getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES:
+            for tensor, category in purposes_of(func, args, kwargs):
+                self.mark(tensor, category)
+        cost = self._costs.of(func, args, kwargs, result, seen, self.stream)
         workspaces = self._take_workspaces(func, cost)
         if is_pinned and self.device_type != "cpu":
             self.mark_place(result, "pinned")
@@ -268,30 +247,10 @@ class Recorder(TorchDispatchMode):
         index = self._index_of.get(tensor.untyped_storage()._cdata)
         return None if index is None else self.timeline.allocations[index].place
 
-    def _cost(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, seen: SeenCall | None
-    ) -> _Cost:
-        """What an operator takes beside its results, and its work, which alike calls have in common."""
-        if len(flop_registry) != self._num_formulas:  # a program may register one at any time
-            self._num_formulas = len(flop_registry)
-            self._costs.clear()
-        cost = self._costs.get(seen) if seen is not None else None
-        if cost is None:
-            rule = self._workspace_rule
-            workspaces = () if rule is None else rule(func, args, kwargs, result)
-            work = work_of(func, args, kwargs, result, device_type=self.device_type)
-            has_library = self._workspaces is not None and any(self._workspaces(func, self.stream))
-            cost = _Cost(workspaces, has_library, work)
-            if seen is not None:
-                self._costs[seen] = cost
-        return cost
-
-    def _take_workspaces(self, func: Any, cost: _Cost) -> list[int]:
-        if self._workspaces is not None and cost.has_library:
-            for key, size in self._workspaces(func, self.stream):
-                if key not in self._held_workspaces:
-                    self._held_workspaces.add(key)
-                    self.hold(size, "workspace")
+    def _take_workspaces(self, func: Any, cost: CallCost) -> list[int]:
+        if cost.has_library:
+            for size in self._costs.first_taken(func, self.stream):
+                self.hold(size, "workspace")
         return [self.hold(size, "temporary") for size in cost.workspaces]
 
     def _record_births(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -307,6 +266,8 @@ class Recorder(TorchDispatchMode):
                 self.storage_is_resized(resized.untyped_storage())
 
     def _see(self, func: Any, args: tuple[Any, ...], tensor: Tensor, position: int) -> None:
+        if is_sharded(tensor):
+            return  # memory is its local part's, which has been seen by itself
         storage = tensor.untyped_storage()
         index = self._index_of.get(storage._cdata)
         if index is None:

@@ -13,7 +13,8 @@ class Work:
     """One entry of the log.
 
     Args:
-        kind: ``kernel`` runs on a stream; ``copy`` moves bytes over the host link on a stream; ``record`` and ``wait``
+        kind: ``kernel`` runs on a stream; ``copy`` moves bytes over the host link on a stream; ``collective`` exchanges
+            bytes with the other processes on a stream; ``record`` and ``wait``
             put an event on a stream or a stream behind an event; ``synchronize`` lets the host wait for an event, or
             for all streams if ``event`` is -1; ``mark`` takes no time: it names a moment.
         position: number of events that the timeline of memory had when it was issued.
@@ -21,14 +22,15 @@ class Work:
         name: of the operator, or of the moment.
         flops: floating-point operations.
         dtype: of the operands of the products, such as ``bfloat16``; empty where there are none.
-        num_bytes: read and written in device memory; for a copy, moved over the host link.
+        num_bytes: read and written in device memory; for a copy, moved over the host link; for a collective, sent by
+            each process.
         event: of ``record``, ``wait``, ``synchronize``; of a round's begin: the number of its loop.
         blocking: of a copy: whether the host waits for its end.
         to_host: of a copy: its direction; each has a copy engine of its own.
         times: how many entries like this one it stands for: its round is done so often, as a whole.
     """
 
-    kind: Literal["kernel", "copy", "record", "wait", "synchronize", "mark"]
+    kind: Literal["kernel", "copy", "collective", "record", "wait", "synchronize", "mark"]
     position: int
     stream: int = 0
     name: str = ""
@@ -80,7 +82,7 @@ class WorkLog:
     num_host_waits: int = 0
 
     def add(self, work: Work) -> None:
-        """Log a kernel or a copy."""
+        """Log a kernel, a copy or a collective."""
         if work.blocking and work.to_host:
             self.num_host_waits += work.times
         self.entries.append(work)

@@ -64,6 +64,7 @@ def test_bytes_count_in_the_category_they_are_for(timeline):
         "parameter": 200 * MIB,
         "optimizer_state": 400 * MIB,
         "gradient": 200 * MIB,
+        "communication": 0,
         "workspace": 0,
         "input": 0,
         "activation": 60 * MIB + 200,

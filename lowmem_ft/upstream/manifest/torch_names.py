@@ -138,6 +138,20 @@ TORCH = (
         "refuses what torch.cuda refuses, in its words",
     ),
     called("torch._C", "_get_sdp_priority_order", None, "the order in which attention kernels are tried"),
+    replaced(
+        "torch.distributed",
+        "_compute_bucket_assignment_by_size",
+        "tensors bucket_size_limits expect_sparse_gradient tensor_indices logger",
+        "DDP's buckets in a trace, as they are from the second step on",
+    ),
+    *data("torch.distributed", "_DEFAULT_FIRST_BUCKET_BYTES", "of those buckets, the first", "int"),
+    *each("module", "torch.testing", "_internal", "where that lies"),
+    *each(
+        "module",
+        "torch.testing._internal.distributed",
+        "fake_pg",
+        "one process of several, without the others",
+    ),
     called(
         "torch.distributed.distributed_c10d", "_get_default_store", "", "one process of many prints an error"
     ),

@@ -7,6 +7,12 @@ from lowmem_ft.upstream.manifest.row import called, each
 _ATEN = "torch.ops.aten"
 
 OPERATORS = (
+    *each(
+        "called",
+        "torch.ops.c10d",
+        "_allgather_base_ _reduce_scatter_base_",
+        "what FSDP2 exchanges: bytes on the clock, buffers in the timeline",
+    ),
     called(
         _ATEN,
         "_fused_adamw_",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, bytes_copied, collective_of
 from lowmem_ft.virtual_gpu.kernels.flops import flops_of, is_free
 from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 from lowmem_ft.virtual_gpu.work import Work
@@ -52,6 +53,10 @@ def work_of(
     if device_type not in devices:
         return None
     name = str(func._opname)
+    if getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES:
+        collective = collective_of(func, args)
+        if collective is not None:
+            return collective
     if func in _COPIES and len(devices) > 1:
         non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
         on_device = next(tensor for tensor in (*results, *inputs) if tensor.device.type == device_type)
@@ -64,7 +69,9 @@ def work_of(
             to_host=results[0].device.type != device_type,
         )
     cost = registered_cost(func)
-    num_bytes = _bytes_moved(func, inputs, results) if cost is None else cost.moved_bytes(*args, **kwargs)
+    num_bytes = bytes_copied(func, args, kwargs)
+    if num_bytes is None:
+        num_bytes = _bytes_moved(func, inputs, results) if cost is None else cost.moved_bytes(*args, **kwargs)
     flops = flops_of(func, args, kwargs, result)
     return Work(
         "kernel",

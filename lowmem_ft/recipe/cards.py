@@ -1,0 +1,71 @@
+"""On how many cards a recipe is estimated or planned: what ``--gpu 8xrtx-4090`` and ``distributed`` say together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from lowmem_ft.catalog.gpus import split_count
+from lowmem_ft.errors import RecipeError
+from lowmem_ft.recipe.tree import Recipe
+from lowmem_ft.techniques.config import DistributedConfig
+
+
+def on_cards(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str | None]:
+    """The recipe with ``distributed`` as it would be launched, one process a card, and the card's own name.
+
+    Cards that are counted share the model by fsdp2 where the recipe leaves that open. A number of processes without a
+    strategy is ddp, as it is when it is launched.
+
+    Args:
+        recipe: what is to be estimated.
+        gpu: such as ``8xrtx-4090`` or ``rtx-4090``, or None.
+
+    Returns:
+        Both; a recipe for one process is left as it is.
+
+    Raises:
+        RecipeError: if the two disagree, or the strategy is none that can be traced; lists all of it.
+        UserError: if the count is none.
+    """
+    count, name = (None, gpu) if gpu is None else split_count(gpu)
+    config = recipe.distributed
+    if problems := [*_problems(config, count, gpu)]:
+        raise RecipeError(*problems)
+    num_processes = count or config.num_processes or 1
+    if num_processes == 1:
+        return recipe, name
+    left_open = "ddp" if count is None else "fsdp2"
+    strategy = left_open if config.strategy in (None, "none") else config.strategy
+    filled = dataclasses.replace(config, strategy=strategy, num_processes=num_processes)
+    return dataclasses.replace(recipe, distributed=filled), name
+
+
+def _problems(config: DistributedConfig, count: int | None, gpu: str | None) -> Iterator[str]:
+    strategy, processes, machines = config.strategy, config.num_processes, config.num_machines
+    if strategy in ("zero2", "zero3"):
+        yield (
+            f"distributed.strategy={strategy} is DeepSpeed's, whose engine no trace follows. Estimate "
+            "distributed.strategy=fsdp2, which cuts the same things as zero3, or ddp, which cuts nothing."
+        )
+    if count is None:
+        if strategy not in (None, "none") and processes in (None, 1):
+            yield (
+                f"distributed.strategy={strategy} is for several processes, and nothing says how many. Name the cards, "
+                "such as --gpu 8xrtx-4090, or set distributed.num_processes."
+            )
+        return
+    if processes not in (None, count):
+        yield (
+            f"distributed.num_processes={processes}, but {gpu} is {count} {'card' if count == 1 else 'cards'} with one "
+            "process each. Correct one of the two, or leave distributed.num_processes out."
+        )
+    elif count == 1 and strategy not in (None, "none"):
+        yield (
+            f"distributed.strategy={strategy} is for several processes, got {gpu}. Name more cards, or set "
+            "distributed.strategy=none."
+        )
+    if count % machines:
+        yield (
+            f"distributed.num_machines={machines} must have as many cards each, got {gpu}. Correct one of the two."
+        )

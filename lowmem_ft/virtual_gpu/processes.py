@@ -1,0 +1,41 @@
+"""One process of several, the others of which are not there: what it sends goes nowhere, and nothing waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed
+from torch.distributed import HashStore
+
+from lowmem_ft.errors import UserError
+
+
+@contextlib.contextmanager
+def one_of_several(num_processes: int, process_index: int) -> Iterator[None]:
+    """Let ``torch.distributed`` take this process for one of several in a block.
+
+    Args:
+        num_processes: all of them; 1: nothing is done.
+        process_index: of this one.
+
+    Raises:
+        UserError: if it is one of several already.
+    """
+    if num_processes == 1:
+        yield
+        return
+    if torch.distributed.is_initialized():
+        raise UserError(
+            f"A trace of one of {num_processes} processes stands for a process group, and this process is in one. "
+            "Estimate before torch.distributed.init_process_group, or in a process that was not launched with others."
+        )
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+
+    torch.distributed.init_process_group(
+        "fake", rank=process_index, world_size=num_processes, store=HashStore()
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
