@@ -30,10 +30,11 @@ class UserError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By its problems, from which subclasses with other arguments cannot be made: it goes between processes."""
-        return _user_error, (type(self), self.problems)
+        return user_error, (type(self), self.problems)
 
 
-def _user_error(kind: type[UserError], problems: tuple[str, ...]) -> UserError:
+def user_error(kind: type[UserError], problems: tuple[str, ...]) -> UserError:
+    """An error of a kind, whatever that is made of otherwise."""
     error = kind.__new__(kind)
     UserError.__init__(error, *problems)
     return error

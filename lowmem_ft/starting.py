@@ -33,6 +33,11 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
+def is_launched() -> bool:
+    """Whether this is one process of several that find each other by the variables every launcher sets."""
+    return "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     """At once: an exception would pass through half-imported modules, which may make another one of it."""
     if is_main_process():

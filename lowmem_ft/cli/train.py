@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.stopping import if_stopped
 from lowmem_ft.errors import RecipeError, UserError
+from lowmem_ft.starting import is_launched
 
 _EXAMPLES = """\
 examples:
@@ -49,9 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         _parser().print_help()
         return 0
-    with if_stopped("before the first step: nothing was trained, and nothing is written."):
+    stopped_early = if_stopped("before the first step: nothing was trained, and nothing is written.")
+    with stopped_early, _told_to_all_processes():
         _train(*_split(arguments))
     return 0
+
+
+@contextlib.contextmanager
+def _told_to_all_processes() -> Iterator[None]:
+    """Let the other processes of a launch end with what this one is refused, as they would wait for it."""
+    try:
+        yield
+    except UserError as error:
+        if is_launched():
+            from lowmem_ft.training.meeting import tell_others
+
+            tell_others(error)
+        raise
 
 
 def _train(recipe_name: str | None, settings: list[str]) -> None:

@@ -77,8 +77,8 @@ def load_data(
 ) -> PreparedData:
     """Tokenized training and held-out data, memory-mapped from the cache of ``datasets`` or streamed.
 
-    With several processes, let the first one of each machine call it before the others (``main_process_first``): it
-    tokenizes, they find the result in the cache.
+    With several processes, let the first one call it before the others: it tokenizes, they find the result
+    in the cache.
 
     Args:
         config: the recipe's ``data``.

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import gc
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.devices import with_index
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import UserError, user_error
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
 from lowmem_ft.models import (
@@ -38,6 +39,7 @@ from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig, Strategy
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
+from lowmem_ft.training.meeting import Arrival, refusals
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session
@@ -129,7 +131,10 @@ class AccelerateRuntime(MixedPrecision):
     ) -> PreTrainedModel:
         """Read the weights straight to where they go; see :func:`lowmem_ft.models.load_model`."""
         device = self.device
-        with contextlib.ExitStack() as loading:
+        with self.failing_together(), contextlib.ExitStack() as loading:
+            # `accelerate launch` sets it unasked, and transformers would leave all but one process of a machine with
+            # weights that nobody has filled.
+            loading.enter_context(patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"))
             if host is not None:
                 device = torch.device("cpu")
                 loading.enter_context(weights_in_files(host))
@@ -258,8 +263,9 @@ class AccelerateRuntime(MixedPrecision):
         except UserError as error:
             own = error
         if self.any_process(own is not None):
-            others = self.gather([] if own is None else list(own.problems))
-            raise own or UserError(*others)
+            problems = () if own is None else own.problems
+            said = list(refusals(self.gather([Arrival(socket.gethostname(), problems)])))
+            raise user_error(UserError if own is None else type(own), tuple(said)) from own
 
     def gather(self, value: list[Any]) -> list[Any]:
         """The lists of all processes, one after the other."""
@@ -284,10 +290,6 @@ class AccelerateRuntime(MixedPrecision):
         # Not Accelerator.end_training(): it also destroys the process group, see _leave_processes.
         for tracker in self.accelerator.trackers:
             tracker.finish()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """The others wait until the main process has left the block."""
-        return self.accelerator.main_process_first()
 
     def wait_for_everyone(self) -> None:
         """A barrier."""

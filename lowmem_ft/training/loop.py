@@ -36,6 +36,7 @@ from lowmem_ft.training.health import RunHealth, SuspectWeightsError, weights_no
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
 from lowmem_ft.training.launch import Launch, as_launched, read_launch
+from lowmem_ft.training.meeting import explained_joining, meet
 from lowmem_ft.training.out_of_memory import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory_report import does_not_fit_here, report_of
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
@@ -192,27 +193,33 @@ class TrainingRun:
             else Launch(num_processes=runtime.num_processes)
         )
         launched = as_launched(recipe, launch)
-        runtime = runtime or AccelerateRuntime.create(config, folder.path, launched.distributed)
+        if runtime is None:
+            if launch.num_processes > 1:
+                meet(recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name)
+            with explained_joining():
+                runtime = AccelerateRuntime.create(config, folder.path, launched.distributed)
         set_seed(config.seed, deterministic=config.full_determinism)
-        apply_budget(
-            recipe.budget,
-            runtime.device,
-            uses_bitsandbytes=recipe.uses_bitsandbytes,
-            num_processes=runtime.num_processes,
-        )
-        budget_watch = BudgetWatch(recipe.budget, runtime.device)
         resume_from = folder.resume_from
-        built = launched if resume_from is None else resumed(launched, resume_from)
-        plan = plan_session(built, runtime)
+        with runtime.failing_together():
+            apply_budget(
+                recipe.budget,
+                runtime.device,
+                uses_bitsandbytes=recipe.uses_bitsandbytes,
+                num_processes=runtime.num_processes,
+            )
+            budget_watch = BudgetWatch(recipe.budget, runtime.device)
+            built = launched if resume_from is None else resumed(launched, resume_from)
+            plan = plan_session(built, runtime)
+            tokenizer = load_tokenizer(built.model)
         checks = PreflightChecks(preflight, built, runtime)
-        tokenizer = load_tokenizer(built.model)
         checks.before_data()
         data = read_data(recipe, runtime, tokenizer, plan)
         memory = RunMemory(runtime.device)
         memory.estimate = checks.after_data(data)
-        progress = progress_at(resume_from, recipe, data)
-        stream = stream_from(recipe, runtime, data, progress.position)
-        num_steps = num_training_steps(recipe, stream, progress, resume_from)
+        with runtime.failing_together():
+            progress = progress_at(resume_from, recipe, data)
+            stream = stream_from(recipe, runtime, data, progress.position)
+            num_steps = num_training_steps(recipe, stream, progress, resume_from)
         with memory.during("load"):
             in_pieces = progress.cut.max_tokens is not None
             session = build_session(built, runtime, plan, num_training_steps=num_steps, in_pieces=in_pieces)

@@ -191,10 +191,6 @@ class RunRuntime(Runtime, Protocol):
         """The lists of all processes, one after the other."""
         ...
 
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Holds the others back until the main process has left the block."""
-        ...
-
     def wait_for_everyone(self) -> None:
         """A barrier."""
         ...

@@ -16,6 +16,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import Plan
 from lowmem_ft.training.checkpoint_folders import Progress, read_progress, refuse_end_before
 from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.same_data import refuse_other_data
 from lowmem_ft.training.threads import warn_of_idle_cores
 from lowmem_ft.units import counted
 from lowmem_ft.upstream.tested import warn_if_untested
@@ -26,16 +27,26 @@ logger = logging.getLogger(__name__)
 def read_data(
     recipe: Recipe, runtime: RunRuntime, tokenizer: PreTrainedTokenizerBase, plan: Plan
 ) -> PreparedData:
-    """Tokenize the recipe's data for the planned model; the other processes find in the cache what the main one did."""
-    with runtime.main_process_first():
-        return load_data(
-            recipe.data,
-            tokenizer,
-            max_positions=max_positions(plan.hf_config),
-            vocab_size=vocab_size(plan.hf_config),
-            seed=recipe.training.seed,
-            attn_implementation=plan.attention.implementation,
-        )
+    """Tokenize the recipe's data for the planned model; the other processes find in the cache what the main one did.
+
+    Raises:
+        UserError: if a process cannot read them, or reads others.
+    """
+    data: PreparedData | None = None
+    for is_turn in (runtime.is_main, not runtime.is_main):
+        with runtime.failing_together():
+            if is_turn:
+                data = load_data(
+                    recipe.data,
+                    tokenizer,
+                    max_positions=max_positions(plan.hf_config),
+                    vocab_size=vocab_size(plan.hf_config),
+                    seed=recipe.training.seed,
+                    attn_implementation=plan.attention.implementation,
+                )
+    assert data is not None, "each process had its turn"
+    refuse_other_data(data, runtime)
+    return data
 
 
 def stream_from(

@@ -121,9 +121,6 @@ class PlainRuntime:
     def gather(self, value):
         return value
 
-    def main_process_first(self):
-        return contextlib.nullcontext()
-
     def wait_for_everyone(self):
         pass
 
