@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+EXIT_OTHER_PROCESS = 1
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3
 
@@ -60,6 +61,12 @@ class DoesNotFitError(UserError):
     """The run needs more memory than there is, or than its budget allows."""
 
     exit_code = EXIT_DOES_NOT_FIT
+
+
+class OtherProcessError(UserError):
+    """A run of several processes cannot go on, because another one has failed or is gone."""
+
+    exit_code = EXIT_OTHER_PROCESS
 
 
 class MissingPackageError(UserError):

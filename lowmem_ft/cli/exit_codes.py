@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 from lowmem_ft.cli.stopping import sigterm_as_ctrl_c, stop_behind, stopped_by, was_terminated, words_of
-from lowmem_ft.errors import Interrupted, UserError, machine_problem
+from lowmem_ft.errors import Interrupted, OtherProcessError, UserError, machine_problem
 from lowmem_ft.reports.filling import filled
 from lowmem_ft.starting import SIGNALLED, is_main_process, raise_at_ctrl_c
 
@@ -46,6 +46,8 @@ def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[st
     except Interrupted as stop:
         return _tell_of_stop(str(stop), stop.exit_code)
     except KeyboardInterrupt as stop:
+        if isinstance(stop.__context__, OtherProcessError):
+            return _tell(stop.__context__)  # for which a launcher ends this process, too
         return _tell_of_stop(words_of(stop), SIGNALLED + stopped_by())
     except Exception as error:
         if (stop := stop_behind(error)) is not None:
@@ -91,9 +93,15 @@ def _filled(text: str) -> str:
 
 def _speaks_for(error: UserError) -> bool:
     """Whether to print an error: the main process until the processes have joined, then the first that has it."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    if "torch.distributed" not in sys.modules:
         return is_main_process()
-    # The store that the processes met in counts for all of them, also when one of them has nothing to report.
-    store = distributed.distributed_c10d._get_default_store()
-    return store.add(f"lowmem_ft error: {error}", 1) == 1
+    from lowmem_ft.training.ending_together import meeting_store
+
+    store = meeting_store()
+    if store is None:
+        return is_main_process()
+    try:
+        # It counts for all of them, also when one of them has nothing to report.
+        return store.add(f"lowmem_ft error: {error}", 1) == 1
+    except RuntimeError:
+        return True  # gone with the process that had it: better twice than not at all

@@ -30,6 +30,7 @@ from lowmem_ft.training.causality import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoint import load_checkpoint, save_checkpoint
 from lowmem_ft.training.checkpoint_folders import Progress, delete_old_checkpoints
 from lowmem_ft.training.determinism import deterministic_kernels
+from lowmem_ft.training.ending_together import ending_together
 from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
 from lowmem_ft.training.finished_model import log_finished_model, save_finished_model
 from lowmem_ft.training.health import RunHealth, SuspectWeightsError, weights_not_finite
@@ -92,13 +93,14 @@ def train(
 
     Raises:
         UserError: if the recipe, its model, its data or the folder cannot be used, or nothing finite comes out.
+        OtherProcessError: if another process of the run has failed, or is gone.
         DoesNotFitError: if the device's memory runs out, or is estimated to; says what would need less.
         Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
         KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
     """
     check_recipe(recipe)
     refuse_unplanned(recipe)
-    with deterministic_kernels(recipe.training.full_determinism):
+    with deterministic_kernels(recipe.training.full_determinism), ending_together():
         return _train(recipe, folder, runtime, preflight)
 
 

@@ -32,6 +32,7 @@ TRANSFORMERS = (
         "self flash_attn_version is_init_check",
         "flash-attn without having it",
     ),
+    *data(_MODEL, "_keys_to_ignore_on_save", "what save_pretrained leaves out"),
     *data(
         _MODEL,
         "_supports_flash_attn _supports_sdpa _supports_flex_attn",
