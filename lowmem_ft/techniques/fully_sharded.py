@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lowmem_ft.shards import local_part
+from lowmem_ft.shards import is_sharded, local_part
 from lowmem_ft.techniques.config import DistributedConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
@@ -40,6 +40,25 @@ class FullySharded(Technique):
         super().__init__()
         self.model = model
         self._sync_each_batch = sync_each_batch
+
+    def sum_in_float32(self, *, several_in_backward: bool) -> None:
+        """From now on leave each gradient in float32, as it was summed; else it gets the type of its weight.
+
+        Args:
+            several_in_backward: whether a weight gets more than one gradient in a backward pass, as in vertical order:
+                then those of a gathered layer are float32, too. A weight that is embedding and head always gets two.
+        """
+        for module in _fsdp_modules(self.model):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is None:
+                continue
+            if several_in_backward or module is self.model:
+                module.unshard()
+                for parameter in cast(nn.Module, module).parameters():
+                    if parameter.requires_grad and not is_sharded(parameter):
+                        parameter.grad_dtype = torch.float32
+                module.reshard()
+            group._orig_dtype = torch.float32  # until someone calls unshard(), which settles types anew
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Say before each forward whether it is the last one of its window."""
@@ -68,7 +87,7 @@ def enable_fsdp2(
     """Cuts every parameter by rows among the processes, and has each layer's gathered for as long as it runs.
 
     Each decoder layer is gathered by itself, the embedding and the head too, unless one is the other's weight; what is
-    left (a norm) stays gathered from forward to backward. Gradients are reduced in float32.
+    left (a norm) stays gathered from forward to backward. Gradients are summed in float32.
 
     Frees: of N processes, each holds 1/N of weights, gradients and optimizer state, and one or two whole layers.
     Costs: all weights cross the link before forward and, with ``reshard_after_forward``, before backward, and all
@@ -109,7 +128,16 @@ def enable_fsdp2(
         mesh.size(),
         len(units) + 1,
     )
+    for module in _fsdp_modules(model):
+        # Sums: a mean over three processes would take a factor of 3, which rounds every product in 16 bits anew.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model._get_fsdp_state()._lazy_init()  # or whatever runs first, a part of the model for one, would be its root
     return FullySharded(model, sync_each_batch=config.sync_each_batch)
+
+
+def _fsdp_modules(model: Any) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:

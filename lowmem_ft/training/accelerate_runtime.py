@@ -180,8 +180,11 @@ class AccelerateRuntime(MixedPrecision):
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model for data parallelism, where there are several processes and each holds all of it."""
-        if self._is_sharded or self.goes_without_ddp(model):
+        """Wrap the model for data parallelism, where there are several processes and each holds all of it.
+
+        A launcher's single process is not wrapped either: Accelerate would, and DDP refuses float32 sums of gradients.
+        """
+        if self.num_processes == 1 or self._is_sharded or self.goes_without_ddp(model):
             return model, optimizer
         # Weights are where they belong, on the host some of them.
         prepared = self.accelerator.prepare(model, device_placement=[False])
@@ -196,6 +199,11 @@ class AccelerateRuntime(MixedPrecision):
         self._averages_after_backward = True
         copy_from_main_process(model)
         return True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """As in one process; times the number of processes where gradients are going to be averaged over them."""
+        averaged = self.num_processes > 1 and not self._is_sharded
+        super().backward(loss * self.num_processes if averaged else loss)
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Those that DDP does not take: sums of 16-bit gradients in float32."""

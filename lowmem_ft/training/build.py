@@ -35,6 +35,7 @@ from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
+from lowmem_ft.techniques.fully_sharded import FullySharded
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
 from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
 from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
@@ -232,7 +233,8 @@ def switch_on(
                 after_forward.add(technique)
             _initialize_masters(optimizer, model, finer_weights)
         streaming = in_forward.find(ParameterStreaming)
-        for technique in techniques_in_step(optimizer, recipe, host_memory, streaming, sums=sums):
+        sharded = in_forward.find(FullySharded)
+        for technique in techniques_in_step(optimizer, recipe, host_memory, streaming, sharded, sums=sums):
             after_forward.add(technique)
     except BaseException:
         Handle(in_forward.remove, after_forward.remove).remove()
@@ -293,11 +295,14 @@ def techniques_in_step(
     recipe: Recipe,
     host_memory: HostMemory,
     streaming: ParameterStreaming | None,
+    sharded: FullySharded | None = None,
     *,
     sums: bool,
 ) -> Iterator[Technique]:
     """Switches on how gradients are summed, applied and watched; those of streamed weights go the same way."""
-    if recipe.accumulation.dtype == "float32" and sums:
+    if recipe.accumulation.dtype == "float32" and (sums or sharded is not None):
+        if sharded is not None:
+            sharded.sum_in_float32(several_in_backward=recipe.accumulation.order == "vertical")
         takes_float32 = isinstance(optimizer, ChunkedOptimizer)
         yield enable_float32_accumulation(optimizer, takes_float32=takes_float32)
     if may_lose_updates(optimizer):

@@ -82,7 +82,7 @@ class Runtime(Protocol):
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backpropagate, scaled where the precision needs it."""
+        """Backpropagate, scaled where the precision needs it: the window's gradient is the sum over all processes."""
         ...
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:

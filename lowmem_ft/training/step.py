@@ -103,8 +103,7 @@ class WindowPass:
         for index, self.working_on in enumerate(micro_batches):
             with runtime.micro_batch(session.model, is_last=index == len(micro_batches) - 1):
                 micro_loss = _forward(session, self.working_on, num_label_tokens)
-                # Gradients are averaged over the processes; the window's loss is their sum.
-                runtime.backward(micro_loss * runtime.num_processes)
+                runtime.backward(micro_loss)
             loss += micro_loss.detach()
         self.working_on = None
         loss = runtime.sum_over_processes(loss)
