@@ -13,9 +13,6 @@ from lowmem_ft.memory.free_memory import return_free_memory
 from lowmem_ft.models.mapped_weights import one_after_the_other
 from lowmem_ft.shards import rows_of
 
-_HOLLOW = 2.0**-6
-"""What elements of a weight say whose values lie elsewhere; finite, as techniques compare outputs of a few tokens."""
-
 
 @contextlib.contextmanager
 def weights_in_shards(
@@ -23,7 +20,7 @@ def weights_in_shards(
 ) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
     """Lets every weight that a module gets in a block keep this process's rows alone.
 
-    A weight is hollow afterwards: it has its shape and type, and no memory; all its elements are one number. Every
+    A weight is hollow afterwards: it has its shape and type, and no memory. Every
     process reads every file; what is in RAM at a time is one weight and what it is made from, as in
     ``mapped_weights.py``.
 
@@ -45,7 +42,7 @@ def weights_in_shards(
             return
         first, end = rows_of(len(weight), num_processes, process_index)
         rows[weight] = weight.data[first:end].to(device, copy=True)
-        weight.data = torch.full((), _HOLLOW).to(weight.dtype).expand(weight.shape)
+        weight.data = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
         return_free_memory()
 
     with one_after_the_other():

@@ -186,7 +186,8 @@ class ChunkedOptimizer(Optimizer):
 
         Args:
             parameter: one of the optimizer's, with state.
-            values: given the first element and the one after the last, these elements of the flattened parameter.
+            values: given the first element and the one after the last, these elements of what of the flattened
+                parameter lies in this process.
         """
         weight, master, kept = flat_weight(parameter), self.master_of(parameter), self.state[parameter]
         for start, stop in spans(0, weight.numel(), self.chunk_size(weight.device)):

@@ -70,11 +70,14 @@ class FullySharded(Technique):
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Cut again what the last forward has left gathered: an evaluation's has no backward that would."""
-        for module in self.model.modules():  # type: ignore[attr-defined]
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """Every parameter is this process's part of it."""
+        self.reshard()
         yield
+
+    def reshard(self) -> None:
+        """Cut again what the last forward has left gathered: one without gradients has no backward that would."""
+        for module in _fsdp_modules(self.model):
+            module.reshard()
 
 
 def enable_fsdp2(

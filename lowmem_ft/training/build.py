@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -30,6 +30,7 @@ from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, load_model_config, weights_dtype
 from lowmem_ft.optimizers import ChunkedOptimizer, check_optimizer, create_optimizer, may_lose_updates
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.shards import first_element
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
@@ -199,7 +200,7 @@ def switch_on(
     rows_per_micro_batch: int,
     sums: bool,
     finer_weights: Callable[[], MasterWeights | None],
-    shard: Callable[[], Technique | None] = lambda: None,
+    shard: Callable[[], FullySharded | None] = lambda: None,
 ) -> SwitchedOn:
     """Switch a recipe's techniques on, in their order, and make the optimizer between them.
 
@@ -224,6 +225,9 @@ def switch_on(
             in_forward.add(technique)
         if sharded := shard():
             in_forward.add(sharded)
+            if loss := in_forward.find(ChunkedLoss):
+                loss.compare_with_stock()
+                sharded.reshard()
         training = recipe.training
         optimizer = create_optimizer(
             model, recipe.optimizer, learning_rate=training.learning_rate, seed=training.seed
@@ -267,7 +271,13 @@ def techniques_in_forward(
     if recipe.loss.chunk_tokens is None:
         _refuse_mean_of_means(model)
     else:
-        loss = enable_chunked_loss(model, recipe.loss, recipe.tiling, device=host_memory.device)
+        loss = enable_chunked_loss(
+            model,
+            recipe.loss,
+            recipe.tiling,
+            device=host_memory.device,
+            compare=recipe.distributed.strategy != "fsdp2",  # weights come when they are cut
+        )
         assert isinstance(loss, ChunkedLoss), "there is a chunk size"
         yield loss
     if recipe.offload.parameters == "stream":
@@ -334,9 +344,17 @@ def _initialize_masters(
     if finer is None:
         return
     for name, parameter in parameters.items():
-        optimizer.set_weights(parameter, finer.values(name))
+        optimizer.set_weights(parameter, _of_this_process(parameter, finer.values(name)))
     but = f", but for {some_of(sorted(finer.changed))}: they were changed since" if finer.changed else ""
     logger.info("Masters begin with the checkpoint's weights, which are finer than bfloat16%s.", but)
+
+
+def _of_this_process(
+    parameter: nn.Parameter, values: Callable[[int, int], Tensor]
+) -> Callable[[int, int], Tensor]:
+    """A reader of a whole parameter, as one of those of its elements that lie here."""
+    first = first_element(parameter)
+    return lambda start, stop: values(first + start, first + stop)
 
 
 def _rows_per_micro_batch(recipe: Recipe, plan: Plan) -> int:

@@ -21,7 +21,7 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import MasterWeights, ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.config import DistributedConfig
-from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.techniques.fully_sharded import FullySharded
 
 if TYPE_CHECKING:
     from lowmem_ft.training.session import Session
@@ -59,7 +59,7 @@ class Runtime(Protocol):
         """What sets the learning rate of each of so many optimizer steps; in a trace it stays what it is."""
         ...
 
-    def shard(self, model: nn.Module, config: DistributedConfig) -> Technique | None:
+    def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
         """Cut the model's parameters among the processes, where ``distributed.strategy`` is fsdp2; else None."""
         ...
 

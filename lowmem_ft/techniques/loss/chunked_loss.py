@@ -48,9 +48,20 @@ SMALLEST_CHUNK = 32
 class ChunkedLoss(Technique):
     """A loss that was switched on, whose head may come from elsewhere."""
 
-    def __init__(self, loss: _Loss, undo: Callable[[], object]) -> None:
-        super().__init__(undo)
-        self._loss = loss
+    def __init__(self, causal_lm: Any, loss: _Loss) -> None:
+        self._causal_lm, self._loss = causal_lm, loss
+        self._stock_forward = causal_lm.forward
+        super().__init__(
+            wrap_method(causal_lm, "forward", functools.partial(_chunked_forward, causal_lm, loss))
+        )
+
+    def compare_with_stock(self) -> None:
+        """Two forwards of 8 tokens; of a model whose parameters are cut among processes, in all of them.
+
+        Raises:
+            ModelError: if the stock loss is another one.
+        """
+        _check_equals_stock(self._causal_lm, self._loss.head, self._stock_forward)
 
     def before_forward(self, input_ids_BT: Tensor, num_label_tokens: int | None) -> dict[str, Any]:
         """Where the number of labels is known, the loss need not ask the device."""
@@ -87,6 +98,7 @@ def enable_chunked_loss(
     tiling: TilingConfig | None = None,
     *,
     device: torch.device | None = None,
+    compare: bool = True,
 ) -> ChunkedLoss | Technique:
     """Makes ``model(input_ids=..., labels=...)`` return its loss without ever holding all logits.
 
@@ -110,6 +122,7 @@ def enable_chunked_loss(
         config: the chunk's size and the share of the smoothed labels.
         tiling: into how many tiles to cut the vocabulary; None: one.
         device: where the model will compute; None: where its weights are.
+        compare: whether the weights have their values yet; if not, call ``compare_with_stock`` once they have.
 
     Returns:
         A handle whose ``remove()`` brings the stock forward back; a plain one if ``chunk_tokens`` is None.
@@ -127,15 +140,20 @@ def enable_chunked_loss(
     tiling.refuse_vocabulary(len(head.linear.weight))
     loss = _Loss(head, config, tiling, config.chunk_tokens)
     is_here = device is None or device.type == head.linear.weight.device.type
-    with contextlib.nullcontext() if is_here else _without_layers(causal_lm):
-        _check_equals_stock(causal_lm, head, _chunked_forward(causal_lm, loss, causal_lm.forward))
+    technique = ChunkedLoss(causal_lm, loss)
+    if compare:
+        try:
+            with contextlib.nullcontext() if is_here else _without_layers(causal_lm):
+                technique.compare_with_stock()
+        except BaseException:
+            technique.remove()
+            raise
     log.info(
         "Loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients made in forward.",
         config.chunk_tokens,
         tiling.head,
     )
-    chunked_forward = functools.partial(_chunked_forward, causal_lm, loss)
-    return ChunkedLoss(loss, wrap_method(causal_lm, "forward", chunked_forward))
+    return technique
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +179,7 @@ class _Head:
         )
 
     def logits(self, hidden_BTH: Tensor) -> Tensor:
-        logits_BTV = self.linear(hidden_BTH).float() * self.logit_scale
+        logits_BTV = F.linear(hidden_BTH, self.linear.weight, self.linear.bias).float() * self.logit_scale
         if self.logit_softcap is None:
             return logits_BTV
         return torch.tanh(logits_BTV / self.logit_softcap) * self.logit_softcap
@@ -234,7 +252,8 @@ def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[...
             count = max(len(rows_L), 1) if num_items is None else num_items
             hidden_LH = hidden_NH.index_select(0, rows_L)
             losses.append(loss_of.mean(hidden_LH, labels_N[rows_L], count, smooth=causal_lm.training))
-            return hidden_BTH[..., :1]  # the architecture's work on the logits costs next to nothing on this
+            # The architecture's work on the logits costs next to nothing on this. No view: FSDP2 hooks onto it.
+            return hidden_BTH[..., :1].clone()
 
         # Inside the head's own call, so that whoever gathers or casts its weight there does so as ever.
         with Handle(set_attribute(linear, "forward", loss_instead_of_logits)):
@@ -282,8 +301,11 @@ def _auxiliary_loss(causal_lm: Any, outputs: Any) -> Tensor | float:
     return coefficients[0] * loss
 
 
-def _check_equals_stock(causal_lm: Any, head: _Head, chunked_forward: Callable[..., Any]) -> None:
-    """Compares logits and loss with the stock forward's on a few tokens, where the weights hold numbers."""
+def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[..., Any]) -> None:
+    """Compares logits and loss with the stock forward's on a few tokens, where the weights hold numbers.
+
+    Modules are called, not their forwards: whoever gathers a weight for a call does so.
+    """
     weight = head.linear.weight
     if any(parameter.is_meta for parameter in causal_lm.parameters()):
         log.info("Loss: not compared with the stock loss, because the weights are on the meta device.")
@@ -295,14 +317,17 @@ def _check_equals_stock(causal_lm: Any, head: _Head, chunked_forward: Callable[.
     # flash-attn takes no fp32, so fp32 weights with it will train under autocast; compare them there.
     flash = "flash" in (causal_lm.config._attn_implementation or "") and weight.dtype == torch.float32
     dtype = torch.bfloat16 if flash else weight.dtype
-    hidden: list[Tensor] = []
+    logits: list[Tensor] = []
     with _evaluating(causal_lm), torch.no_grad(), torch.autocast(weight.device.type, dtype, enabled=flash):
-        with head.linear.register_forward_pre_hook(lambda module, args: hidden.append(args[0])):
-            stock = causal_lm.forward(**inputs)
+        with (
+            Handle(set_attribute(causal_lm, "forward", stock_forward)),
+            head.linear.register_forward_pre_hook(lambda module, args: logits.append(head.logits(args[0]))),
+        ):
+            stock = causal_lm(**inputs)
         equal = (
-            len(hidden) == 1
-            and _close(head.logits(hidden[0]), stock.logits, dtype)
-            and _close(chunked_forward(**inputs, num_label_tokens=num_labels).loss, stock.loss, dtype)
+            len(logits) == 1
+            and _close(logits[0], stock.logits, dtype)
+            and _close(causal_lm(**inputs, num_label_tokens=num_labels).loss, stock.loss, dtype)
         )
     if equal:
         return
