@@ -32,6 +32,12 @@ COSTS: tuple[Cost, ...] = get_args(Cost)
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
 
+Engine = Literal["ddp", "fsdp2", "zero2", "zero3"]
+"""What has several processes train one model; the values of ``distributed.strategy`` but none."""
+
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Effect:
     """What comes with a value of a memory knob; rules, remediations and tables read it instead of naming the knob.
@@ -40,14 +46,14 @@ class Effect:
         cost: what is paid for the memory.
         fidelity: what becomes of the numbers.
         needs_checkpointed: which layers have to be checkpointed.
-        one_process_only: whether it reads gradients before they have been summed over all processes.
+        engines: with which of several processes' engines it works; a test or a trace shows each.
         consent: the word in ``plan.allow`` without which a planner does not choose the value; empty: none is needed.
     """
 
     cost: Cost = "nothing"
     fidelity: Fidelity = "exact"
     needs_checkpointed: Checkpointed = "no layer"
-    one_process_only: bool = False
+    engines: tuple[Engine, ...] = ENGINES
     consent: str = ""
 
 

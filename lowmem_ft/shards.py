@@ -113,8 +113,10 @@ def sum_over_shards(value: Tensor, of: Tensor) -> Tensor:
     if dimension is not None:
         import torch.distributed
 
-        sharded: Any = of
-        torch.distributed.all_reduce(value, group=sharded.device_mesh.get_group(dimension))
+        mesh: Any = of.device_mesh  # type: ignore[attr-defined]
+        there = value.to(mesh.device_type)  # shards may wait on the host, where the group cannot send from
+        torch.distributed.all_reduce(there, group=mesh.get_group(dimension))
+        value.copy_(there)
     return value
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import marked_table
 
-from lowmem_ft.knob import Effect
+from lowmem_ft.knob import ENGINES, Effect
 from lowmem_ft.recipe.keys import RecipeKey, recipe_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
@@ -48,8 +48,14 @@ def _by_value(key: RecipeKey) -> Iterator[str]:
         yield f"{', '.join(alike)}: {_words(effect)}"
 
 
+def _processes(effect: Effect) -> list[str]:
+    if not effect.engines:
+        return ["one process"]
+    return [] if effect.engines == ENGINES else [f"one process, or {' or '.join(effect.engines)}"]
+
+
 def _words(effect: Effect) -> str:
-    needs = ["one process"] if effect.one_process_only else []
+    needs = _processes(effect)
     if effect.needs_checkpointed != "no layer":
         needs.append(f"{effect.needs_checkpointed} checkpointed")
     if effect.consent:

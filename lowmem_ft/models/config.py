@@ -42,7 +42,7 @@ class ModelConfig:
         costs="rounded weights, unpacked anew for each use",
         effects={
             "nf4": dataclasses.replace(_QUANTIZED, consent="qlora"),
-            "int8": dataclasses.replace(_QUANTIZED, consent="qlora"),
+            "int8": dataclasses.replace(_QUANTIZED, consent="qlora", engines=("ddp",)),
         },
         tries=("none", "nf4"),
     )

@@ -81,7 +81,7 @@ class OptimizerConfig:
         "Update each weight as soon as backward has finished its gradient, or keep the gradient compactly until then.",
         frees="the gradients but those of one layer (without clipping), or all of them with offload to the host",
         costs="smaller kernels inside backward; with clipping and state on the host, gradients cross PCIe twice a step",
-        effects={True: Effect(cost="time", one_process_only=True)},
+        effects={True: Effect(cost="time", engines=("fsdp2",))},
         tries=(False, True),
     )
     weight_decay: float = knob(

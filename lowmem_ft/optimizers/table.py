@@ -143,6 +143,7 @@ def _row_of_bitsandbytes(
         effect=Effect(
             cost="host link" if form.paged else "nothing",
             fidelity="exact" if is_exact else "other mathematics",
+            engines=("ddp",),
         ),
         bitsandbytes=form,
         devices=devices,
@@ -181,7 +182,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
         summary="second moment as one row and one column a matrix, no first moment",
         hyperparameters={},
         num_averages=0,
-        effect=Effect(fidelity="other mathematics"),
+        effect=Effect(fidelity="other mathematics", engines=("ddp",)),  # it measures whole parameters
         trains_streamed_weights=False,  # it reads the whole gradient of a parameter first
     ),
     "lion": OptimizerRow(

@@ -1,6 +1,7 @@
 """Rules across parts: what one key asks of another.
 
-A new rule is a function in ``memory_rules.py`` or ``run_rules.py``, marked with the keys that it reads.
+A new rule is a function in ``memory_rules.py``, ``run_rules.py`` or ``engine_rules.py``, marked with the keys that it
+reads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from lowmem_ft.errors import RecipeError
-from lowmem_ft.recipe import memory_rules, run_rules
+from lowmem_ft.recipe import engine_rules, memory_rules, run_rules
 from lowmem_ft.recipe.keys import accepts_none, recipe_groups, recipe_keys
 from lowmem_ft.recipe.rule import Conflict
 from lowmem_ft.recipe.tree import Recipe
@@ -61,7 +62,7 @@ def recipe_problems(recipe: Recipe, unreliable: Collection[str] = ()) -> list[st
 
 CONFLICTS: tuple[Conflict, ...] = tuple(
     rule
-    for module in (run_rules, memory_rules)
+    for module in (run_rules, memory_rules, engine_rules)
     for rule in vars(module).values()
     if isinstance(rule, Conflict)
 )

@@ -156,7 +156,7 @@ class OffloadConfig:
         "host: optimizer state and master weights wait in host memory; the step runs on the device, chunk by chunk.",
         frees="all of the optimizer's state and the low halves of master weights, but a few chunks",
         costs="the state crosses PCIe twice a step",
-        effects={"host": Effect(cost="host link", one_process_only=True)},
+        effects={"host": Effect(cost="host link", engines=("ddp", "fsdp2"))},
         tries=("device", "host"),
     )
     parameters: Literal["device", "stream"] = knob(
@@ -164,7 +164,7 @@ class OffloadConfig:
         "stream: weights live in host memory and visit the device layer by layer.",
         frees="all weights but two layers and resident_layers",
         costs="the weights cross PCIe twice a step, and once more with their updates",
-        effects={"stream": Effect(cost="host link", one_process_only=True)},
+        effects={"stream": Effect(cost="host link", engines=())},
         tries=("device", "stream"),
     )
     resident_layers: int = knob(

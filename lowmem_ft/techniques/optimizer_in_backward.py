@@ -24,6 +24,7 @@ from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.repetition import rounds
+from lowmem_ft.shards import is_sharded, local_part, sum_over_shards
 from lowmem_ft.techniques.gradients.norm import clip_factor, norm_in_float32
 from lowmem_ft.techniques.technique import Technique, Unscale
 from lowmem_ft.units import format_bytes
@@ -133,7 +134,7 @@ class InBackward(Technique):
                 "checkpointing), or twice a step. Set optimizer.in_backward=false."
             )
         if not self._taken:
-            _refuse_several_processes()  # whose group may have been made since
+            _refuse_copies_in_processes(self._optimizer)  # whose group may have been made since
         self._taken.add((parameter, start))
         gradient = gradient.contiguous()
         self._sum_of_squares += norm_in_float32(gradient).square()
@@ -155,7 +156,8 @@ class InBackward(Technique):
         Returns:
             The global norm before clipping; 0-d, float32.
         """
-        norm = self._sum_of_squares.sqrt()
+        of = _parameters(self._optimizer)[0]  # sharded among the same processes as all others
+        norm = sum_over_shards(self._sum_of_squares, of).sqrt()
         norm_and_one = torch.stack((norm, torch.ones_like(norm)))
         unscale(norm_and_one)
         norm, inverse_scale = norm_and_one.unbind()
@@ -254,10 +256,11 @@ def enable_optimizer_in_backward(
     Costs: with clipping and ``memory`` a copy of each gradient to the host and back.
     Equals: the same updates bit for bit, at one gradient a step; where it clips, the norm is the sum of the same
     squares in another order (1e-6), and a sum of micro-batches is rounded to the type of its weight once.
-    Limits: each gradient must be finished by one backward a step: no accumulation over several, and one process, for
-    ``DistributedDataParallel`` averages gradients after they have been applied here. Without clipping a gradient that
-    is not finite changes nothing more, but what came before it in backward is applied: the run has to go back to its
-    last checkpoint.
+    Limits: each gradient must be finished by one backward a step: no accumulation over several. In several processes
+    only with ``fully_shard``, which has each process's rows summed before it hands them on; with
+    ``DistributedDataParallel`` gradients are averaged after they have been applied here. Without clipping a gradient
+    that is not finite changes nothing more, but what came before it in backward is applied: the run has to go back to
+    its last checkpoint.
     Source: Full Parameter Fine-tuning for Large Language Models with Limited Resources (LOMO), 2023 (arXiv:2306.09782),
     which runs backward twice to clip.
 
@@ -272,10 +275,10 @@ def enable_optimizer_in_backward(
         off.
 
     Raises:
-        UserError: if there are several processes.
+        UserError: if there are several processes, each with all of the weights.
         DoesNotFitError: if the host has too little memory for the gradients.
     """
-    _refuse_several_processes()
+    _refuse_copies_in_processes(optimizer)
     in_backward = InBackward(optimizer, device=device, max_grad_norm=max_grad_norm, memory=memory)
     log.info("Optimizer in backward: %s.", _describe(in_backward, memory))
     return in_backward
@@ -291,17 +294,18 @@ def _take_from_autograd(held_by_optimizer: weakref.ref[InBackward], parameter: n
         )
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None, "the hook comes after a gradient"
-    in_backward.take(parameter, gradient)
+    in_backward.take(parameter, local_part(gradient))
 
 
-def _refuse_several_processes() -> None:
+def _refuse_copies_in_processes(optimizer: SupportsSliceUpdates) -> None:
     """Each would apply the gradients of its own data alone: they would train as many different models."""
     is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     num_processes = torch.distributed.get_world_size() if is_grouped else 1
-    if num_processes > 1:
+    if num_processes > 1 and not all(map(is_sharded, _parameters(optimizer))):
         raise UserError(
-            f"optimizer.in_backward=true works in one process, got {num_processes}: gradients are applied before they "
-            "are averaged over processes. Set optimizer.in_backward=false, or start one process."
+            f"optimizer.in_backward=true works in one process, or where processes share the weights "
+            f"(distributed.strategy=fsdp2); got {num_processes} that hold all of them: gradients are applied before "
+            "they are averaged over processes. Set optimizer.in_backward=false, or share the weights."
         )
 
 
@@ -367,14 +371,15 @@ class KeptGradients:
             yield from sorted(slices, key=lambda finished: finished.start)
             return
         size = max(len(finished.gradient) for finished in slices)
-        for start in rounds(range(0, parameter.numel(), size)):
-            yield from self._arriving(parameter, start, min(start + size, parameter.numel()))
+        num_elements = len(self._places[parameter])
+        for start in rounds(range(0, num_elements, size)):
+            yield from self._arriving(parameter, start, min(start + size, num_elements))
 
     def _arriving(self, parameter: nn.Parameter, start: int, stop: int) -> Iterator[GradientSlice]:
         size = _ELEMENTS_AT_ONCE if self.optimizer.slice_unit is not None else stop - start
         for first in rounds(range(start, stop, size)):
             waiting = self._places[parameter][first : min(first + size, stop)]
-            here = parameter.new_empty(len(waiting), device=self.device)
+            here = torch.empty_like(waiting, device=self.device)
             # Computing comes after the copy that brought the gradient here: see end_backward().
             self._engine.wait(self._engine.to_device(waiting, here))
             yield GradientSlice(parameter, here, first)
@@ -382,7 +387,8 @@ class KeptGradients:
 
 def _places(parameters: Sequence[nn.Parameter], memory: HostMemory) -> dict[nn.Parameter, Tensor]:
     """A place on the host for each gradient, in the type of its weight; all in one allocation."""
-    ends = list(itertools.accumulate(_aligned(p.numel() * p.dtype.itemsize) for p in parameters))
+    sizes = [local_part(parameter).nbytes for parameter in parameters]
+    ends = list(itertools.accumulate(map(_aligned, sizes)))
     memory.check(
         ends[-1],
         "Clipping with optimizer.in_backward and offload.optimizer=host",
@@ -391,8 +397,7 @@ def _places(parameters: Sequence[nn.Parameter], memory: HostMemory) -> dict[nn.P
     )
     slab = memory.allocate(ends[-1], torch.uint8, "gradient")
     places = {}
-    for parameter, start in zip(parameters, [0, *ends[:-1]], strict=True):
-        num_bytes = parameter.numel() * parameter.dtype.itemsize
+    for parameter, start, num_bytes in zip(parameters, [0, *ends[:-1]], sizes, strict=True):
         places[parameter] = slab[start : start + num_bytes].view(parameter.dtype)
     return places
 

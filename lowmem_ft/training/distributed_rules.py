@@ -1,16 +1,17 @@
-"""What a recipe asks for that works in one process only."""
+"""What a recipe asks for that does not work in several processes, or not with what they share."""
 
 from __future__ import annotations
 
+from lowmem_ft.knob import Engine
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.keys import memory_knobs
+from lowmem_ft.recipe.engine_rules import problems_with_engine
 
 
 def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
-    """What reads a gradient before it has been summed over all processes, and a plan that is still to be made.
+    """What does not work with the engine of several processes, and a plan that is still to be made.
 
     Args:
-        recipe: what is to be trained.
+        recipe: what is to be trained; without ``distributed.strategy`` each process has a whole model (ddp).
         num_processes: in how many.
 
     Returns:
@@ -18,6 +19,8 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
     """
     if num_processes == 1:
         return []
+    strategy = recipe.distributed.strategy
+    engine: Engine = "ddp" if strategy in (None, "none") else strategy
     ways_out = {
         "plan.mode=auto": "Plan first, with `lowmem-ft plan ... --write my.yaml`, and train recipe=my.yaml.",
         "checkpointing.mode=auto": "`lowmem-ft estimate` with the same settings says what it chooses: set that.",
@@ -25,9 +28,4 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
     return [
         f"{setting} plans for one process, got {num_processes}. {ways_out[setting]}"
         for setting in recipe.left_to_choose
-    ] + [
-        f"{key.setting(value)} works in one process, got {num_processes}. Set {key.setting(key.default)}, or start one "
-        "process."
-        for key, value, effect in memory_knobs(recipe)
-        if effect.one_process_only
-    ]
+    ] + list(problems_with_engine(recipe, engine))
