@@ -66,7 +66,8 @@ class FullySharded(Technique):
 
     def abandon(self) -> None:
         """Forget what FSDP2 knows of a pass that was broken off."""
-        self.model.reset_iter_state()
+        if hasattr(self.model, "reset_iter_state"):  # since torch 2.13
+            self.model.reset_iter_state()
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:

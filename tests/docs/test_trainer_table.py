@@ -17,6 +17,10 @@ DETAILS = {
     "training.per_device_train_batch_size": "the trainer's own",
     "training.gradient_accumulation_steps": "the trainer's own",
     "training.mixed_precision": "the trainer's own",
+    "distributed.strategy": "the launcher's",
+    "distributed.reshard_after_forward": "the launcher's",
+    "distributed.cpu_offload": "the launcher's",
+    "distributed.sync_each_batch": "the launcher's",
 }
 """Memory knobs that are no technique of their own, and whose they are."""
 

@@ -25,6 +25,14 @@ IN_BACKWARD = ["optimizer.in_backward=true", "accumulation.order=vertical"]
 BROKEN_AND_MENDED = {
     "model_is_named": (["model=null"], ["model=x"]),
     "name_is_that_of_a_folder": (["name=.."], ["name=..", "training.output_dir=x"]),
+    "settings_work_with_the_strategy": (
+        ["distributed.strategy=fsdp2", "optimizer.name=adafactor"],
+        ["distributed.strategy=ddp", "optimizer.name=adafactor"],
+    ),
+    "cpu_offload_is_of_a_gpu": (
+        ["distributed.strategy=fsdp2", "distributed.cpu_offload=true", "training.use_cpu=true"],
+        ["distributed.strategy=fsdp2", "distributed.cpu_offload=true", "training.use_cpu=false"],
+    ),
     "budget_is_readable": (["budget.host=12 parsecs"], ["budget.host=12GB"]),
     "what_is_to_be_chosen_is_not_kept": (
         ["checkpointing.mode=auto", "plan.keep=[checkpointing.mode]"],

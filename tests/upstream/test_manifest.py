@@ -51,7 +51,23 @@ def make_dataset():
     return datasets.Dataset.from_dict({"x": [1]})
 
 
+@functools.cache
+def make_fsdp_state():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    state = fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1,)))._get_fsdp_state()
+    state._lazy_init()
+    torch.distributed.destroy_process_group()
+    return state
+
+
 OBJECTS = {
+    "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()": make_fsdp_state,
+    "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()._fsdp_param_group": lambda: (
+        make_fsdp_state()._fsdp_param_group
+    ),
     "torch.nn.Module()": nn.Module,
     "torch.autograd.graph.Node()": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
     "torch.optim.lr_scheduler.LRScheduler()": make_scheduler,

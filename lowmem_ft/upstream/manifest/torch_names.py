@@ -155,6 +155,25 @@ TORCH = (
     called(
         "torch.distributed.distributed_c10d", "_get_default_store", "", "one process of many prints an error"
     ),
+    called("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "self", "what FSDP2 knows of a module"),
+    called(
+        "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()",
+        "_lazy_init",
+        "",
+        "makes the model the root, whatever part of it runs first",
+    ),
+    *data(
+        "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()",
+        "_fsdp_param_group",
+        "the parameters that are gathered together",
+        "FSDPParamGroup",
+    ),
+    *data(
+        "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()._fsdp_param_group",
+        "_orig_dtype",
+        "the type that summed gradients are rounded to",
+        "dtype",
+    ),
     replaced(
         "torch.utils.data._utils.worker",
         "_worker_loop",
