@@ -42,6 +42,8 @@ class Gpu:
         pcie_generation: of its host link.
         pcie_lanes: of its host link.
         context_bytes: what a process holds on it beside the tensors: the CUDA context and the kernels it has loaded.
+        nvlink: bytes a second that it sends over NVLink to the other cards of its machine, all links together; 0: it
+            has none, or one bridge to one other card, which a ring of more cannot use.
         held_by_others_bytes: what other processes and displays hold of it now, where it is one of this machine's; None:
             not known.
         prices: on demand; empty if nobody rents it out.
@@ -59,6 +61,7 @@ class Gpu:
     pcie_generation: int
     pcie_lanes: int
     context_bytes: int
+    nvlink: float = 0.0
     held_by_others_bytes: int | None = None
     prices: tuple[Price, ...] = ()
     sources: Mapping[str, str]
@@ -72,6 +75,11 @@ class Gpu:
     def context_is_estimate(self) -> bool:
         """Whether nobody has read the size of its context: it follows from the number of multiprocessors."""
         return self.sources.get("context_mib", "estimate").startswith("estimate")
+
+    @property
+    def reaches_peers(self) -> bool:
+        """Whether cards of this kind read each other's memory over PCIe, which NVIDIA's driver keeps from GeForce."""
+        return "GeForce" not in self.full_name
 
     @property
     def has_bfloat16(self) -> bool:

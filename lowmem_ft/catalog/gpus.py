@@ -95,6 +95,7 @@ def _gpu(name: str, row: Mapping[str, Any], price_lists: list[dict[str, Any]]) -
         pcie_generation=row["pcie"]["generation"],
         pcie_lanes=row["pcie"]["lanes"],
         context_bytes=row["context_mib"] * MIB,
+        nvlink=row.get("nvlink_gb_per_s", 0) * 1e9,
         prices=tuple(
             Price(
                 provider=price_list["provider"],

@@ -17,8 +17,8 @@ from lowmem_ft.estimator.host import host_outside
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.target import budget_beyond, capped_bytes, choose_gpu, limits, processor_name
 from lowmem_ft.estimator.traced_recipe import TracedRecipe
-from lowmem_ft.estimator.tracing import trace_recipe
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.estimator.tracing import is_cut_unevenly, trace_recipe
+from lowmem_ft.memory.estimate import MemoryEstimate, Processes
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.cards import on_cards
 from lowmem_ft.recipe.keys import memory_knobs
@@ -68,7 +68,13 @@ def estimate_memory(
     spec, reason = choose_gpu(gpu, budget, use_cpu=recipe.training.use_cpu)
     start = time.perf_counter()
     traced = _trace(recipe, spec, kept)
-    return _estimate(recipe, traced, spec, budget, time.perf_counter() - start, reason)
+    estimate = _estimate(recipe, traced, spec, budget, time.perf_counter() - start, reason)
+    if estimate.processes is None or not is_cut_unevenly(recipe):
+        return estimate
+    traced = _trace(recipe, spec, kept, estimate.processes.num_processes - 1)
+    last = _estimate(recipe, traced, spec, budget, 0.0, reason)
+    processes = dataclasses.replace(estimate.processes, last_peak_bytes=last.process_peak_bytes)
+    return dataclasses.replace(estimate, processes=processes, trace_seconds=time.perf_counter() - start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +152,10 @@ def _trace_or_error(recipe: Recipe, gpu: Gpu, kept: KeptTraces | None) -> Traced
         return error
 
 
-def _trace(recipe: Recipe, gpu: Gpu | None, kept: KeptTraces | None) -> TracedRecipe:
-    if gpu is None:
-        return trace_recipe(recipe, VirtualMachine, kept=kept)
-    return trace_recipe(recipe, functools.partial(VirtualGPU, gpu), kept=kept, machine=_kind(recipe, gpu))
+def _trace(recipe: Recipe, gpu: Gpu | None, kept: KeptTraces | None, process_index: int = 0) -> TracedRecipe:
+    new_machine = VirtualMachine if gpu is None else functools.partial(VirtualGPU, gpu)
+    kind = None if gpu is None else _kind(recipe, gpu)
+    return trace_recipe(recipe, new_machine, kept=kept, machine=kind, process_index=process_index)
 
 
 @collector_paused()
@@ -166,6 +172,8 @@ def _estimate(
         host=host_outside(traced, recipe, on_gpu=gpu is not None),
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
         micro_batches_per_step=_untraced_micro_batches(recipe),
+        processes=_processes(recipe),
+        sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
         not_modelled=() if recipe.offload.folder is None else ("time that the disk of offload.folder takes",),
     )
     if gpu is None:
@@ -192,6 +200,17 @@ def _estimate(
         *estimate.choices,
     ]
     return dataclasses.replace(estimate, choices=tuple(choice for choice in choices if choice))
+
+
+def _processes(recipe: Recipe) -> Processes | None:
+    config = recipe.distributed
+    if config.num_processes in (None, 1):
+        return None
+    return Processes(
+        strategy=config.strategy or "ddp",
+        num_processes=config.num_processes,
+        num_machines=config.num_machines,
+    )
 
 
 def _untraced_micro_batches(recipe: Recipe) -> int | None:

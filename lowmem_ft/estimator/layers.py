@@ -181,8 +181,12 @@ def _is_setting(key: str, value: Any) -> bool:
 
 
 def _sends_for_the_next_layer(recipe: Recipe) -> bool:
-    """Whether what a layer needs comes from the host in the turn of the layer before: the first then differs."""
-    return recipe.offload.activations != "none" or recipe.offload.parameters == "stream"
+    """Whether what a layer needs is sent for in the turn of the layer before: the first then differs."""
+    return (
+        recipe.offload.activations != "none"
+        or recipe.offload.parameters == "stream"
+        or recipe.distributed.strategy == "fsdp2"
+    )
 
 
 def _layer_counts(recipe: Recipe, which: CountedLayers) -> list[tuple[str, int]]:

@@ -235,7 +235,7 @@ class VirtualRuntime(MixedPrecision):
             if isinstance(model, TracedDataParallel) and is_last:
                 model.finish()
         if self._sharded is not None:
-            self.machine.mark_gradients(model)
+            self.machine.mark_weights(model)  # FSDP2 pads the last rows, and sets gradients, by itself
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         """All-reduce, or the value itself in a single process."""

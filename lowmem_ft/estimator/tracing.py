@@ -68,6 +68,7 @@ def trace_recipe(
     extend: bool = True,
     kept: KeptTraces | None = None,
     machine: object = None,
+    process_index: int = 0,
 ) -> TracedRecipe:
     """Everything that the recipe takes on a machine, at its worst batch.
 
@@ -80,6 +81,7 @@ def trace_recipe(
         extend: whether a trace may be extended.
         kept: what has been traced before, and where to keep this; None: nothing.
         machine: with ``kept``: what of the machine decides which kernels run and what they take.
+        process_index: of the process that is traced, if the recipe has several.
 
     Returns:
         The trace of load, two optimizer steps and, if the recipe has held-out data, an evaluation.
@@ -92,8 +94,18 @@ def trace_recipe(
     with deterministic_kernels(recipe.training.full_determinism):
         if not extend:
             refuse_too_many_tokens(recipe, hf_config)
-            return trace_layers(recipe, hf_config, new_machine())
-        return _ShortTracing(recipe, hf_config, new_machine, kept or KeptTraces(), machine).find().whole()
+            return trace_layers(recipe, hf_config, new_machine(), process_index)
+        tracing = _ShortTracing(recipe, hf_config, new_machine, kept or KeptTraces(), machine, process_index)
+        return tracing.find().whole()
+
+
+def is_cut_unevenly(recipe: Recipe) -> bool:
+    """Whether the last process of fsdp2 has fewer rows of some weight than the first."""
+    config = recipe.distributed
+    if config.strategy != "fsdp2" or config.num_processes in (None, 1):
+        return False
+    model = model_on_meta(recipe.model, load_model_config(recipe.model, architecture_only=True))
+    return any(len(weight) % config.num_processes for weight in model.parameters())
 
 
 class _ShortTracing:
@@ -105,6 +117,7 @@ class _ShortTracing:
         new_machine: makes a machine.
         kept: what has been traced before.
         machine: see :func:`trace_recipe`.
+        process_index: likewise.
     """
 
     def __init__(
@@ -114,12 +127,14 @@ class _ShortTracing:
         new_machine: Callable[[], VirtualMachine],
         kept: KeptTraces,
         machine: object,
+        process_index: int = 0,
     ) -> None:
         self._recipe = recipe
         self._hf_config = hf_config
         self._new_machine = new_machine
         self._kept = kept
-        self._machine = machine
+        self._machine = (machine, process_index) if process_index else machine
+        self._process_index = process_index
         self._traced: dict[tuple[int, int], TracedRecipe] = {}
 
     def find(self) -> ShortTrace:
@@ -132,7 +147,9 @@ class _ShortTracing:
         refuse_too_many_tokens(self._recipe, self._hf_config)  # what is wrong with the model is told first
         short = None if shallow is None else self._of_stand_in(shallow)
         if short is None:
-            short = ShortTrace(traced=trace_layers(self._recipe, self._hf_config, self._new_machine()))
+            short = ShortTrace(
+                traced=trace_layers(self._recipe, self._hf_config, self._new_machine(), self._process_index)
+            )
             if key is not None:
                 self._kept.keep(key, short)
         return short
@@ -198,7 +215,9 @@ class _ShortTracing:
         size = _size_of(stand_in)
         if size not in self._traced:
             config = with_num_layers(self._hf_config, stand_in.num_layers)
-            self._traced[size] = trace_layers(stand_in.recipe(self._recipe), config, self._new_machine())
+            self._traced[size] = trace_layers(
+                stand_in.recipe(self._recipe), config, self._new_machine(), self._process_index
+            )
         return self._traced[size]
 
 

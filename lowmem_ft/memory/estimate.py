@@ -62,17 +62,49 @@ class StepTime:
     Args:
         seconds: of one step.
         tokens: of one step, without padding.
-        bound_by: what would make it faster: ``compute``, ``memory bandwidth``, ``kernel launches`` or ``host copies``.
+        bound_by: what would make it faster: ``compute``, ``memory bandwidth``, ``kernel launches``, ``host copies`` or
+            ``communication``.
+        sent_bytes: that the process sends to others.
     """
 
     seconds: float
     tokens: int
     bound_by: str
+    sent_bytes: int = 0
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens trained on in a second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """The processes of which an estimate shows the first.
+
+    Args:
+        strategy: what they share, see ``distributed.strategy``.
+        num_processes: on all machines together, one a device.
+        num_machines: that they are on.
+        link: what they exchange data over, in words.
+        link_bytes_per_second: that each of them sends.
+        ideal_sent_bytes: of a step in which the weights were gathered twice and their gradients scattered once, in the
+            weights' type; 0: they are not cut.
+        last_peak_bytes: of the last process, which may have fewer rows, as :attr:`MemoryEstimate.process_peak_bytes`.
+    """
+
+    strategy: str
+    num_processes: int
+    num_machines: int = 1
+    link: str = ""
+    link_bytes_per_second: float = 0.0
+    ideal_sent_bytes: int = 0
+    last_peak_bytes: int = 0
+
+    @property
+    def per_machine(self) -> int:
+        """How many there are on each machine."""
+        return self.num_processes // self.num_machines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +137,7 @@ class MemoryEstimate:
         peak_phase: phase of the allocated peak.
         peak_module: module of the allocation that made the peak; empty if outside any.
         step: time of a step; None where there is no clock, as on a CPU.
+        processes: those of which all this is the first one's; None: there is one.
         budget: what it is judged against.
         fits: whether no allocation fails, the upper end of the range stays within the device's budget, and the host's
             peak within its own.
@@ -130,6 +163,7 @@ class MemoryEstimate:
     budget: BudgetVerdict
     fits: bool
     process_range: ProcessRange | None = None
+    processes: Processes | None = None
     host_by_part_at_peak: Mapping[str, int] = field(default_factory=dict)
     disk_peak_bytes: int = 0
     choices: tuple[str, ...] = ()
@@ -143,6 +177,19 @@ class MemoryEstimate:
         """What the device's budget leaves unused; negative if it is exceeded; None without a limit."""
         limit = self.budget.device_bytes
         return None if limit is None else limit - self.process_peak_bytes
+
+    @property
+    def devices(self) -> str:
+        """What it is for, in words: ``rtx-4090``, ``8 x rtx-4090``."""
+        return (
+            self.gpu.name if self.processes is None else f"{self.processes.num_processes} x {self.gpu.name}"
+        )
+
+    @property
+    def machine_host_bytes(self) -> int:
+        """Host memory of all processes of a machine together."""
+        each = self.process_peak_bytes if self.is_of_cpu else self.host_peak_bytes
+        return each * (1 if self.processes is None else self.processes.per_machine)
 
     @property
     def is_of_cpu(self) -> bool:
@@ -166,7 +213,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         """The verdict in a few lines; ``lowmem_ft.reports.estimate_table`` shows all of it."""
         lines = [
-            f"{self.gpu.name}: {self._verdict()}",
+            f"{self.devices}: {self._verdict()}",
             f"The process takes {format_bytes(self.process_peak_bytes)}: {format_bytes(self.reserved_peak_bytes)} "
             f"reserved, of which {format_bytes(self.allocated_peak_bytes)} allocated at the peak, in {self.peak_phase} "
             f"at {self.peak_module or 'no module'}.",
@@ -200,6 +247,11 @@ class MemoryEstimate:
             "bound_by": self.step.bound_by,
         }
         process_range = self.process_range
+        processes = self.processes and {
+            **asdict(self.processes),
+            "sent_bytes_per_step": 0 if self.step is None else self.step.sent_bytes,
+            "host_bytes_per_machine": self.machine_host_bytes,
+        }
         return {
             "schema": SCHEMA,
             "model": {
@@ -231,6 +283,7 @@ class MemoryEstimate:
             "by_phase": dict(self.by_phase),
             "peak_at": {"phase": self.peak_phase, "module": self.peak_module},
             "step": step,
+            "processes": processes,
             "budget": {
                 "device_bytes": self.budget.device_bytes,
                 "host_bytes": self.budget.host_bytes,

@@ -213,6 +213,7 @@ def _fact_lines(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple
     by_phase = estimate.by_phase
     peaks = [f"{PHASE_WORDS[phase]} {format_bytes(by_phase[phase])}" for phase in PHASES if phase in by_phase]
     yield "by phase", ", ".join(peaks)
+    yield from _processes(estimate)
     yield "host", _host_words(estimate)
     if parts := _host_parts(estimate):
         yield "", parts
@@ -220,8 +221,8 @@ def _fact_lines(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple
     if step is not None:
         yield (
             "step",
-            f"{step.seconds:.3g} s for {step.tokens:,} tokens: {step.tokens_per_second:,.0f} tokens/s, "
-            f"bound by {step.bound_by}",
+            f"{step.seconds:.3g} s for {step.tokens:,} tokens: {step.tokens_per_second:,.0f} tokens/s"
+            f"{_of_all(estimate, step)}, bound by {step.bound_by}",
         )
     cost = price_per_million_tokens(step, price)
     if price is not None and cost is not None:
@@ -237,11 +238,42 @@ def _fact_lines(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple
         yield "traced", f"in {estimate.trace_seconds:.1f} s, {versions}"
 
 
+def _of_all(estimate: MemoryEstimate, step: StepTime) -> str:
+    if estimate.processes is None:
+        return ""
+    return f" a process, {estimate.processes.num_processes * step.tokens_per_second:,.0f} in all"
+
+
+def _processes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
+    """Of which process the numbers are, and what they exchange."""
+    processes, step = estimate.processes, estimate.step
+    if processes is None:
+        return
+    machines = f" on {processes.num_machines} machines" if processes.num_machines > 1 else ""
+    words = f"{processes.num_processes}{machines}, {processes.strategy}; the numbers are one process's"
+    if 0 < processes.last_peak_bytes != estimate.process_peak_bytes:
+        last = format_bytes(processes.last_peak_bytes)
+        words += f", the first of them, which has the most rows; the last takes {last}"
+    yield "processes", words
+    if step is not None and step.sent_bytes:
+        rate = processes.link_bytes_per_second / 1e9
+        words = f"each sends {format_bytes(step.sent_bytes)} a step over {processes.link}, at {rate:.3g} GB/s"
+        if processes.ideal_sent_bytes:
+            words += (
+                f"; {format_bytes(processes.ideal_sent_bytes)} would gather the weights twice and scatter their "
+                "gradients once"
+            )
+        yield "", words
+
+
 def _host_words(estimate: MemoryEstimate) -> str:
     pinned, limit = estimate.host_pinned_bytes, estimate.budget.host_bytes
     words = f"{format_bytes(estimate.host_peak_bytes)} resident at the peak"
     words += f", {format_bytes(pinned)} pinned" if pinned else ""
     words += f", of {format_bytes(limit)} allowed" if limit is not None else ""
+    if estimate.processes is not None:
+        together = format_bytes(estimate.machine_host_bytes)
+        words += f", of each process; {together} on a machine with {estimate.processes.per_machine}"
     on_disk = estimate.disk_peak_bytes
     return words + (f"; {format_bytes(on_disk)} on disk, in offload.folder" if on_disk else "")
 

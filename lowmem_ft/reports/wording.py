@@ -66,9 +66,9 @@ def verdict(estimate: MemoryEstimate) -> str:
     Such as ``fits on l4 with 3.10 GiB to spare, and needs 4.60 GiB of host memory``.
     """
     headroom, limit = estimate.headroom_bytes, budget_below_device(estimate)
-    where = f"on {estimate.gpu.name}"
+    where = f"on {estimate.devices}"
     if limit is not None:
-        where = f"in {format_bytes(limit)} of {estimate.gpu.name}"
+        where = f"in {format_bytes(limit)} of {estimate.devices}"
     if not estimate.fits:
         return f"does not fit {where}: {shortfall(estimate)}{_beside_others(estimate)}"
     if estimate.is_of_cpu and headroom is None and estimate.budget.host_bytes is None:  # nothing to fit in

@@ -125,13 +125,13 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: i
 
     Args:
         recipe: for its budget.
-        estimate: of the run that is about to begin, as one process.
+        estimate: of the run that is about to begin, in one of its processes.
         num_processes: that it begins in.
 
     Raises:
         DoesNotFitError: if it is above a limit and ``budget.enforce`` is true.
     """
-    if num_processes > 1:
+    if num_processes > 1 and estimate.processes is None:
         logger.warning(
             "The estimate is of one process by itself. Each of these %d takes more, to exchange gradients, and all on "
             "one machine share its host memory.",
@@ -159,12 +159,19 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: i
 def summary(estimate: MemoryEstimate) -> str:
     """What a run needs, in a clause: ``17.2 GiB of device memory, 52.1 GiB of host memory, 3.1 s a step``."""
     if estimate.is_of_cpu:
-        return f"{format_bytes(estimate.process_peak_bytes)} of host memory"
+        return f"{format_bytes(estimate.process_peak_bytes)} of host memory{_of_each(estimate)}"
     time = "" if estimate.step is None else f", {estimate.step.seconds:.3g} s a step"
     return (
         f"{format_bytes(estimate.process_peak_bytes)} of device memory, "
-        f"{format_bytes(estimate.host_peak_bytes)} of host memory{time}"
+        f"{format_bytes(estimate.host_peak_bytes)} of host memory{_of_each(estimate)}{time}"
     )
+
+
+def _of_each(estimate: MemoryEstimate) -> str:
+    if estimate.processes is None:
+        return ""
+    together, count = estimate.machine_host_bytes, estimate.processes.per_machine
+    return f" in each process ({format_bytes(together)} of host memory in the {count} of a machine)"
 
 
 def _missing(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:

@@ -182,11 +182,13 @@ class VirtualMachine:
                 if isinstance(value, Tensor):
                     self.recorder.mark(value, "optimizer_state", owner)
 
-    def mark_gradients(self, model: nn.Module) -> None:
-        """Say that what lies beside a model's parameters is their gradients, whoever has put it there."""
+    def mark_weights(self, model: nn.Module) -> None:
+        """Say that a model's parameters and what lies beside them are that, whoever has put both there."""
         for parameter in model.parameters():
+            owner = self.attribution.owner_of(parameter)
+            self.recorder.mark(parameter, "parameter", owner)
             if parameter.grad is not None:
-                self.recorder.mark(parameter.grad, "gradient", self.attribution.owner_of(parameter))
+                self.recorder.mark(parameter.grad, "gradient", owner)
 
     def trace(self, model_name: str = "") -> Trace:
         """What has been recorded so far.

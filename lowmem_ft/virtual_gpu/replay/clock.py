@@ -18,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.virtual_gpu.replay.links import SECONDS_PER_COLLECTIVE, Link, link_between, pcie_rate
 from lowmem_ft.virtual_gpu.replay.logged_rounds import LoggedRound, rounds_of
 from lowmem_ft.virtual_gpu.work import Work
 
-Bound = Literal["compute", "memory bandwidth", "kernel launches", "host copies"]
+Bound = Literal["compute", "memory bandwidth", "kernel launches", "host copies", "communication"]
 
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
 
@@ -42,8 +43,6 @@ HOST_SECONDS_PER_OPERATOR = 8e-6
 """Python, dispatcher, autograd and launch of one operator in eager mode. Without the launch, a 30-layer Llama of tiny
 tensors on a CPU takes 4.3 microseconds an operator forward and 3.2 backward (torch 2.13, AMD EPYC, one thread,
 2026-11-21); a launch takes 3 to 4 more. Slower hosts take twice as long."""
-
-_PCIE_LANE_BYTES_PER_SECOND = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 
 Seconds = NDArray[np.float64]
 
@@ -73,8 +72,8 @@ class Times:
     Args:
         starts: of each entry, on its stream; of ``synchronize`` on the host; the last time, where it is done often.
         ends: of each entry, likewise.
-        spent: seconds of each entry that the busiest stream spent computing, on memory traffic and on copies or on
-            waiting for one. What it did besides was waiting for the host.
+        spent: seconds of each entry that the busiest stream spent computing, on memory traffic and on copies or
+            collectives or on waiting for one. What it did besides was waiting for the host.
     """
 
     starts: Seconds
@@ -126,6 +125,7 @@ class Clock:
     def __init__(self, entries: Sequence[Work]) -> None:
         self._entries = entries
         self._is_kernel = np.array([entry.kind == "kernel" for entry in entries], dtype=bool)
+        self._is_collective = np.array([entry.kind == "collective" for entry in entries], dtype=bool)
         self._is_copy = np.array([entry.kind == "copy" for entry in entries], dtype=bool)
         self._times = np.array([entry.times for entry in entries], dtype=np.float64)
         self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
@@ -133,11 +133,12 @@ class Clock:
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
         self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
 
-    def times_on(self, gpu: Gpu) -> Times:
+    def times_on(self, gpu: Gpu, link: Link | None = None) -> Times:
         """When each entry of the log runs on a GPU.
 
         Args:
             gpu: the GPU.
+            link: to the other processes; None: that of cards in one machine.
 
         Returns:
             The start and end of each entry.
@@ -146,10 +147,18 @@ class Clock:
         compute = np.where(self._is_kernel, self._flops / rates[self._dtypes], 0.0)
         traffic = np.where(self._is_kernel, self._bytes / (gpu.bandwidth * BANDWIDTH_EFFICIENCY), 0.0)
         copies = np.where(self._is_copy, self._bytes / host_link_rate(gpu), 0.0)
-        durations = np.maximum(compute, traffic) + copies
+        sent = self._bytes / (link or link_between(gpu)).bytes_per_second + SECONDS_PER_COLLECTIVE
+        collectives = np.where(self._is_collective, sent, 0.0)
+        durations = np.maximum(compute, traffic) + copies + collectives
 
         main = self._busiest_stream(durations * self._times)
-        replay = _Replay(self._entries, durations, main, copying=set(self._streams[self._is_copy].tolist()))
+        replay = _Replay(
+            self._entries,
+            durations,
+            main,
+            copying=set(self._streams[self._is_copy].tolist()),
+            exchanging=set(self._streams[self._is_collective].tolist()) - {main},
+        )
         replay.go_through(self._program)
 
         times_on_main = np.where(self._streams == main, self._times, 0.0)
@@ -158,6 +167,7 @@ class Clock:
             "compute": times_on_main * np.where(is_compute, compute, 0.0),
             "memory bandwidth": times_on_main * np.where(is_compute, 0.0, traffic),
             "host copies": times_on_main * copies + replay.copy_stalls,
+            "communication": times_on_main * collectives + replay.exchange_stalls,
         }
         return Times(starts=replay.starts, ends=replay.ends, spent=spent)
 
@@ -198,7 +208,7 @@ def matmul_rate(gpu: Gpu, dtype: str) -> float:
 
 def host_link_rate(gpu: Gpu) -> float:
     """Bytes a second that copies between pinned host memory and a GPU achieve, each way."""
-    return _PCIE_LANE_BYTES_PER_SECOND[gpu.pcie_generation] * gpu.pcie_lanes * HOST_LINK_EFFICIENCY
+    return pcie_rate(gpu) * HOST_LINK_EFFICIENCY
 
 
 class _Replay:
@@ -209,16 +219,27 @@ class _Replay:
         durations: of each entry.
         main: the stream whose stalls count.
         copying: the streams that carry copies.
+        exchanging: the others that carry collectives, and copies perhaps.
     """
 
-    def __init__(self, entries: Sequence[Work], durations: Seconds, main: int, copying: set[int]) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Work],
+        durations: Seconds,
+        main: int,
+        copying: set[int],
+        exchanging: set[int],
+    ) -> None:
         self.starts = np.zeros_like(durations)
         self.ends = np.zeros_like(durations)
         self.copy_stalls = np.zeros_like(durations)
+        self.exchange_stalls = np.zeros_like(durations)
         self._entries = entries
         self._durations = durations
         self._main = main
-        self._copying = copying
+        self._stalls = dict.fromkeys(copying, self.copy_stalls)
+        self._stalls.update(dict.fromkeys(exchanging, self.exchange_stalls))
+        self._exchange_ready = 0.0
         self._host = 0.0
         self._stream_ready: dict[int, float] = {}
         self._engine_ready = {False: 0.0, True: 0.0}  # to the device, to the host
@@ -259,6 +280,8 @@ class _Replay:
         ready = self._stream_ready.get(entry.stream, 0.0)
         if entry.kind == "copy":
             self._copy(index, entry, ready)
+        elif entry.kind == "collective":
+            self._exchange(index, entry, ready)
         elif entry.kind == "record":
             reached = max(ready, self._host)
             self._events[entry.event] = (reached, entry.stream)
@@ -279,11 +302,19 @@ class _Replay:
         if entry.blocking:
             self._hold_host(index, end, entry.stream)
 
+    def _exchange(self, index: int, entry: Work, ready: float) -> None:
+        """Collectives of one communicator run one after the other, in the order of their issue, on whatever stream."""
+        self._host += HOST_SECONDS_PER_OPERATOR
+        start = max(self._host, ready, self._exchange_ready)
+        end = start + float(self._durations[index])
+        self.starts[index], self.ends[index] = start, end
+        self._stream_ready[entry.stream] = self._exchange_ready = end
+
     def _wait(self, index: int, entry: Work, ready: float) -> None:
         # CUDA lets a stream pass an event that was never recorded.
         reached, source = self._events.get(entry.event, (0.0, entry.stream))
-        if entry.stream == self._main and source in self._copying:
-            self.copy_stalls[index] += max(0.0, reached - max(ready, self._host))
+        if entry.stream == self._main and source in self._stalls:
+            self._stalls[source][index] += max(0.0, reached - max(ready, self._host))
         self.starts[index], self.ends[index] = ready, max(ready, reached)
         self._stream_ready[entry.stream] = max(ready, reached)
 
@@ -299,9 +330,9 @@ class _Replay:
 
     def _hold_host(self, index: int, until: float, source: int) -> None:
         """The host waits for a stream; the main stream runs dry meanwhile, unless it is what the host waits for."""
-        if source != self._main and source in self._copying:
+        if source != self._main and source in self._stalls:
             has_work_until = max(self._host, self._stream_ready.get(self._main, 0.0))
-            self.copy_stalls[index] += max(0.0, until - has_work_until)
+            self._stalls[source][index] += max(0.0, until - has_work_until)
         self._host = max(self._host, until)
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ProcessRange, StepTime
+from lowmem_ft.memory.estimate import (
+    BudgetVerdict,
+    DeviceLimit,
+    MemoryEstimate,
+    Processes,
+    ProcessRange,
+    StepTime,
+)
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import (
     HEAP_SHARE,
@@ -19,6 +27,7 @@ from lowmem_ft.memory.uncertainty import (
 )
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
+from lowmem_ft.virtual_gpu.replay.links import link_between
 from lowmem_ft.virtual_gpu.replay.replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.trace import Trace
 
@@ -41,6 +50,8 @@ class Surroundings:
         allocator: settings of the caching allocator.
         allowed_bytes: the most that the caching allocator lets itself hold, as
             ``torch.cuda.set_per_process_memory_fraction`` sets it; None: all there is.
+        processes: of which the trace is the first; None: there is one.
+        sends_at_the_end: whether they exchange nothing in the micro-batches before a step's last one.
         not_modelled: what is left out, beside what always is.
     """
 
@@ -50,6 +61,8 @@ class Surroundings:
     micro_batches_per_step: int | None = None
     allocator: AllocatorConfig = field(default_factory=lambda: allocator_config_of_environment())
     allowed_bytes: int | None = None
+    processes: Processes | None = None
+    sends_at_the_end: bool = False
     not_modelled: tuple[str, ...] = ()
 
 
@@ -133,6 +146,7 @@ def estimate_on_gpu(
         fits=None not in (held, highest) and process_range.high_bytes <= limit,
         host_by_part=host,
         step=step_time(replays, gpu, surroundings),
+        processes=surroundings.processes and _processes(trace, gpu, surroundings.processes),
         choices=tuple(choices),
         not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *surroundings.not_modelled),
         trace_seconds=trace_seconds,
@@ -211,6 +225,7 @@ def estimate_on_cpu(
         fits=process_range.high_bytes <= min(limits, default=process_range.high_bytes),
         host_by_part={**tensors.by_category, "heap": heap, "process": base},
         step=None,
+        processes=surroundings.processes,
         choices=trace.choices,
         not_modelled=("time on a CPU", "workspaces inside the CPU's kernels", *surroundings.not_modelled),
         trace_seconds=trace_seconds,
@@ -231,15 +246,42 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
     step_ends = trace.step_ends
     if not step_ends:
         return None
-    times = replays.clock.times_on(gpu)
+    processes = surroundings.processes
+    times = replays.clock.times_on(gpu, processes and link_between(gpu, processes.num_machines))
     first, last = [0, *step_ends][-2:]
     step = times.between(first, last)
-    seconds = step.seconds
+    seconds, sent = step.seconds, _sent_bytes(trace, first, last)
     traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
     wanted = surroundings.micro_batches_per_step
     if traced and wanted is not None:
-        seconds += (wanted - len(traced)) * times.between(*traced[-1]).seconds
-    return StepTime(seconds=seconds, tokens=surroundings.tokens_per_step, bound_by=step.bound_by)
+        others = wanted - len(traced)
+        repeated = traced[0 if surroundings.sends_at_the_end else -1]
+        seconds += others * times.between(*repeated).seconds
+        sent += others * _sent_bytes(trace, *repeated)
+    return StepTime(
+        seconds=seconds, tokens=surroundings.tokens_per_step, bound_by=step.bound_by, sent_bytes=sent
+    )
+
+
+def _sent_bytes(trace: Trace, first: int, last: int) -> int:
+    """What the process sends to others in a stretch of the log."""
+    return sum(
+        entry.num_bytes * entry.times for entry in trace.work[first:last] if entry.kind == "collective"
+    )
+
+
+def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:
+    """What they exchange over, and what they would at the least."""
+    link, ideal = link_between(gpu, processes.num_machines), 0
+    if processes.strategy == "fsdp2":
+        timeline = trace.timeline
+        alive = (timeline.allocations[index] for index in timeline.alive_at(len(timeline.events) - 1))
+        weights = sum(one.size_bytes for one in alive if one.category == "parameter")
+        trained = trace.model.trainable_parameters / max(trace.model.parameters, 1)
+        ideal = round((processes.num_processes - 1) * weights * (2 + trained))
+    return dataclasses.replace(
+        processes, link=link.name, link_bytes_per_second=link.bytes_per_second, ideal_sent_bytes=ideal
+    )
 
 
 @dataclass(frozen=True)
@@ -261,6 +303,7 @@ def _estimate(
     fits: bool,
     host_by_part: Mapping[str, int],
     step: StepTime | None,
+    processes: Processes | None,
     choices: tuple[str, ...],
     not_modelled: tuple[str, ...],
     trace_seconds: float,
@@ -283,6 +326,7 @@ def _estimate(
         peak_phase=tensors.phase,
         peak_module=tensors.module,
         step=step,
+        processes=processes,
         budget=budget,
         fits=fits and (budget.host_bytes is None or host_peak <= budget.host_bytes),
         disk_peak_bytes=tensors.disk_bytes,
