@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lowmem_ft.errors import RecipeError
-from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.techniques.config import DistributedConfig, Strategy
 
 
@@ -150,7 +150,7 @@ def as_launched(recipe: Recipe, launch: Launch) -> Recipe:
         The recipe, whose strategy and number of processes are none of them None.
 
     Raises:
-        RecipeError: if the two disagree; lists all of it.
+        RecipeError: if the two disagree, or something does not work with what the launch asks for; lists all of it.
     """
     config = recipe.distributed
     if problems := [*launch.refused, *_disagreements(config, launch)]:
@@ -164,7 +164,9 @@ def as_launched(recipe: Recipe, launch: Launch) -> Recipe:
         num_machines=launch.num_machines,
         **settings,
     )
-    return dataclasses.replace(recipe, distributed=filled)
+    launched = dataclasses.replace(recipe, distributed=filled)
+    check_recipe(launched)  # what was left open may break a rule now
+    return launched
 
 
 def _disagreements(config: DistributedConfig, launch: Launch) -> Iterator[str]:

@@ -109,7 +109,9 @@ def test_settings_of_the_launch_are_filled_in_and_those_of_the_recipe_stay(tiny)
     launch = Launch(
         num_processes=2, strategy="fsdp2", settings={"reshard_after_forward": False, "cpu_offload": True}
     )
-    distributed = as_launched(tiny("distributed.cpu_offload=true"), launch).distributed
+    distributed = as_launched(
+        tiny("distributed.cpu_offload=true", "training.use_cpu=false"), launch
+    ).distributed
     assert (distributed.reshard_after_forward, distributed.cpu_offload) == (False, True)
 
 
@@ -143,11 +145,18 @@ def test_settings_of_the_launch_are_filled_in_and_those_of_the_recipe_stay(tiny)
     ],
 )
 def test_where_the_two_disagree_both_values_are_named(settings, launch, said, tiny):
-    recipe = tiny(*(f"distributed.{setting}" for setting in settings))
+    recipe = tiny(*(f"distributed.{setting}" for setting in settings), "training.use_cpu=false")
     with pytest.raises(RecipeError) as error:
         as_launched(recipe, launch)
     [problem] = error.value.problems
     assert problem.startswith(f"distributed.{said}")
+
+
+def test_what_the_launch_fills_in_is_held_against_the_rules(tiny):
+    with pytest.raises(
+        RecipeError, match=r"optimizer.name=adafactor works in one process, or with .*strategy=ddp"
+    ):
+        as_launched(tiny("optimizer.name=adafactor"), Launch(num_processes=2, strategy="fsdp2"))
 
 
 @pytest.fixture
