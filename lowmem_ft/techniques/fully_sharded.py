@@ -136,6 +136,9 @@ def enable_fsdp2(
         # Sums: a mean over three processes would take a factor of 3, which rounds every product in 16 bits anew.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
+            # An expert that got no token in this process may have got some in another, which would wait for its part.
+            module.set_reduce_scatter_unused_params(True)
     model._get_fsdp_state()._lazy_init()  # or whatever runs first, a part of the model for one, would be its root
     return FullySharded(model, sync_each_batch=config.sync_each_batch)
 

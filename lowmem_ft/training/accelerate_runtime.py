@@ -132,9 +132,7 @@ class AccelerateRuntime(MixedPrecision):
         """Read the weights straight to where they go; see :func:`lowmem_ft.models.load_model`."""
         device = self.device
         with self.failing_together(), contextlib.ExitStack() as loading:
-            # `accelerate launch` sets it unasked, and transformers would leave all but one process of a machine with
-            # weights that nobody has filled.
-            loading.enter_context(patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"))
+            loading.enter_context(_weights_for_every_process())
             if host is not None:
                 device = torch.device("cpu")
                 loading.enter_context(weights_in_files(host))
@@ -154,7 +152,8 @@ class AccelerateRuntime(MixedPrecision):
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
         """See :func:`lowmem_ft.models.load_master_weights`."""
-        return load_master_weights(config, hf_config)
+        with self.failing_together(), _weights_for_every_process():
+            return load_master_weights(config, hf_config)
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
         """What the machine, its container and ``budget.host`` leave, and what the disk of ``folder`` does."""
@@ -302,6 +301,11 @@ class AccelerateRuntime(MixedPrecision):
     def wait_for_everyone(self) -> None:
         """A barrier."""
         self.accelerator.wait_for_everyone()
+
+
+def _weights_for_every_process() -> AbstractContextManager[None]:
+    """`accelerate launch` sets what makes transformers fill the weights of one process of a machine alone."""
+    return patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false")
 
 
 def _leave_processes() -> None:

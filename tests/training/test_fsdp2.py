@@ -44,7 +44,7 @@ CASES = {
     "mixed_precision=bf16": ("training.mixed_precision=bf16", ROUNDED),
     "optimizer.state=8bit": ("optimizer.state=8bit", ROUNDED),
     "optimizer.state=bf16": ("optimizer.state=bf16", ROUNDED),
-    "optimizer.master=split16": (f"untied {BFLOAT16} optimizer.master=split16", ROUNDED),
+    "optimizer.master=split16": (f"untied by-accelerate {BFLOAT16} optimizer.master=split16", ROUNDED),
     "optimizer.master=split24": (f"{BFLOAT16} optimizer.master=split24 optimizer.state=8bit", ROUNDED),
     "optimizer.master=stochastic_rounding": (f"{BFLOAT16} optimizer.master=stochastic_rounding", ROUNDED),
     "optimizer.master=none": (f"{BFLOAT16} optimizer.master=none", ROUNDED),
@@ -70,10 +70,14 @@ from lowmem_ft.training.loop import TrainingRun
 folder, untied, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 world = int(os.environ["WORLD_SIZE"])
 ROWS, STEPS = 12, 6
+BY_ACCELERATE = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
+                     FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 OF_FILES = [f"model={untied}", "model.weights=pretrained", "model.tokenizer_name_or_path=null"]
 
 def run(words):
     flags = {word for word in words if "=" not in word}
+    if world > 1:
+        os.environ.update(BY_ACCELERATE if "by-accelerate" in flags else dict.fromkeys(BY_ACCELERATE, "false"))
     settings = [word for word in words if "=" in word and (world > 1 or not word.startswith("distributed."))]
     rows = ROWS // world if "in-one" in flags else 1
     recipe = load_recipe("tiny", [
@@ -82,7 +86,7 @@ def run(words):
         f"training.per_device_train_batch_size={rows}",
         f"training.gradient_accumulation_steps={ROWS // world // rows}",
         *(OF_FILES if "untied" in flags else []),
-        *(["distributed.strategy=fsdp2"] if world > 1 else []),
+        *(["distributed.strategy=fsdp2"] if world > 1 and "by-accelerate" not in flags else []),
         *settings,
     ])
     run = TrainingRun.build(recipe)
