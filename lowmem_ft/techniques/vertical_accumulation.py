@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lowmem_ft.errors import ModelError
 from lowmem_ft.repetition import rounds
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
-from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
@@ -83,12 +83,13 @@ def enable_vertical_accumulation(
     norms = _norms_beside(layers, model)
     accumulation = VerticalAccumulation(rows_per_micro_batch)
     for layer in layers:
-        forward = layer.forward
+        by_rows = functools.partial(_by_rows, accumulation=accumulation, are_alike=keeps_inputs_alone)
         if _checkpoints_all_of(layer):
-            forward = _checkpointed(layer)
-            accumulation.undo_first(set_attribute(layer, "gradient_checkpointing", False))
-        by_rows = _by_rows(forward, accumulation, are_alike=keeps_inputs_alone)
-        accumulation.undo_first(set_attribute(layer, "forward", by_rows))
+            accumulation.undo_first(
+                set_attribute(layer, "gradient_checkpointing", False),
+                wrap_method(layer, "forward", functools.partial(_checkpointed, layer)),
+            )
+        accumulation.undo_first(wrap_method(layer, "forward", by_rows))
     for norm in norms:
         recomputed = functools.partial(checkpoint, norm.forward, use_reentrant=False)
         by_rows = _by_rows(recomputed, accumulation, are_alike=True)
@@ -157,9 +158,8 @@ def _checkpoints_all_of(layer: nn.Module) -> bool:
     return getattr(layer, "gradient_checkpointing", False) and "__call__" in vars(GradientCheckpointingLayer)
 
 
-def _checkpointed(layer: Any) -> Callable[..., Any]:
+def _checkpointed(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The layer's forward in a checkpoint of its own."""
-    forward = layer.forward
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,108 @@
+"""What FSDP2 leaves in a process: its share of what stays, and of a layer what the technique beside it keeps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+TECHNIQUES = {
+    "none": {},
+    "full": {"checkpointing": "full"},
+    "selective": {"checkpointing": "selective"},
+    "vertical": {"checkpointing": "full", "vertical": True},
+    "offloaded": {"checkpointing": "full", "offload": True},
+    "tiled": {"checkpointing": "full", "tiles": 4},
+}
+
+KEPT = """
+import gc, json, sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
+from lowmem_ft.shards import local_part
+from lowmem_ft.techniques import config as options
+from lowmem_ft.techniques.activation_offload import enable_activation_offload
+from lowmem_ft.techniques.checkpointing import enable_checkpointing
+from lowmem_ft.techniques.fully_sharded import enable_fsdp2
+from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
+from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
+from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
+
+folder, sharded, techniques = sys.argv[1], sys.argv[2] == "sharded", json.loads(sys.argv[3])
+if sharded:
+    dist.init_process_group("gloo")
+shape = LlamaConfig(hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+                    num_key_value_heads=2, vocab_size=128, use_cache=False, attn_implementation="sdpa")
+
+def measured(checkpointing="none", vertical=False, offload=False, tiles=1):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(shape).train()
+    enable_tiled_mlp(model, options.TilingConfig(mlp=tiles))
+    enable_checkpointing(model, options.CheckpointingConfig(mode=checkpointing))
+    if offload:
+        enable_activation_offload(model, options.OffloadConfig(activations="inputs"), HostMemory(torch.device("cpu")))
+    if vertical:
+        enable_vertical_accumulation(model, 1, keeps_inputs_alone=True)
+    enable_chunked_loss(model, options.LossConfig(chunk_tokens=64))
+    if sharded:
+        enable_fsdp2(model, options.DistributedConfig(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = create_optimizer(model, OptimizerConfig(), learning_rate=1e-3)
+    ids = torch.randint(128, (8, 32))
+    tracker = StorageTracker()
+    with tracker:
+        for _ in range(2):
+            gc.collect()
+            before = tracker.live_bytes
+            loss = model(input_ids=ids, labels=ids).loss
+            gc.collect()
+            kept = tracker.live_bytes - before
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = sum(local_part(p).untyped_storage().nbytes() for p in model.parameters())
+    state = sum(t.nbytes for values in optimizer.state.values() for t in values.values() if torch.is_tensor(t))
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())  # as if it were whole
+    return {"kept": kept, "weights": weights, "state": state, "layer": layer}
+
+results = {name: measured(**options_) for name, options_ in techniques.items()}
+if not sharded or dist.get_rank() == 0:
+    json.dump(results, open(f"{folder}/{dist.get_world_size() if sharded else 0}.json", "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(forks, tmp_path_factory):
+    """By number of processes that share the model, 0 for one that has it alone: bytes of the first."""
+    folder = tmp_path_factory.mktemp("kept")
+    techniques = json.dumps(TECHNIQUES)
+    for world, how in ((1, "alone"), (1, "sharded"), (3, "sharded")):
+        for done in forks.run_several(world, KEPT, str(folder), how, techniques):
+            assert done.returncode == 0, done.stderr
+    return {world: json.loads((folder / f"{world}.json").read_text()) for world in (0, 1, 3)}
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_forward_keeps_for_backward_what_it_keeps_without(measured, name):
+    """But for gathered weights beside the layers, which stay until backward: here one norm of 64 numbers."""
+    for world in (1, 3):
+        beyond = measured[world][name]["kept"] - measured[0][name]["kept"]
+        assert 0 <= beyond <= 1024
+
+
+def test_checkpointing_still_frees_most_of_what_layers_keep(measured):
+    """Or the test above would compare nothing."""
+    kept = {name: measured[3][name]["kept"] for name in TECHNIQUES}
+    assert kept["full"] < kept["selective"] < kept["none"] / 4
+    assert kept["vertical"] < kept["none"] / 10
+
+
+def test_each_process_holds_its_share_of_weights_and_state(measured):
+    """Three processes of 64 rows: the first has 22, so that it holds 1/3 and a little."""
+    alone, shared = measured[0]["full"], measured[3]["full"]
+    for part in ("weights", "state"):
+        assert shared[part] <= alone[part] / 3 * 66 / 64 + 1
+    assert shared["kept"] <= alone["kept"] + alone["layer"]
