@@ -139,6 +139,9 @@ def enable_fsdp2(
         if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
             # An expert that got no token in this process may have got some in another, which would wait for its part.
             module.set_reduce_scatter_unused_params(True)
+    embedding = cast(Any, base_model(model)).get_input_embeddings()
+    if isinstance(embedding, FSDPModule):
+        embedding.set_unshard_in_backward(False)  # its gradient needs tokens, and no weight
     model._get_fsdp_state()._lazy_init()  # or whatever runs first, a part of the model for one, would be its root
     return FullySharded(model, sync_each_batch=config.sync_each_batch)
 
