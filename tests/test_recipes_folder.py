@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpus import find_gpu, split_count
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.recipe import load_recipe, shipped_recipes
@@ -17,10 +17,11 @@ from lowmem_ft.recipe.needs import CPU, needs_of_shipped_recipes
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
-FULL = {"1b-bf16", "3b-bf16", "7b-bf16", "8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"}
-ADAPTERS = {"7b-lora", "7b-qlora", "70b-qlora-24gb"}
+FULL = {"8b-fsdp2", "70b-fsdp2", "1b-bf16", "3b-bf16", "7b-bf16", "8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"}
+ADAPTERS = {"70b-qlora-fsdp2", "7b-lora", "7b-qlora", "70b-qlora-24gb"}
 WITHOUT_BFLOAT16 = {"1b-fp16-t4", "7b-qlora-t4"}
-NAMES = {*WITHOUT_BFLOAT16, "demo", "demo-8bit", "tiny", *FULL, *ADAPTERS}
+ON_SEVERAL_CARDS = {"8b-fsdp2", "70b-fsdp2", "70b-qlora-fsdp2"}
+NAMES = {*ON_SEVERAL_CARDS, *WITHOUT_BFLOAT16, "demo", "demo-8bit", "tiny", *FULL, *ADAPTERS}
 
 
 def test_the_folder_holds_the_recipes_that_the_package_lists():
@@ -50,7 +51,7 @@ def test_a_recipe_leaves_room_on_the_card_it_names(path):
     needs = needs_of_shipped_recipes()[path.stem]
     if needs.gpu == CPU:
         return
-    assert needs.memory_bytes == find_gpu(needs.gpu).memory_bytes
+    assert needs.memory_bytes == find_gpu(split_count(needs.gpu)[1]).memory_bytes
     assert needs.spare_share >= TIGHT_SHARE
 
 

@@ -167,6 +167,9 @@ class VirtualRuntime(MixedPrecision):
 
     def _without_memory(self, weight: nn.Parameter) -> torch.Tensor:
         """Something of a weight's shape, as ``weights_in_shards`` leaves behind where this process keeps its rows."""
+        self.machine.recorder.mark_place(
+            weight, "host"
+        )  # one that was quantised: a run does so where it reads it
         return torch.empty((), dtype=weight.dtype, device=self.device).expand(weight.shape)
 
     def _keep_rows(self, model: PreTrainedModel) -> None:
@@ -196,6 +199,7 @@ class VirtualRuntime(MixedPrecision):
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
         """By :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, among processes of which there is one."""
         if self._is_sharded:
+            self.machine.attribution.name_modules(model)  # with its adapters, while its parameters are whole
             mesh = init_device_mesh(self.device.type, (self.num_processes,))
             around = self.machine.attribution.within
             self._sharded = enable_fsdp2(model, config, mesh, self._rows, around)

@@ -23,10 +23,11 @@ class RecipeNeeds:
     """What a recipe needs on one device.
 
     Args:
-        gpu: the card's name in the catalogue; :data:`CPU` for a processor.
+        gpu: the card's name in the catalogue, such as ``8xrtx-4090`` where several share the model; :data:`CPU` for a
+            processor.
         memory_bytes: of the card; 0 for a processor.
         process_peak_bytes: of the process on the card; of a processor, in host memory.
-        host_peak_bytes: host memory.
+        host_peak_bytes: host memory, of each process.
         host_pinned_bytes: the part of it that is pinned.
     """
 

@@ -43,6 +43,9 @@ def place_module(
     for name, module in model.named_modules():
         for tensor in place_bitsandbytes(module, device):
             on_placed(name, tensor)
+            weight = module._parameters["weight"]
+            if new_parameter is not None and weight is not None:
+                weight.data = new_parameter(weight)
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
                 if tensor is not None:

@@ -181,7 +181,7 @@ def test_each_process_keeps_its_part_and_a_layer():
     assert shared.step is not None
     for category in ("parameter", "optimizer_state"):
         assert shared.by_category_at_peak[category] == pytest.approx(
-            alone.by_category_at_peak[category] / 8, rel=1e-3
+            alone.by_category_at_peak[category] / 8, rel=0.01
         )
     assert shared.processes.link == "NVLink"
     weights = 2 * shared.model.parameters
