@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import check_budget_of_plan
+    from lowmem_ft.recipe.cards import on_cards
     from lowmem_ft.recipe.defaults import named_as_planned, with_defaults_of_plan
     from lowmem_ft.recipe.paths import check_model_files, check_packages, check_sizes_of_model
 
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, asked)
+        recipe, options.gpu = on_cards(recipe, options.gpu)
         is_open = options.gpu is None and recipe.budget.device is None and not recipe.training.use_cpu
         check_budget_of_plan(recipe, options.gpu)
         check_model_files(recipe, architecture_only=True)
@@ -96,7 +98,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = [place for place in (recipe.budget.device, options.gpu) if place is not None]
     named = named_as_planned(plan.recipe, settings, *(where or [plan.estimate.gpu.name.partition(" ")[0]]))
     plan = dataclasses.replace(plan, recipe=named)
-    return _report(plan, recipe, [f"recipe={recipe_name}", *settings] if recipe_name else None, options)
+    return _report(
+        plan, recipe, [f"recipe={recipe_name}", *settings, *_shared(recipe)] if recipe_name else None, options
+    )
+
+
+def _shared(recipe: Recipe) -> list[str]:
+    """What says that several processes share the model; nothing for one."""
+    config = recipe.distributed
+    if config.num_processes in (None, 1):
+        return []
+    return [
+        f"distributed.strategy={config.strategy}",
+        f"distributed.num_processes={config.num_processes}",
+    ]
 
 
 def _for_no_device(arguments: Sequence[str]) -> str:

@@ -206,12 +206,13 @@ def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
     weights = _waiting_weight_bytes(recipe, shape)
     waiting = weights + (_state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0)
     if recipe.offload.optimizer == "host" and _gradients_wait(recipe):
-        waiting += shape.parameters * shape.dtype_of(recipe).itemsize
+        waiting += _kept_share(recipe) * shape.parameters * shape.dtype_of(recipe).itemsize
     if recipe.offload.folder is not None:
         waiting = 0.0
     saved = 0.0
     if recipe.adapter.name == "none":
-        saved = min(shape.parameters * shape.dtype_of(recipe).itemsize - weights, MAX_SHARD_BYTES)
+        held = _kept_share(recipe) * shape.parameters * shape.dtype_of(recipe).itemsize
+        saved = min(held - weights, MAX_SHARD_BYTES)
     return PROCESS_BESIDE_GPU_BYTES + waiting + begins + saved
 
 
@@ -285,13 +286,20 @@ def _waiting_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
     return _streamed_bytes(recipe, shape) + outer
 
 
+def _kept_share(recipe: Recipe) -> float:
+    """Of weights, gradients and state, what a process keeps."""
+    config = recipe.distributed
+    return 1 / (config.num_processes or 1) if config.strategy == "fsdp2" else 1.0
+
+
 def _weights(recipe: Recipe, shape: ModelShape) -> float:
     layers = _layer_weight_bytes(recipe, shape)
     if recipe.offload.parameters == "stream":
         staying = 1 - _streamed_share(recipe, shape)
         slots = min(2, shape.num_layers - recipe.offload.resident_layers) / max(1, shape.num_layers)
         return layers * (staying + max(0.0, slots))
-    return layers + (shape.parameters - shape.layer_parameters) * shape.dtype_of(recipe).itemsize
+    whole = layers + (shape.parameters - shape.layer_parameters) * shape.dtype_of(recipe).itemsize
+    return _kept_share(recipe) * whole
 
 
 def _state_bytes(recipe: Recipe, shape: ModelShape) -> float:
@@ -300,9 +308,10 @@ def _state_bytes(recipe: Recipe, shape: ModelShape) -> float:
     if recipe.adapter.name != "none":
         return 0.0
     if not optimizer.row.takes_formats:
-        return optimizer.state_bytes * shape.parameters
+        return _kept_share(recipe) * optimizer.state_bytes * shape.parameters
     beside = master_format(optimizer.master, shape.dtype_of(recipe)).tensors.values()
-    return (optimizer.state_bytes + sum(dtype.itemsize for dtype in beside)) * shape.parameters
+    a_parameter = optimizer.state_bytes + sum(dtype.itemsize for dtype in beside)
+    return _kept_share(recipe) * a_parameter * shape.parameters
 
 
 def _state(recipe: Recipe, shape: ModelShape) -> float:
@@ -318,9 +327,9 @@ def _gradients(recipe: Recipe, shape: ModelShape) -> float:
     itemsize = shape.dtype_of(recipe).itemsize
     if recipe.optimizer.in_backward:
         waits_here = _gradients_wait(recipe) and recipe.offload.optimizer == "device"
-        return float(shape.parameters * itemsize) if waits_here else 0.0
+        return _kept_share(recipe) * shape.parameters * itemsize if waits_here else 0.0
     summed = _sums_over_passes(recipe) and recipe.accumulation.dtype == "float32"
-    return float(shape.parameters * (4 if summed else itemsize))
+    return _kept_share(recipe) * shape.parameters * (4 if summed else itemsize)
 
 
 def _sums_over_passes(recipe: Recipe) -> bool:

@@ -231,3 +231,15 @@ def test_a_process_of_a_group_cannot_stand_for_another(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(UserError, match="stands for a process group, and this process is in one"):
         estimate_memory(load_recipe("tiny", SETTINGS), "2xrtx-4090")
+
+
+def test_the_bounds_of_a_plan_are_those_of_a_process_that_shares_the_model():
+    from lowmem_ft.estimator.runtime import model_on_meta
+    from lowmem_ft.planner.bounds import bytes_after_backward, shape_of
+
+    alone = load_recipe("8b-fsdp2", ["distributed.strategy=none"])
+    shared, _ = on_cards(load_recipe("8b-fsdp2"), "8xrtx-4090")
+    config = load_model_config(alone.model, architecture_only=True)
+    model = model_on_meta(alone.model, config)
+    shape = shape_of(model, 2048, next(model.parameters()).dtype)
+    assert bytes_after_backward(shared, shape) == pytest.approx(bytes_after_backward(alone, shape) / 8)
