@@ -163,17 +163,19 @@ def test_what_cannot_be_exact_is_refused_with_the_way_out(tiny, overrides, messa
         tiny(*overrides)
 
 
-def test_several_processes_are_refused_with_the_way_out(tiny, tmp_path):
+def test_several_processes_that_hold_all_weights_are_refused_with_the_way_out(tiny, tmp_path):
     recipe = tiny(*BOTH, "offload.optimizer=host", "model.dtype=bfloat16")
     runtime = AccelerateRuntime.create(recipe.training, tmp_path)
     runtime.num_processes = 2
     with pytest.raises(UserError) as error:
         plan_session(recipe, runtime)
-    assert [problem.split(" works")[0] for problem in error.value.problems] == [
-        "optimizer.in_backward=true",
-        "offload.optimizer=host",
-    ]
-    assert all("Set " in problem for problem in error.value.problems)
+    [problem] = error.value.problems  # state may wait on the host
+    assert problem.startswith(
+        "optimizer.in_backward=true works in one process, or with distributed.strategy=fsdp2"
+    )
+    assert problem.endswith(
+        "Set optimizer.in_backward=false, or start one process, or set distributed.strategy=fsdp2."
+    )
 
 
 def test_the_sum_of_bfloat16_gradients_is_kept_in_float32(run, caplog):
