@@ -92,7 +92,12 @@ def _filled(text: str) -> str:
 
 
 def _speaks_for(error: UserError) -> bool:
-    """Whether to print an error: the main process until the processes have joined, then the first that has it."""
+    """Whether to print an error: the main process until the processes have met, then the first that has it.
+
+    A launcher ends all of them as soon as one has ended, the main one among them.
+    """
+    if (meeting := sys.modules.get("lowmem_ft.training.meeting")) is not None and meeting.have_met():
+        return meeting.is_first_to_say(str(error))
     if "torch.distributed" not in sys.modules:
         return is_main_process()
     from lowmem_ft.training.ending_together import meeting_store

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lowmem_ft.optimizers.create import (
         check_optimizer,
         create_optimizer,
+        create_torch_adamw,
         may_lose_updates,
         parameter_groups,
     )
@@ -31,6 +32,7 @@ __all__ = [
     "StateStorage",
     "check_optimizer",
     "create_optimizer",
+    "create_torch_adamw",
     "export_optimizer_state",
     "import_optimizer_state",
     "may_lose_updates",
@@ -49,6 +51,7 @@ __getattr__ = lazy_exports(
         "StateStorage": "state_storage",
         "check_optimizer": "create",
         "create_optimizer": "create",
+        "create_torch_adamw": "create",
         "export_optimizer_state": "state",
         "import_optimizer_state": "state",
         "may_lose_updates": "create",

@@ -60,6 +60,24 @@ def create_optimizer(
     return optimizer
 
 
+def create_torch_adamw(
+    model: nn.Module, config: OptimizerConfig, *, learning_rate: float
+) -> torch.optim.AdamW:
+    """AdamW of torch, over the same groups, for an engine that keeps masters and state in its own ways.
+
+    Args:
+        model: see :func:`create_optimizer`, as for the others.
+        config: ``name`` is adamw; formats have no part in it.
+        learning_rate: the peak.
+
+    Raises:
+        UserError: for a model with nothing to train.
+    """
+    groups = parameter_groups(model, config.weight_decay)
+    _log_choice(config, groups)
+    return torch.optim.AdamW(groups, lr=learning_rate, **config.hyperparameters())
+
+
 def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
     """Refuse an optimizer that cannot run here, before a model is loaded for it.
 

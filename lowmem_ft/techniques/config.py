@@ -328,6 +328,11 @@ class DistributedConfig:
         """Whether gathered weights are freed after forward."""
         return self.reshard_after_forward is not False
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether DeepSpeed has the optimizer, the gradients' sums and their clipping."""
+        return self.strategy in ("zero2", "zero3")
+
     def problems(self) -> list[str]:
         """What is wrong with these values in themselves; empty if nothing is."""
         problems = [*self._problems_of_numbers()]

@@ -68,6 +68,7 @@ class AccelerateRuntime(MixedPrecision):
     ) -> None:
         super().__init__(mixed_precision, device or with_index(accelerator.device))
         self._is_sharded = strategy == "fsdp2"
+        self._loads_on_host = False
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         self._sharded: FullySharded | None = None
         self.accelerator = accelerator
@@ -108,16 +109,9 @@ class AccelerateRuntime(MixedPrecision):
                     project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
                 ),
             )
-        kind, num_processes = accelerator.distributed_type.value, accelerator.num_processes
-        if kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or num_processes != distributed.num_processes:
-            raise UserError(
-                f"distributed.strategy={distributed.strategy} with {distributed.num_processes} processes was launched, "
-                f"but Accelerate makes {kind} with {num_processes} of it. Run `accelerate launch --num_processes N -m "
-                "lowmem_ft train ...` without further options, or choose another configuration with `accelerate "
-                "config`."
-            )
-        if num_processes > 1:
-            atexit.register(_leave_processes)
+        refuse_another_launch(accelerator, distributed, ("NO", "MULTI_GPU", "MULTI_CPU"))
+        if accelerator.num_processes > 1:
+            leave_processes_at_exit()
         return AccelerateRuntime(accelerator, config.mixed_precision, strategy=distributed.strategy or "none")
 
     def load_model(
@@ -141,6 +135,8 @@ class AccelerateRuntime(MixedPrecision):
                 if config.weights != "random":  # whose values are drawn in place
                     shards = weights_in_shards(self.num_processes, self.process_index, self.device)
                     self._rows = loading.enter_context(shards)
+            elif self._loads_on_host:
+                device = torch.device("cpu")
             return load_model(
                 config,
                 hf_config,
@@ -306,6 +302,34 @@ class AccelerateRuntime(MixedPrecision):
 def _weights_for_every_process() -> AbstractContextManager[None]:
     """`accelerate launch` sets what makes transformers fill the weights of one process of a machine alone."""
     return patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false")
+
+
+def refuse_another_launch(
+    accelerator: Accelerator, distributed: DistributedConfig, kinds: tuple[str, ...]
+) -> None:
+    """Refuse what Accelerate has made of a launch, if it is not what the recipe says.
+
+    Args:
+        accelerator: has joined the processes.
+        distributed: as launched.
+        kinds: Accelerate's names of what may have come of it.
+
+    Raises:
+        UserError: naming both.
+    """
+    kind, num_processes = accelerator.distributed_type.value, accelerator.num_processes
+    if kind not in kinds or num_processes != distributed.num_processes:
+        raise UserError(
+            f"distributed.strategy={distributed.strategy} with {distributed.num_processes} processes was launched, "
+            f"but Accelerate makes {kind} with {num_processes} of it. Run `accelerate launch --num_processes N -m "
+            "lowmem_ft train ...` without further options, or choose another configuration with `accelerate "
+            "config`."
+        )
+
+
+def leave_processes_at_exit() -> None:
+    """See to it that the process group is destroyed while nothing waits for it."""
+    atexit.register(_leave_processes)
 
 
 def _leave_processes() -> None:

@@ -28,7 +28,13 @@ from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, load_model_config, weights_dtype
-from lowmem_ft.optimizers import ChunkedOptimizer, check_optimizer, create_optimizer, may_lose_updates
+from lowmem_ft.optimizers import (
+    ChunkedOptimizer,
+    check_optimizer,
+    create_optimizer,
+    create_torch_adamw,
+    may_lose_updates,
+)
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.shards import first_element
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
@@ -229,6 +235,9 @@ def switch_on(
                 loss.compare_with_stock()
                 sharded.reshard()
         training = recipe.training
+        if recipe.distributed.has_engine:
+            optimizer = create_torch_adamw(model, recipe.optimizer, learning_rate=training.learning_rate)
+            return SwitchedOn(optimizer, in_forward)
         optimizer = create_optimizer(
             model, recipe.optimizer, learning_rate=training.learning_rate, seed=training.seed
         )

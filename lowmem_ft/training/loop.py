@@ -22,7 +22,8 @@ from lowmem_ft.data import DataStream, PreparedData, eval_batches
 from lowmem_ft.errors import Interrupted
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer
-from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
+from lowmem_ft.techniques.config import DistributedConfig
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
 from lowmem_ft.training.build import build_session, plan_session, resumed
@@ -199,7 +200,7 @@ class TrainingRun:
             if launch.num_processes > 1:
                 meet(recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name)
             with explained_joining():
-                runtime = AccelerateRuntime.create(config, folder.path, launched.distributed)
+                runtime = _runtime_of(config, folder.path, launched.distributed)
         set_seed(config.seed, deterministic=config.full_determinism)
         resume_from = folder.resume_from
         with runtime.failing_together():
@@ -440,6 +441,16 @@ class TrainingRun:
             loss=math.nan if self.progress.loss is None else self.progress.loss,
             evaluation=evaluation,
         )
+
+
+def _runtime_of(
+    config: TrainingConfig, output_dir: Path, distributed: DistributedConfig
+) -> AccelerateRuntime:
+    if distributed.strategy not in ("zero2", "zero3"):
+        return AccelerateRuntime.create(config, output_dir, distributed)
+    from lowmem_ft.training.deepspeed_runtime import DeepSpeedRuntime
+
+    return DeepSpeedRuntime.create(config, output_dir, distributed)
 
 
 def _is_due(step: int, every: int | None) -> bool:

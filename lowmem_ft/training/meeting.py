@@ -68,6 +68,19 @@ def meet(recipe: Recipe, *, checkpoint: str | None) -> None:
     _exchange(Arrival(socket.gethostname(), (), facts))
 
 
+def have_met() -> bool:
+    """Whether the processes of this launch have found each other."""
+    return bool(_meetings)
+
+
+def is_first_to_say(text: str) -> bool:
+    """Whether no other process has said it; the store may be gone with the process that had it."""
+    try:
+        return _meetings[-1].add(f"lowmem_ft said: {text}", 1) == 1
+    except RuntimeError:
+        return True  # better twice than not at all
+
+
 def tell_others(error: UserError) -> None:
     """Say to the other processes what this one was refused, unless they have met and know, and end with them.
 

@@ -1,0 +1,206 @@
+"""The surroundings of a run whose gradients and optimizer state DeepSpeed shares out: ZeRO-2, and ZeRO-3 with weights.
+
+The engine has an optimizer of its own around torch's AdamW, sums gradients and clips them; ours is the forward pass and
+what the step makes of it. A window's end is told to the engine, which would count micro-batches by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration, patch_environment
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from lowmem_ft.errors import CheckpointError
+from lowmem_ft.packages import require_package
+from lowmem_ft.recipe import TrainingConfig
+from lowmem_ft.recipe.training_config import require_tracker
+from lowmem_ft.techniques.config import DistributedConfig
+from lowmem_ft.techniques.gradients.norm import norm_in_float32
+from lowmem_ft.training.accelerate_runtime import (
+    AccelerateRuntime,
+    leave_processes_at_exit,
+    refuse_another_launch,
+)
+from lowmem_ft.training.session import Session
+from lowmem_ft.training.session_files import save_trained
+
+NO_CHECKPOINTS = (
+    "Checkpoints are not written under distributed.strategy=zero2 or zero3. Set training.save_steps=null, or "
+    "distributed.strategy=fsdp2."
+)
+
+
+class DeepSpeedRuntime(AccelerateRuntime):
+    """A :class:`~lowmem_ft.training.runtime.RunRuntime` in several processes of DeepSpeed.
+
+    Args:
+        accelerator: with a DeepSpeed plugin.
+        distributed: as launched; ``strategy`` is zero2 or zero3.
+    """
+
+    def __init__(self, accelerator: Accelerator, distributed: DistributedConfig) -> None:
+        super().__init__(accelerator, "no", strategy=distributed.strategy or "zero2")
+        self._shares_weights = self._loads_on_host = distributed.strategy == "zero3"
+        self._engine: Any = None
+
+    @staticmethod
+    def create(config: TrainingConfig, output_dir: Path, distributed: DistributedConfig) -> DeepSpeedRuntime:
+        """Join the other processes of the launcher.
+
+        Accelerate passes over DeepSpeed without a word if it is told of a CPU; it is not, and what it makes is checked.
+
+        Raises:
+            MissingPackageError: if DeepSpeed or a tracker of ``training.report_to`` is not installed.
+            UserError: if Accelerate makes something else of the launch than the recipe says.
+        """
+        require_package(f"distributed.strategy={distributed.strategy}", "deepspeed", "deepspeed")
+        for tracker in config.report_to:
+            require_tracker(tracker)
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if config.use_cpu:
+            os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+        AcceleratorState._reset_state()  # of an Accelerator in this process that has a precision
+        if config.use_cpu:
+            PartialState(cpu=True)  # knows the processes, and is what the next one takes for known
+        with patch_environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_USE_FSDP="false"):
+            accelerator = Accelerator(
+                mixed_precision="no",
+                deepspeed_plugin=DeepSpeedPlugin(
+                    hf_ds_config=_configuration(config, distributed), zero3_init_flag=False
+                ),
+                log_with=list(config.report_to) or None,
+                project_config=ProjectConfiguration(
+                    project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
+                ),
+            )
+        # Or transformers would cut weights as it reads them, before the techniques have seen them.
+        unset_hf_deepspeed_config()
+        refuse_another_launch(accelerator, distributed, ("DEEPSPEED",))
+        leave_processes_at_exit()
+        return DeepSpeedRuntime(accelerator, distributed)
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Hand both to the engine, which keeps float32 masters of bfloat16 weights."""
+        is_bfloat16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+        plugin: Any = self.accelerator.state.deepspeed_plugin
+        plugin.deepspeed_config["bf16"] = {"enabled": is_bfloat16}
+        # The engine would cast buffers as well, the frequencies of rotary embeddings among them.
+        buffers = {
+            name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
+        }
+        self._engine, prepared = self.accelerator.prepare(model, optimizer)
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.data = buffers[name].to(buffer.device)
+        vars(model).pop("_is_accelerate_prepared", None)
+        return self._engine, prepared
+
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+        """Tells the engine where a window ends."""
+        self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The engine's; the loss is normalised by its window already."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        """The global norm of what the engine has; it clips by itself, as it steps."""
+        squares = [norm_in_float32(part).square() for part in self._gradients()]
+        here = torch.stack(squares).sum() if squares else torch.zeros((), device=self.device)
+        return self.sum_over_processes(here).sqrt()
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        """This process's part of each gradient, of which another process has no copy."""
+        for group in self._engine.optimizer.averaged_gradients.values():
+            yield from (part for part in group or () if part is not None and part.numel())
+
+    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
+        """Let the engine step, or forget its gradients: it would apply those that are not finite."""
+        if finite:
+            self._engine.step()
+        else:
+            self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """Forget gradients."""
+        self._engine.optimizer.zero_grad()
+        self._engine.optimizer.averaged_gradients = {}
+
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The engine has."""
+
+    def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """As ``from_pretrained`` loads it, by the main process, on whose host the whole is put together."""
+        with self._whole_weights(session.unwrapped_model):
+            if self.is_main:
+                save_trained(session, tokenizer, folder)
+
+    @contextlib.contextmanager
+    def _whole_weights(self, model: nn.Module) -> Iterator[None]:
+        """In the main process every weight has its values inside the block, gathered one at a time."""
+        if not self._shares_weights:
+            yield
+            return
+        from deepspeed.zero import GatheredParameters
+
+        whole: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in model.parameters():
+            with GatheredParameters([parameter]):
+                if self.is_main:
+                    whole[parameter] = parameter.detach().to("cpu", copy=True)
+        parts = {parameter: parameter.data for parameter in whole}
+        try:
+            for parameter, values in whole.items():
+                parameter.data = values
+            yield
+        finally:
+            for parameter, part in parts.items():
+                parameter.data = part
+
+    def save_session(
+        self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
+    ) -> dict[str, Any]:
+        """Refused: also where a signal asks for one.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(NO_CHECKPOINTS)
+
+    def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
+        """Refused.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(NO_CHECKPOINTS)
+
+
+def _configuration(config: TrainingConfig, distributed: DistributedConfig) -> dict[str, Any]:
+    """The engine's, of what the recipe says; whether weights are bfloat16 is known once they are there."""
+    return {
+        "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "gradient_clipping": config.max_grad_norm or 0.0,
+        "zero_optimization": {"stage": 3 if distributed.strategy == "zero3" else 2},
+        "zero_allow_untested_optimizer": True,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": False},
+        "steps_per_print": 2**31,
+    }
