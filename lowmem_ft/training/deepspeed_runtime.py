@@ -156,11 +156,11 @@ class DeepSpeedRuntime(AccelerateRuntime):
         if not self._shares_weights:
             yield
             return
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
         whole: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in model.parameters():
-            with GatheredParameters([parameter]):
+            with deepspeed.zero.GatheredParameters([parameter]):
                 if self.is_main:
                     whole[parameter] = parameter.detach().to("cpu", copy=True)
         parts = {parameter: parameter.data for parameter in whole}
