@@ -8,7 +8,7 @@ SPREAD := -n auto --maxprocesses 8 # a process takes up to 2 GiB
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format gpu-check bench clean
+.PHONY: help setup demo test test-all test-deepspeed check format gpu-check bench clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 12
@@ -32,6 +32,10 @@ test: setup ## All tests but those marked slow or gpu, on every core up to eight
 test-all: setup ## All tests but those marked gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu'
 
+test-deepspeed: setup ## Install DeepSpeed beside the rest (it compiles with g++ at first use), and run its tests
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_deepspeed.py
+
 check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -42,7 +46,11 @@ format: setup ## Format, and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-gpu-check: setup ## Tests that need a CUDA device, then the benchmarks and the memory of real runs on it
+gpu-test-deepspeed: setup ## Install DeepSpeed beside the rest (it compiles with g++ at first use), and run its tests
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_deepspeed.py
+
+check: setup ## Tests that need a CUDA device, then the benchmarks and the memory of real runs on it
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu-check needs a CUDA device, and torch %s sees none on this machine" % torch.__version__)'
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python scripts/bench_step.py --device cuda

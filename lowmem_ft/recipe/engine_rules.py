@@ -19,6 +19,40 @@ def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
                 f"{key.setting(key.default)}, or start one process{_or_choose(effect)}."
             )
 
+    if engine in ("zero2", "zero3"):
+        yield from _beside_deepspeed(recipe, engine)
+
+
+_BESIDE_DEEPSPEED: dict[str, tuple[object, ...]] = {
+    "model.dtype": ("float32",),
+    "model.quantization": ("none",),
+    "training.mixed_precision": ("no",),
+    "training.save_steps": (None,),
+    "training.resume_from_checkpoint": (None,),
+    "optimizer.name": ("adamw",),
+    "optimizer.state": ("fp32",),
+    "optimizer.master": ("fp32",),
+    "accumulation.order": ("horizontal",),
+    "accumulation.dtype": ("float32",),
+    "offload.activations": ("none",),
+    "tiling.mlp": (1,),
+    "tiling.head": (1,),
+    "adapter.name": ("none",),
+}
+"""By key, the values that a run under DeepSpeed was seen to train the same with as one process; others are refused."""
+
+
+def _beside_deepspeed(recipe: Recipe, engine: Engine) -> Iterator[str]:
+    for path, shown in _BESIDE_DEEPSPEED.items():
+        key = recipe_keys()[path]
+        value = key.value_in(recipe)
+        works_anyway = engine in key.effect_of(value).engines  # or the line above has said so
+        if value not in shown and works_anyway:
+            yield (
+                f"{key.setting(value)} has not been shown to work with DeepSpeed, got distributed.strategy={engine}. "
+                f"Set {key.setting(shown[0])}, or distributed.strategy=fsdp2 or ddp."
+            )
+
 
 def _or_with(effect: Effect) -> str:
     return f", or with distributed.strategy={' or '.join(effect.engines)}" if effect.engines else ""

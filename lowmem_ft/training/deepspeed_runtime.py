@@ -7,6 +7,7 @@ what the step makes of it. A window's end is told to the engine, which would cou
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -115,8 +116,8 @@ class DeepSpeedRuntime(AccelerateRuntime):
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The engine's; the loss is normalised by its window already."""
-        self._engine.backward(loss, scale_wrt_gas=False)
+        """The engine's, which averages over processes; the loss is normalised by its window already."""
+        self._engine.backward(loss * self.num_processes, scale_wrt_gas=False)
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         """The global norm of what the engine has; it clips by itself, as it steps."""
@@ -156,7 +157,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
         if not self._shares_weights:
             yield
             return
-        import deepspeed
+        deepspeed = importlib.import_module("deepspeed")
 
         whole: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in model.parameters():
