@@ -27,7 +27,7 @@ from lowmem_ft.errors import CheckpointError
 from lowmem_ft.packages import require_package
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
-from lowmem_ft.techniques.config import DistributedConfig
+from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.gradients.norm import norm_in_float32
 from lowmem_ft.training.accelerate_runtime import (
     AccelerateRuntime,
@@ -57,7 +57,9 @@ class DeepSpeedRuntime(AccelerateRuntime):
         self._engine: Any = None
 
     @staticmethod
-    def create(config: TrainingConfig, output_dir: Path, distributed: DistributedConfig) -> DeepSpeedRuntime:
+    def create(
+        config: TrainingConfig, output_dir: Path, distributed: DistributedConfig = ONE_PROCESS
+    ) -> DeepSpeedRuntime:
         """Join the other processes of the launcher.
 
         Accelerate passes over DeepSpeed without a word if it is told of a CPU; it is not, and what it makes is checked.
