@@ -101,7 +101,7 @@ def test_what_is_not_done_is_refused_by_name(told, refused, tiny):
     ],
 )
 def test_what_a_recipe_leaves_open_is_filled_from_the_launch(launch, filled, tiny):
-    distributed = as_launched(tiny(), launch).distributed
+    distributed = as_launched(tiny("training.save_steps=null"), launch).distributed
     assert (distributed.strategy, distributed.num_processes, distributed.num_machines) == filled
 
 
@@ -197,7 +197,7 @@ def launched_with(monkeypatch):
 def test_ready_config_files_say_what_their_name_says(name, launched_with, tiny):
     assert load_config_from_file(str(CONFIGS / f"{name}.yaml")).num_processes == 8
     launch = read_launch(use_cpu=False, environment=launched_with(name, "--num_processes", "4"))
-    distributed = as_launched(tiny(), launch).distributed
+    distributed = as_launched(tiny("training.save_steps=null"), launch).distributed
     assert (distributed.strategy, distributed.num_processes, distributed.num_machines) == (name, 4, 1)
     assert distributed.reshards
     assert not distributed.cpu_offload
