@@ -123,6 +123,7 @@ class VirtualRuntime(MixedPrecision):
         self.num_processes = distributed.num_processes or 1
         self._process_index = process_index
         self._is_sharded = distributed.strategy == "fsdp2"
+        self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else self.device
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         self._sharded: FullySharded | None = None
         self._averages_after_backward = False
@@ -176,7 +177,7 @@ class VirtualRuntime(MixedPrecision):
         for weight in model.parameters():
             first, end = rows_of(len(weight), self.num_processes, self._process_index)
             shape = (end - first, *weight.shape[1:])
-            self._rows[weight] = torch.empty(shape, dtype=weight.dtype, device=self.device)
+            self._rows[weight] = torch.empty(shape, dtype=weight.dtype, device=self._device_of_rows)
             self.machine.mark(self._rows[weight], "parameter", of=weight)
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:

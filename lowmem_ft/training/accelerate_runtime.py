@@ -36,7 +36,7 @@ from lowmem_ft.models import (
 from lowmem_ft.models.shard_files import ShardWriter
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
-from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig, Strategy
+from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.meeting import Arrival, refusals
@@ -56,7 +56,7 @@ class AccelerateRuntime(MixedPrecision):
         accelerator: knows the other processes.
         mixed_precision: what the step casts to: ``no``, ``bf16`` or ``fp16``.
         device: as tensors name it; None: the accelerator's, which is ``cuda`` without a number in a single process.
-        strategy: what the processes share.
+        distributed: what the processes share.
     """
 
     def __init__(
@@ -64,10 +64,11 @@ class AccelerateRuntime(MixedPrecision):
         accelerator: Accelerator,
         mixed_precision: str,
         device: torch.device | None = None,
-        strategy: Strategy = "none",
+        distributed: DistributedConfig = ONE_PROCESS,
     ) -> None:
         super().__init__(mixed_precision, device or with_index(accelerator.device))
-        self._is_sharded = strategy == "fsdp2"
+        self._is_sharded = distributed.strategy == "fsdp2"
+        self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else self.device
         self._loads_on_host = False
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         self._sharded: FullySharded | None = None
@@ -112,7 +113,7 @@ class AccelerateRuntime(MixedPrecision):
         refuse_another_launch(accelerator, distributed, ("NO", "MULTI_GPU", "MULTI_CPU"))
         if accelerator.num_processes > 1:
             leave_processes_at_exit()
-        return AccelerateRuntime(accelerator, config.mixed_precision, strategy=distributed.strategy or "none")
+        return AccelerateRuntime(accelerator, config.mixed_precision, distributed=distributed)
 
     def load_model(
         self,
@@ -133,7 +134,7 @@ class AccelerateRuntime(MixedPrecision):
             elif self._is_sharded:
                 device = torch.device("cpu")
                 if config.weights != "random":  # whose values are drawn in place
-                    shards = weights_in_shards(self.num_processes, self.process_index, self.device)
+                    shards = weights_in_shards(self.num_processes, self.process_index, self._device_of_rows)
                     self._rows = loading.enter_context(shards)
             elif self._loads_on_host:
                 device = torch.device("cpu")

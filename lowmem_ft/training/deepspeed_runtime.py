@@ -52,7 +52,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
     """
 
     def __init__(self, accelerator: Accelerator, distributed: DistributedConfig) -> None:
-        super().__init__(accelerator, "no", strategy=distributed.strategy or "zero2")
+        super().__init__(accelerator, "no", distributed=distributed)
         self._shares_weights = self._loads_on_host = distributed.strategy == "zero3"
         self._engine: Any = None
 
