@@ -46,11 +46,7 @@ format: setup ## Format, and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-gpu-test-deepspeed: setup ## Install DeepSpeed beside the rest (it compiles with g++ at first use), and run its tests
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_deepspeed.py
-
-check: setup ## Tests that need a CUDA device, then the benchmarks and the memory of real runs on it
+gpu-check: setup ## Tests that need a CUDA device, then the benchmarks and the memory of real runs on it
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu-check needs a CUDA device, and torch %s sees none on this machine" % torch.__version__)'
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python scripts/bench_step.py --device cuda
