@@ -99,10 +99,11 @@ class Technique(Handle):
         """In a ``with`` block, every weight where it can be read and set; :meth:`flush` goes before."""
         return contextlib.nullcontext()
 
-    def save(self, folder: Path) -> bool:
+    def save(self, folder: Path, *, writes: bool = True) -> bool:
         """Write what is trained in place of the model's own weights; False: those are what is trained.
 
-        Called by the main process, for a checkpoint and for the finished model alike.
+        Called for a checkpoint and for the finished model alike, by the main process; where several hold parts of it,
+        by all of them, the main one alone with ``writes``.
         """
         return False
 
@@ -190,9 +191,9 @@ class Techniques(Technique):
                 resting.enter_context(technique.at_rest())
             yield
 
-    def save(self, folder: Path) -> bool:
+    def save(self, folder: Path, *, writes: bool = True) -> bool:
         """By the one that is what is trained, if any is; all are told, as they are when it is loaded."""
-        answers = [technique.save(folder) for technique in self]
+        answers = [technique.save(folder, writes=writes) for technique in self]
         return any(answers)
 
     def load(self, folder: Path) -> None:

@@ -29,7 +29,7 @@ def save_gathered(
         OSError: if it cannot be written.
     """
     with session.techniques.at_rest():
-        if session.techniques.save(folder):
+        if session.techniques.save(folder, writes=is_main):
             if is_main:
                 save_tokenizer(tokenizer, folder)
             return
@@ -66,7 +66,7 @@ def save_shards(
     """
     model = session.unwrapped_model
     with session.techniques.at_rest():
-        is_written = session.techniques.save(folder)  # first: adapters are gathered
+        is_written = session.techniques.save(folder, writes=is_main)  # first: adapters are gathered
         if is_main:
             save_tokenizer(tokenizer, folder)
         if not is_written:

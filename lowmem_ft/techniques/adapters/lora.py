@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from lowmem_ft.errors import CheckpointError, UserError, did_you_mean
 from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.handle import Handle
+from lowmem_ft.shards import first_element, local_part, whole_tensor
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.modules.patching import set_attribute
@@ -58,46 +59,51 @@ class Lora(Technique):
         """The adapters' parameters, which are all that is trained, by their names in the model."""
         return {name: parameter for name, parameter in self.model.named_parameters() if "lora_" in name}
 
-    def save(self, folder: Path) -> bool:
+    def save(self, folder: Path, *, writes: bool = True) -> bool:
         """Write ``adapter_model.safetensors`` and ``adapter_config.json``, and check them by reading them back.
 
         Raises:
             CheckpointError: if what is in the folder then is not this adapter, bit for bit.
         """
+        named = self._gathered()
+        if not writes:
+            return True
         # The state as it is handed over: without it PEFT would collect that of the whole base first.
-        self.peft_model.save_pretrained(
-            folder, state_dict=self._named_for_peft(), save_embedding_layers=False
-        )
+        self.peft_model.save_pretrained(folder, state_dict=named, save_embedding_layers=False)
         (folder / "README.md").unlink()  # PEFT's card; the run writes its own
-        _compare(self._state(), _read(folder), f"The adapter saved in {folder} is not the one in memory")
+        state = self._as_in_files(named)
+        _compare(state, _read(folder), f"The adapter saved in {folder} is not the one in memory")
         return True
 
     def load(self, folder: Path) -> None:
-        """Take the values of a saved adapter, bit for bit.
+        """Take the values of a saved adapter, bit for bit; of sharded ones, this process's rows.
 
         Raises:
             CheckpointError: if it is not one of these layers and this rank.
         """
-        from peft import set_peft_model_state_dict
-
-        saved = _read(folder)
+        saved, live = _read(folder), self._as_in_files(self._named_for_peft(self.parameters()))
         problem = f"The adapter in {folder} does not fit this run's"
-        _compare(self._state(), saved, problem, by_value=False)
-        set_peft_model_state_dict(self.peft_model, dict(saved))
-        _compare(self._state(), saved, problem)
+        _compare(live, saved, problem, by_value=False)
+        for name, parameter in live.items():
+            here = local_part(parameter.detach())
+            first = first_element(parameter)
+            here.copy_(saved[name].flatten()[first : first + here.numel()].view(here.shape))
+        _compare(self._as_in_files(self._gathered()), saved, problem)
 
-    def _state(self) -> dict[str, Tensor]:
-        """The adapter's tensors by their names in files."""
+    def _gathered(self) -> dict[str, Tensor]:
+        """All of the adapter; where several processes hold parts of it, each of them calls this."""
+        whole = {name: whole_tensor(parameter.detach()) for name, parameter in self.parameters().items()}
+        return self._named_for_peft(whole)
+
+    def _as_in_files(self, named: dict[str, Any]) -> dict[str, Tensor]:
+        """Tensors by their names in files, which do not say which adapter of the model it is."""
         from peft import get_peft_model_state_dict
 
-        return get_peft_model_state_dict(
-            self.peft_model, state_dict=self._named_for_peft(), save_embedding_layers=False
-        )
+        return get_peft_model_state_dict(self.peft_model, state_dict=named, save_embedding_layers=False)
 
-    def _named_for_peft(self) -> dict[str, Tensor]:
-        return {
-            f"base_model.model.{name}": parameter.detach() for name, parameter in self.parameters().items()
-        }
+    @staticmethod
+    def _named_for_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
 
 
 def check_adapter(config: AdapterConfig) -> None:
