@@ -34,3 +34,21 @@ def metrics():
 def recipes_folder():
     """The recipes that come with the project."""
     return Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory):
+    """A model whose head is no embedding, and whose rows nobody divides; float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from lowmem_ft.recipe import load_recipe
+
+    tiny, folder = load_recipe("tiny", []).model.name_or_path, tmp_path_factory.mktemp("untied")
+    config = AutoConfig.from_pretrained(tiny)
+    sizes = {"hidden_size": 36, "intermediate_size": 70, "num_attention_heads": 6, "head_dim": 6}
+    config.update({"tie_word_embeddings": False, "num_key_value_heads": 2, **sizes})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder

@@ -1,0 +1,33 @@
+"""Processes that each hold the whole model train what one does with the same rows a step: each technique."""
+
+from __future__ import annotations
+
+import pytest
+from trained_by_processes import CASES as OF_ENGINES
+from trained_by_processes import assert_alike, trained
+
+CASES = OF_ENGINES["ddp"]
+
+BY_DEFAULT = ("offload.optimizer=host", "lora", "optimizer.master=split16")
+
+
+@pytest.fixture(scope="module")
+def by_default(forks, untied, tmp_path_factory):
+    return trained(forks, tmp_path_factory.mktemp("default"), untied, "ddp", (1, 2), BY_DEFAULT)
+
+
+@pytest.fixture(scope="module")
+def in_all(forks, untied, tmp_path_factory):
+    return trained(forks, tmp_path_factory.mktemp("all"), untied, "ddp", (1, 2, 3), CASES)
+
+
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_two_processes_train_what_one_does(by_default, name):
+    assert_alike(by_default[1][name], by_default[2][name], CASES[name][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_processes_trains_what_one_does(in_all, name, world):
+    assert_alike(in_all[1][name], in_all[world][name], CASES[name][1])
