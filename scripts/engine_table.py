@@ -1,0 +1,203 @@
+"""Write which techniques work past one GPU, and what shows it, into ``docs/several_gpus.md``.
+
+    python scripts/engine_table.py
+
+Whether a technique is refused is asked of the recipe's own rules. What shows that it works is named here; a test holds
+the page to this script, and the names to the tests that they are of.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import marked_table
+
+from lowmem_ft.errors import RecipeError
+from lowmem_ft.knob import ENGINES, Engine
+from lowmem_ft.recipe import load_recipe
+
+PAGE = Path(__file__).parents[1] / "docs" / "several_gpus.md"
+DEEPSPEED = "equal_one"
+TESTS: dict[Engine, str] = {
+    "ddp": "tests/training/test_ddp.py",
+    "fsdp2": "tests/training/test_fsdp2.py",
+    "zero2": "tests/training/test_deepspeed.py",
+    "zero3": "tests/training/test_deepspeed.py",
+}
+"""By engine: the tests that run it over gloo. A proof is a case of `CASES` there; with DeepSpeed, the end of a name."""
+
+HEADER = f"| technique | {' | '.join(ENGINES)} | why it is refused |\n|{'---|' * (len(ENGINES) + 2)}\n"
+TRACE = "a trace, no GPU test run yet"
+"""The proof of what is estimated, and which neither a CPU nor a test so far could run."""
+
+NOT_SHOWN = "allowed, not shown"
+_NOT_WITH_DEEPSPEED = "has not been shown to work with DeepSpeed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One technique.
+
+    Args:
+        name: what people call it.
+        settings: overrides of a recipe that switch it on; they work in one process.
+        proofs: by engine, the case or test that shows it; for an engine that is not named, nothing does.
+        why: why the engines that refuse it do, but for "not shown with DeepSpeed".
+    """
+
+    name: str
+    settings: str
+    proofs: Mapping[Engine, str] = field(default_factory=dict)
+    why: str = ""
+
+    def refusal(self, engine: Engine) -> str | None:
+        """What the recipe's rules say against the technique with an engine.
+
+        Raises:
+            RecipeError: they refuse it in one process already, so that this row asks nothing.
+        """
+        settings = ["training.save_steps=null", *self.settings.split()]
+        load_recipe("tiny", settings)
+        try:
+            load_recipe("tiny", [*settings, f"distributed.strategy={engine}"])
+        except RecipeError as error:
+            return str(error)
+        return None
+
+
+def _both(case: str) -> Mapping[Engine, str]:
+    return {"ddp": case, "fsdp2": case}
+
+
+_OF_FSDP2 = "it is an option of fsdp2"
+_SHARDS_ARE_PARTS = "bitsandbytes steps over whole parameters"
+ROWS = (
+    Row(
+        "checkpointing, every layer",
+        "checkpointing.mode=full",
+        {**_both("plain"), "zero2": DEEPSPEED, "zero3": DEEPSPEED},
+    ),
+    Row("checkpointing, selective", "checkpointing.mode=selective", _both("checkpointing.mode=selective")),
+    Row("no checkpointing", "checkpointing.mode=none", _both("checkpointing.mode=none")),
+    Row(
+        "chunked loss",
+        "loss.chunk_tokens=64",
+        {**_both("plain"), "zero2": DEEPSPEED, "zero3": DEEPSPEED},
+    ),
+    Row("tiled MLP and head", "tiling.mlp=2 tiling.head=3", _both("tiling")),
+    Row("activations on the host", "offload.activations=inputs", _both("offload.activations=inputs")),
+    Row(
+        "optimizer on the host",
+        "offload.optimizer=host",
+        _both("offload.optimizer=host"),
+        "DeepSpeed has an optimizer of its own",
+    ),
+    Row(
+        "update in backward",
+        "accumulation.order=vertical optimizer.in_backward=true",
+        {"fsdp2": "optimizer.in_backward"},
+        "gradients of processes are averaged after backward",
+    ),
+    Row("vertical accumulation", "accumulation.order=vertical", _both("accumulation.order=vertical")),
+    Row(
+        "streamed frozen weights",
+        "adapter.name=lora offload.parameters=stream",
+        why="streaming is of one process, which has the whole model on its host",
+    ),
+    Row("optimizer state in bfloat16", "optimizer.state=bf16", _both("optimizer.state=bf16")),
+    Row("optimizer state in 8 bits", "optimizer.state=8bit", _both("optimizer.state=8bit")),
+    *(
+        Row(
+            f"bfloat16 weights, master {master}",
+            f"model.dtype=bfloat16 optimizer.master={master}",
+            _both(f"optimizer.master={master}"),
+        )
+        for master in ("split16", "split24", "stochastic_rounding", "none")
+    ),
+    Row(
+        "sums of gradients in bfloat16",
+        "model.dtype=bfloat16 accumulation.dtype=weights",
+        _both("accumulation.dtype=weights"),
+    ),
+    Row("mixed precision, bfloat16", "training.mixed_precision=bf16", _both("mixed_precision=bf16")),
+    Row("Lion", "optimizer.name=lion", _both("optimizer.name=lion")),
+    Row("SGD", "optimizer.name=sgd", _both("optimizer.name=sgd")),
+    Row(
+        "Adafactor",
+        "optimizer.name=adafactor",
+        {"ddp": "optimizer.name=adafactor"},
+        "it measures whole parameters",
+    ),
+    Row(
+        "bitsandbytes, 8-bit AdamW",
+        "optimizer.name=adamw_bnb_8bit",
+        {"ddp": "optimizer.name=adamw_bnb_8bit"},
+        _SHARDS_ARE_PARTS,
+    ),
+    Row("bitsandbytes, paged", "optimizer.name=paged_adamw_8bit", {}, _SHARDS_ARE_PARTS),
+    Row("LoRA", "adapter.name=lora", _both("lora")),
+    Row("QLoRA, NF4", "adapter.name=lora model.quantization=nf4", _both("qlora")),
+    Row(
+        "LoRA on int8",
+        "adapter.name=lora model.quantization=int8",
+        {"ddp": "model.quantization=int8"},
+        "its weights were not shown cut by rows; NF4's were",
+    ),
+    Row("rows on the host", "distributed.cpu_offload=true", {"fsdp2": TRACE}, _OF_FSDP2),
+    Row(
+        "weights kept gathered",
+        "distributed.reshard_after_forward=false",
+        {"fsdp2": "reshard_after_forward=false"},
+        _OF_FSDP2,
+    ),
+    Row(
+        "gradients cut once a step",
+        "distributed.sync_each_batch=false",
+        {"fsdp2": "sync_each_batch=false"},
+        _OF_FSDP2,
+    ),
+)
+"""The page's techniques, in its order."""
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_table(page: str) -> str:
+    """A page with the present table between its marks."""
+    return marked_table.with_table(page, "engine_table.py", HEADER + "".join(map(_line, ROWS)))
+
+
+def _line(row: Row) -> str:
+    cells = (_cell(row, engine) for engine in ENGINES)
+    return f"| {row.name}: {_code(row.settings)} | {' | '.join(cells)} | {row.why} |\n"
+
+
+def _code(settings: str) -> str:
+    return " ".join(f"`{setting}`" for setting in settings.split())
+
+
+def _cell(row: Row, engine: Engine) -> str:
+    refusal = row.refusal(engine)
+    if refusal is None:
+        proof = row.proofs.get(engine, NOT_SHOWN)
+        return proof if proof in (TRACE, NOT_SHOWN) else f"`{proof}`"
+    return "refused, not shown" if is_for_want_of_proof(refusal) else "refused"
+
+
+def is_for_want_of_proof(refusal: str) -> bool:
+    """Whether all that a refusal says is that nobody has seen it work with DeepSpeed."""
+    problems = [line for line in refusal.splitlines() if ", got " in line]
+    return all(_NOT_WITH_DEEPSPEED in problem for problem in problems)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    main()
