@@ -13,7 +13,8 @@ EXACT = {"loss": 1e-6, "norm": 2e-5}
 
 ROUNDED = {"loss": 1e-3, "norm": 0.1}
 """The same gradients, to the last bits, until a bfloat16 weight or value is rounded the other way: six steps with a
-learning rate of 0.01 were apart by 2.6e-4 and 4e-2 at most, over 2, 3 and 4 processes."""
+learning rate of 0.01 were apart by 2.6e-4 and 4e-2 at most, over 2, 3 and 4 processes of FSDP2; and by
+3.9e-4 and 2.7e-2 over 2 of DDP."""
 
 VERTICAL_ROUNDED = {"loss": 5e-3, "norm": 0.3}
 """In vertical order the embedding's gradient is one bfloat16 sum over all rows of a process, so that even the first
