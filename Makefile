@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help setup demo test test-all test-deepspeed check format gpu-check bench clean
 
 help: ## This list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 16
 
 setup: $(READY) ## Virtual environment in .venv with the tested versions (constraints.txt)
 
