@@ -87,7 +87,7 @@ def tell_others(error: UserError) -> None:
     Raises:
         UserError: if one of them was refused something else.
     """
-    if not _meetings:
+    if not _meetings and "RANK" in os.environ:
         _exchange(Arrival(socket.gethostname(), error.problems))
 
 
@@ -188,6 +188,13 @@ def explained_joining() -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise UserError(not_joined(str(error), os.environ)) from error
+    except ValueError as error:
+        if "environment variable" not in str(error):
+            raise
+        raise UserError(
+            "A launcher tells each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Start with `accelerate "
+            f"launch` or torchrun. torch says: {error}"
+        ) from error
 
 
 def not_joined(message: str, environment: Mapping[str, str]) -> str:

@@ -152,7 +152,7 @@ def test_what_works_in_one_process_is_told_without_them(tmp_path, monkeypatch, c
         f"training.output_dir={tmp_path / 'run'}",
     ]
     assert main(["train", "recipe=tiny", *settings]) == 2
-    assert "optimizer.in_backward=true works in one process, got 2" in capfd.readouterr().err
+    assert "optimizer.in_backward=true works in one process, or with" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -77,7 +77,7 @@ def test_a_virtual_cuda_device_takes_what_a_cpu_does(family, recipe_of, monkeypa
     recipe = recipe_of({**ON_BOTH, "family": family})
     measured = run_for_real(recipe).allocated
     gpu = VirtualGPU("a100-80gb")
-    monkeypatch.setattr(gpu.recorder, "_workspace_rule", None)
+    monkeypatch.setattr(gpu.recorder._costs, "_rule", None)
     timeline = trace_recipe(recipe, lambda: gpu).trace.timeline
     for allocation in timeline.allocations:
         if allocation.category == "workspace":

@@ -191,9 +191,9 @@ def traced_depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     depths: list[int] = []
     original = tracing.trace_layers
 
-    def spy(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine) -> Any:
+    def spy(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine, process_index: int) -> Any:
         depths.append(hf_config.get_text_config().num_hidden_layers)
-        return original(recipe, hf_config, machine)
+        return original(recipe, hf_config, machine, process_index)
 
     monkeypatch.setattr(tracing, "trace_layers", spy)
     return depths

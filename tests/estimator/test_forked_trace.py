@@ -27,13 +27,13 @@ cores._cores = lambda: 2
 forked_trace.PATIENCE_S = float(sys.argv[2])
 here, depths, original = os.getpid(), [], tracing.trace_layers
 
-def spy(recipe, hf_config, machine):
+def spy(recipe, hf_config, machine, process_index):
     depths.append(hf_config.num_hidden_layers)
     if os.getpid() != here:
         exec(sys.argv[3])
     elif len(sys.argv) > 4:
         exec(sys.argv[4])
-    return original(recipe, hf_config, machine)
+    return original(recipe, hf_config, machine, process_index)
 
 tracing.trace_layers = spy
 recipe = load_recipe("tiny", [f"model={sys.argv[1]}", "data.max_length=16"])

@@ -49,9 +49,9 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     result: list[int] = []
     original = tracing.trace_layers
 
-    def spy(recipe: Recipe, hf_config: Any, machine: Any) -> Any:
+    def spy(recipe: Recipe, hf_config: Any, machine: Any, process_index: int) -> Any:
         result.append(hf_config.num_hidden_layers)
-        return original(recipe, hf_config, machine)
+        return original(recipe, hf_config, machine, process_index)
 
     monkeypatch.setattr(tracing, "trace_layers", spy)
     return result
