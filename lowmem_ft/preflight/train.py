@@ -5,6 +5,7 @@ from __future__ import annotations
 from lowmem_ft.preflight.estimate_beside import EstimateBeside
 from lowmem_ft.preflight.plan_first import with_plan
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.launch import Launch, as_launched
 from lowmem_ft.training.loop import TrainResult
 from lowmem_ft.training.loop import train as train_without_preflight
 from lowmem_ft.training.run_folder import RunFolder
@@ -33,7 +34,8 @@ def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime |
     estimate = None
     if recipe.left_to_choose:
         (recipe, estimate), folder = with_plan(recipe), None
-    preflight = EstimateBeside(known=None if estimate is None else (recipe, estimate))
+    planned_for_one = None if estimate is None else (as_launched(recipe, Launch()), estimate)
+    preflight = EstimateBeside(known=planned_for_one)
     try:
         return train_without_preflight(recipe, folder, runtime, preflight)
     finally:

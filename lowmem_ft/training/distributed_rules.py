@@ -15,11 +15,12 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
         num_processes: in how many.
 
     Returns:
-        For each such setting the rule, the values seen and the way out; nothing for one process.
+        For each such setting the rule, the values seen and the way out; nothing for one process whose recipe names no
+        strategy.
     """
-    if num_processes == 1:
-        return []
     strategy = recipe.distributed.strategy
+    if num_processes == 1:
+        return [] if strategy in (None, "none") else list(problems_with_engine(recipe, strategy))
     engine: Engine = "ddp" if strategy in (None, "none") else strategy
     ways_out = {
         "plan.mode=auto": "Plan first, with `lowmem-ft plan ... --write my.yaml`, and train recipe=my.yaml.",

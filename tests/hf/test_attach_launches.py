@@ -91,12 +91,9 @@ def test_several_processes_do_what_our_own_loop_allows(tmp_path):
     )
     problems = problems_of(trainer, "optimizer.in_backward=true", "offload.optimizer=host")
     trainer.accelerator = real
-    assert len(problems) == 3
-    assert "a mean of the processes' means" in problems[0]
-    assert {problem.partition(" works in one process")[0] for problem in problems[1:]} == {
-        "optimizer.in_backward=true",
-        "offload.optimizer=host",
-    }
+    mean_of_means, in_backward = problems
+    assert "a mean of the processes' means" in mean_of_means
+    assert in_backward.startswith("optimizer.in_backward=true works in one process")
 
 
 def test_a_model_over_several_devices_by_its_device_map(tmp_path):

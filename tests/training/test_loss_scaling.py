@@ -15,7 +15,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training import checkpoint, loop, train
+from lowmem_ft.training import checkpoint, loop, session_files, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoint_folders import Progress
 from lowmem_ft.training.session import Session
@@ -136,7 +136,7 @@ def test_a_loss_that_is_not_finite_is_skipped_though_every_gradient_is(make_sess
 
 
 def test_the_scale_goes_on_from_a_checkpoint(make_session, batch, tmp_path, monkeypatch):
-    monkeypatch.setattr(AccelerateRuntime, "save_trained", lambda *args: None)
+    monkeypatch.setattr(session_files, "save_trained", lambda *args: None)
     session, scaler = make_session(init_scale=8.0, growth_interval=3)
     train_step(session, [batch])
     progress = Progress(position=DataPosition(seed=1), step=1)
@@ -157,8 +157,8 @@ def fp16_on_cpu(monkeypatch):
     )
     create, scalers = AccelerateRuntime.create, []
 
-    def with_scaler(config, output_dir):
-        runtime = create(config, output_dir)
+    def with_scaler(*args):
+        runtime = create(*args)
         scalers.append(runtime.scaler)
         return runtime
 
@@ -206,8 +206,8 @@ def test_recipes_for_cards_without_bfloat16_train_in_float16(
 def test_a_run_skips_overflows_without_giving_up(tiny, metrics, tmp_path, monkeypatch, caplog):
     create = AccelerateRuntime.create
 
-    def with_scaler(config, output_dir):
-        runtime = create(config, output_dir)
+    def with_scaler(*args):
+        runtime = create(*args)
         use_scaler(runtime, init_scale=2.0**24)
         return runtime
 
