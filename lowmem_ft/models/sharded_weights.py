@@ -36,9 +36,8 @@ def weights_in_shards(
 
     @torch.no_grad()
     def cut(module: nn.Module, name: str, weight: nn.Parameter) -> None:
-        if (
-            weight.is_meta or weight in rows or weight.ndim == 0
-        ):  # yet to come, or here by the name it is tied to
+        # What is on meta is yet to come; what has rows is here by the name it is tied to.
+        if weight.is_meta or weight in rows or weight.ndim == 0:
             return
         first, end = rows_of(len(weight), num_processes, process_index)
         rows[weight] = weight.data[first:end].to(device, copy=True)

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +33,7 @@ from lowmem_ft.models import (
     weights_in_files,
     weights_in_shards,
 )
+from lowmem_ft.models.gathering import refuse_unsaveable
 from lowmem_ft.models.shard_files import ShardWriter
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
@@ -169,6 +170,10 @@ class AccelerateRuntime(MixedPrecision):
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
         """By :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, over all processes."""
         if self._is_sharded:
+            if all(
+                parameter.requires_grad for parameter in model.parameters()
+            ):  # else adapters are what is saved
+                refuse_unsaveable(cast(PreTrainedModel, model))
             mesh = init_device_mesh(self.device.type, (self.num_processes,))
             self._sharded = enable_fsdp2(model, config, mesh, self._rows)
         return self._sharded

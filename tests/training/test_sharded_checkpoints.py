@@ -190,3 +190,33 @@ def test_torch_reads_the_parts_by_itself(of_two):
     for name, tensor in trained.items():
         assert torch.equal(ours[name], tensor)
         assert torch.equal(theirs[name], tensor)
+
+
+COULD_NOT_SAVE = """
+import sys
+from lowmem_ft.cli.train import main
+from lowmem_ft.models import gathering
+
+def made_of_several(model, tensors, stock=gathering.revert_weight_conversion):
+    # As if a file had two weights in one.
+    pair = {name: tensors.pop(name) for name in list(tensors) if name.endswith(("gate_proj.weight", "up_proj.weight"))}
+    together = {"gate_up": next(iter(pair.values()))} if len(pair) > 1 else {}
+    return {**stock(model, tensors), **together}
+
+gathering.revert_weight_conversion = made_of_several
+sys.exit(main())
+"""
+
+
+def test_a_model_that_could_not_be_saved_is_refused_before_it_is_trained(forks, tmp_path):
+    settings = (
+        "recipe=tiny",
+        "training.use_cpu=true",
+        "budget.preflight=false",
+        "distributed.strategy=fsdp2",
+    )
+    processes = forks.run_two(COULD_NOT_SAVE, *settings, f"training.output_dir={tmp_path / 'run'}")
+    assert 2 in [process.returncode for process in processes]
+    said = "".join(process.stderr for process in processes)
+    assert "have some that are made from several: gate_up" in said
+    assert "step 1" not in said
