@@ -206,7 +206,7 @@ class Taking(Technique):
         self.told.append(f"update, finite {finite}")
         return True
 
-    def save(self, folder):
+    def save(self, folder, *, writes=True):
         self.told.append("save")
         return True
 
