@@ -22,9 +22,7 @@ from lowmem_ft.data import DataStream, PreparedData, eval_batches
 from lowmem_ft.errors import Interrupted
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer
-from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
-from lowmem_ft.techniques.config import DistributedConfig
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality import refuse_bidirectional_weights
@@ -37,8 +35,8 @@ from lowmem_ft.training.finished_model import log_finished_model, save_finished_
 from lowmem_ft.training.health import RunHealth, SuspectWeightsError, weights_not_finite
 from lowmem_ft.training.hub_upload import check_upload
 from lowmem_ft.training.interruption import Interruption
-from lowmem_ft.training.launch import Launch, as_launched, read_launch
-from lowmem_ft.training.meeting import explained_joining, meet
+from lowmem_ft.training.joining import join_processes
+from lowmem_ft.training.launch import Launch, as_launched
 from lowmem_ft.training.out_of_memory import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory_report import does_not_fit_here, report_of
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
@@ -190,17 +188,10 @@ class TrainingRun:
         folder = folder or RunFolder.open(recipe)
         if config.push_to_hub:
             check_upload()
-        launch = (
-            read_launch(use_cpu=config.use_cpu)
-            if runtime is None
-            else Launch(num_processes=runtime.num_processes)
-        )
-        launched = as_launched(recipe, launch)
         if runtime is None:
-            if launch.num_processes > 1:
-                meet(recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name)
-            with explained_joining():
-                runtime = _runtime_of(config, folder.path, launched.distributed)
+            runtime, launched = join_processes(recipe, folder)
+        else:
+            launched = as_launched(recipe, Launch(num_processes=runtime.num_processes))
         set_seed(config.seed, deterministic=config.full_determinism)
         resume_from = folder.resume_from
         with runtime.failing_together():
@@ -441,16 +432,6 @@ class TrainingRun:
             loss=math.nan if self.progress.loss is None else self.progress.loss,
             evaluation=evaluation,
         )
-
-
-def _runtime_of(
-    config: TrainingConfig, output_dir: Path, distributed: DistributedConfig
-) -> AccelerateRuntime:
-    if distributed.strategy not in ("zero2", "zero3"):
-        return AccelerateRuntime.create(config, output_dir, distributed)
-    from lowmem_ft.training.deepspeed_runtime import DeepSpeedRuntime
-
-    return DeepSpeedRuntime.create(config, output_dir, distributed)
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -15,7 +15,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training import checkpoint, loop, session_files, train
+from lowmem_ft.training import checkpoint, joining, session_files, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoint_folders import Progress
 from lowmem_ft.training.session import Session
@@ -162,7 +162,7 @@ def fp16_on_cpu(monkeypatch):
         scalers.append(runtime.scaler)
         return runtime
 
-    monkeypatch.setattr(loop.AccelerateRuntime, "create", staticmethod(with_scaler))
+    monkeypatch.setattr(joining.AccelerateRuntime, "create", staticmethod(with_scaler))
     return scalers
 
 
@@ -211,7 +211,7 @@ def test_a_run_skips_overflows_without_giving_up(tiny, metrics, tmp_path, monkey
         use_scaler(runtime, init_scale=2.0**24)
         return runtime
 
-    monkeypatch.setattr(loop.AccelerateRuntime, "create", staticmethod(with_scaler))
+    monkeypatch.setattr(joining.AccelerateRuntime, "create", staticmethod(with_scaler))
     with caplog.at_level("INFO"):
         train(
             tiny(

@@ -13,7 +13,7 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import load_master_weights, load_model
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
-from lowmem_ft.training import loop, out_of_memory_report, train
+from lowmem_ft.training import joining, out_of_memory_report, train
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session_files import save_trained
 
@@ -138,7 +138,7 @@ def test_a_run_on_another_runtime_is_the_same_run_and_goes_on_from_its_own_files
     tiny, tmp_path, metrics, monkeypatch
 ):
     train(tiny(*SHORT, output_dir=tmp_path / "accelerate"))
-    monkeypatch.delattr(loop, "AccelerateRuntime")
+    monkeypatch.delattr(joining, "AccelerateRuntime")
     runtime = PlainRuntime()
     train(tiny(*SHORT, output_dir=tmp_path / "plain"), runtime=runtime)
     assert [record["step"] for record in runtime.logged if "eval_loss" in record] == [2, 4]
