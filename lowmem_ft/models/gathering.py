@@ -72,10 +72,8 @@ def write_gathered_weights(
             try:
                 contiguous = {name: tensor.contiguous() for name, tensor in together.items()}
                 save_file(contiguous, folder / name, {"format": "pt"})
-            except Exception as error:
-                problem = (
-                    error  # of whichever kind: the others would wait for what this process does not gather
-                )
+            except Exception as error:  # whatever it is: the others would wait for what is not gathered here
+                problem = error
     if writes and problem is None and len(files) > 1:
         _write_index(model, folder, files)
     if problem is not None:

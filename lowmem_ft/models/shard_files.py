@@ -13,10 +13,10 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowmem_ft.errors import CheckpointError
 from lowmem_ft.units import GIB
@@ -24,11 +24,14 @@ from lowmem_ft.units import GIB
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+
 MODEL, OPTIMIZER = "model", "optimizer"
 """What files hold."""
 
 MOST_BYTES = 2 * GIB
-"""Of tensors in one file. safetensors holds a file in host memory while writing it: this bounds that."""
+"""Of tensors in one file. safetensors holds a file in host memory while writing it: this bounds that, whatever
+the optimizer's size."""
 
 _NAME = re.compile(rf"shard-(\d{{5}})-of-(\d{{5}})-({MODEL}|{OPTIMIZER})-\d{{5}}\.safetensors")
 _BEGINS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's
@@ -96,7 +99,7 @@ class ShardWriter:
             OSError: if one cannot be written.
             SafetensorError: likewise.
         """
-        for number, together in enumerate(_files(parts)):
+        for number, together in enumerate(by_file(parts, lambda part: part.values.nbytes)):
             name = file_name(self._process_index, self._num_processes, what, number)
             self._write(self._folder / name, together)
 
@@ -189,14 +192,23 @@ def cut_tensors(files: Iterable[Path]) -> dict[str, CutTensor]:
     return {name: CutTensor(name, shapes[name], found) for name, found in parts.items()}
 
 
-def _files(parts: Iterable[tuple[str, Part]]) -> Iterator[dict[str, Part]]:
-    together: dict[str, Part] = {}
-    num_bytes = 0
-    for name, part in parts:
-        if together and num_bytes + part.values.nbytes > MOST_BYTES:
+def by_file(tensors: Iterable[tuple[str, T]], num_bytes: Callable[[T], int]) -> Iterator[dict[str, T]]:
+    """Deal named tensors out to files, in their order.
+
+    Args:
+        tensors: or what stands for them.
+        num_bytes: of one.
+
+    Yields:
+        Those of one file: at most ``MOST_BYTES``, or a single one.
+    """
+    together: dict[str, T] = {}
+    size = 0
+    for name, tensor in tensors:
+        if together and size + num_bytes(tensor) > MOST_BYTES:
             yield together
-            together, num_bytes = {}, 0
-        together[name] = part
-        num_bytes += part.values.nbytes
+            together, size = {}, 0
+        together[name] = tensor
+        size += num_bytes(tensor)
     if together:
         yield together

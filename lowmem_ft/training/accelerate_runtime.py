@@ -170,9 +170,8 @@ class AccelerateRuntime(MixedPrecision):
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
         """By :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, over all processes."""
         if self._is_sharded:
-            if all(
-                parameter.requires_grad for parameter in model.parameters()
-            ):  # else adapters are what is saved
+            is_saved = all(parameter.requires_grad for parameter in model.parameters())  # else adapters are
+            if is_saved:
                 refuse_unsaveable(cast(PreTrainedModel, model))
             mesh = init_device_mesh(self.device.type, (self.num_processes,))
             self._sharded = enable_fsdp2(model, config, mesh, self._rows)

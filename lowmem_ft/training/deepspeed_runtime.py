@@ -97,18 +97,8 @@ class DeepSpeedRuntime(AccelerateRuntime):
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Hand both to the engine, which keeps float32 masters of bfloat16 weights."""
-        is_bfloat16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-        plugin: Any = self.accelerator.state.deepspeed_plugin
-        plugin.deepspeed_config["bf16"] = {"enabled": is_bfloat16}
-        # The engine would cast buffers as well, the frequencies of rotary embeddings among them.
-        buffers = {
-            name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
-        }
+        """Hand both to the engine."""
         self._engine, prepared = self.accelerator.prepare(model, optimizer)
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.data = buffers[name].to(buffer.device)
         vars(model).pop("_is_accelerate_prepared", None)
         return self._engine, prepared
 
@@ -195,7 +185,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
 
 
 def _configuration(config: TrainingConfig, distributed: DistributedConfig) -> dict[str, Any]:
-    """The engine's, of what the recipe says; whether weights are bfloat16 is known once they are there."""
+    """The engine's, of what the recipe says; weights are float32."""
     return {
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,

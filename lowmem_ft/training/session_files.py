@@ -12,13 +12,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.models import save_model, save_tokenizer
-from lowmem_ft.models.shard_files import MODEL, OPTIMIZER, cut_tensors, num_rows, shard_files
+from lowmem_ft.models.shard_files import MODEL, OPTIMIZER, by_file, cut_tensors, num_rows, shard_files
 from lowmem_ft.optimizers import OptimizerState, StateParts, export_optimizer_state, import_optimizer_state
 from lowmem_ft.training.session import Session
-from lowmem_ft.units import GIB
-
-_SHARD_BYTES = 2 * GIB
-"""safetensors holds one file in host memory while writing it; this bounds that, whatever the optimizer's size."""
 
 
 def save_trained(session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -42,7 +38,7 @@ def save_session(session: Session, tokenizer: PreTrainedTokenizerBase, folder: P
     """
     save_trained(session, tokenizer, folder)
     state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
-    for index, shard in enumerate(_shards(state.tensors)):
+    for index, shard in enumerate(by_file(state.tensors.items(), lambda tensor: tensor.nbytes)):
         contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
         save_file(contiguous, folder / f"optimizer-{index:05d}.safetensors")
     return state.scalars
@@ -82,19 +78,6 @@ def _saved_state(folder: Path) -> Mapping[str, torch.Tensor | StateParts]:
         name: StateParts(tensor.parts, [num_rows(values) for _, values in tensor.parts])
         for name, tensor in cut.items()
     }
-
-
-def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        if shard and num_bytes + tensor.nbytes > _SHARD_BYTES:
-            yield shard
-            shard, num_bytes = {}, 0
-        shard[name] = tensor
-        num_bytes += tensor.nbytes
-    if shard:
-        yield shard
 
 
 class _TensorsOfFiles(Mapping[str, torch.Tensor]):
