@@ -173,6 +173,19 @@ def test_the_first_process_has_the_most_rows_and_the_last_is_told_where_it_has_f
     assert not is_cut_unevenly(cut("tiny", *SETTINGS, cards=4))
 
 
+def test_with_cpu_offload_state_is_on_the_host():
+    """And each process's part of weights and gradients; copies of what is being gathered are on the card."""
+    settings = ["training.use_cpu=false", "data.packing=true", "model.weights=pretrained", FSDP2]
+    here, there = (
+        estimate_memory(load_recipe("tiny", [*settings, f"distributed.cpu_offload={offload}"]), "2xrtx-4090")
+        for offload in ("false", "true")
+    )
+    assert here.by_category_at_peak["optimizer_state"] > 0
+    assert there.by_category_at_peak["optimizer_state"] == 0
+    assert there.by_category_at_peak["gradient"] < here.by_category_at_peak["gradient"]
+    assert there.host_peak_bytes - here.host_peak_bytes >= here.by_category_at_peak["optimizer_state"]
+
+
 def test_each_process_keeps_its_part_and_a_layer():
     settings = ("accumulation.dtype=weights",)
     alone = estimate_memory(load_recipe("1b-bf16", settings), "h100-80gb")
