@@ -24,20 +24,15 @@ def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
 
 
 _BESIDE_DEEPSPEED: dict[str, tuple[object, ...]] = {
-    "model.dtype": ("float32",),
-    "model.quantization": ("none",),
+    "model.dtype": ("float32", "bfloat16"),
     "training.mixed_precision": ("no",),
     "training.save_steps": (None,),
     "training.resume_from_checkpoint": (None,),
     "optimizer.name": ("adamw",),
     "optimizer.state": ("fp32",),
     "optimizer.master": ("fp32",),
-    "accumulation.order": ("horizontal",),
     "accumulation.dtype": ("float32",),
-    "offload.activations": ("none",),
-    "tiling.mlp": (1,),
-    "tiling.head": (1,),
-    "adapter.name": ("none",),
+    "offload.activations": ("none", "inputs"),
 }
 """By key, the values that a run under DeepSpeed was seen to train the same with as one process; others are refused."""
 

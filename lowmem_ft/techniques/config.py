@@ -238,7 +238,7 @@ class TilingConfig:
         "Pieces of the sequence that pass through each MLP one after the other; 1: all at once.",
         frees="the MLP's inner activations but those of one piece, while a layer is recomputed",
         costs="each piece is computed once more in backward; smaller matrix products",
-        effects=Effect(cost="time"),
+        effects=Effect(cost="time", engines=("ddp", "fsdp2", "zero2")),
         off=1,
         tries=(1, 4),
     )

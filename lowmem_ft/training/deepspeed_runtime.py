@@ -13,14 +13,14 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration, patch_environment
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem_ft.errors import CheckpointError
@@ -99,6 +99,8 @@ class DeepSpeedRuntime(AccelerateRuntime):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Hand both to the engine."""
         self._engine, prepared = self.accelerator.prepare(model, optimizer)
+        if self._shares_weights:
+            _gather_head_with_model(cast(PreTrainedModel, model))
         vars(model).pop("_is_accelerate_prepared", None)
         return self._engine, prepared
 
@@ -182,6 +184,14 @@ class DeepSpeedRuntime(AccelerateRuntime):
             CheckpointError: always.
         """
         raise CheckpointError(NO_CHECKPOINTS)
+
+
+def _gather_head_with_model(model: PreTrainedModel) -> None:
+    """Have the engine gather the head's weight in backward, too, where it is used outside its own module's forward."""
+    head = model.get_output_embeddings()
+    if head is not None:
+        deepspeed = importlib.import_module("deepspeed")
+        deepspeed.zero.register_external_parameter(model, head.weight)
 
 
 def _configuration(config: TrainingConfig, distributed: DistributedConfig) -> dict[str, Any]:
