@@ -83,21 +83,22 @@ class AttachedStep:
         runtime, norm = self._runtime, self.clip_grad_norm() if self._norm is None else self._norm
         loss = runtime.sum_over_processes(self._loss)
         self._loss, self._norm = torch.zeros_like(loss), None
-        self.applied = runtime.is_finite(loss + norm)
-        overflow = not self.applied and runtime.is_finite(loss) and runtime.loss_scale_may_overflow()
+        loss_value, norm_value = runtime.fetch(loss, norm)
+        self.applied = math.isfinite(loss_value) and math.isfinite(norm_value)
+        overflow = not self.applied and math.isfinite(loss_value) and runtime.loss_scale_may_overflow()
         if self._techniques.update_weights(finite=self.applied):
             runtime.update_loss_scale()
         else:
             runtime.update_weights(self._optimizer, finite=self.applied)
-        self._count(loss, norm, overflow=overflow)
+        self._count(loss_value, norm_value, overflow=overflow)
 
-    def _count(self, loss: Tensor, norm: Tensor, *, overflow: bool) -> None:
+    def _count(self, loss: float, norm: float, *, overflow: bool) -> None:
         if self.applied:
             self._skipped_in_a_row = 0
             return
         if self._techniques.updates_at_once:
             raise UserError(
-                f"A step was not finite (loss {float(loss):.4g}, gradient norm {float(norm):.4g}), and "
+                f"A step was not finite (loss {loss:.4g}, gradient norm {norm:.4g}), and "
                 "without clipping optimizer.in_backward had updated part of the weights by then: go on "
                 "from the last checkpoint. Set max_grad_norm, with which such a step is skipped as a "
                 "whole, or optimizer.in_backward=false."
@@ -106,7 +107,7 @@ class AttachedStep:
             logger.info("Step skipped: the fp16 loss scale was too high and is now lower.")
             return
         self._skipped_in_a_row += 1
-        logger.warning("Step skipped: loss %.4g, gradient norm %.4g.", float(loss), float(norm))
+        logger.warning("Step skipped: loss %.4g, gradient norm %.4g.", loss, norm)
         if self._skipped_in_a_row >= self._max_skipped_steps:
             raise UserError(
                 f"The loss or gradient was not finite for {self._skipped_in_a_row} steps in a row "

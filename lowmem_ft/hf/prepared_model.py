@@ -76,6 +76,7 @@ def _loaded(name: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
         device=_device(recipe),
         compute_dtype=compute_dtype(weights_dtype(config, hf_config), recipe.training.mixed_precision),
         packing=recipe.data.packing,
+        makes_batches=False,
     )
     model = load_model(
         config,

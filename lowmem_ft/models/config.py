@@ -46,9 +46,12 @@ class ModelConfig:
         },
         tries=("none", "nf4"),
     )
-    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = knob(
+    attn_implementation: Literal[
+        "auto", "varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"
+    ] = knob(
         "auto",
-        "Attention kernel; auto picks the leanest that is installed and logs why.",
+        "Attention kernel; auto picks the leanest that is there and logs why. varlen_attn: torch's own flash kernel, "
+        "which needs no mask for packed rows.",
         tries=("auto",),
     )
     trust_remote_code: bool = knob(

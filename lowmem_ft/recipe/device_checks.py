@@ -85,6 +85,7 @@ def _problems_on(recipe: Recipe, gpu: Gpu | None) -> list[str]:
         kernels=kernels,
         compute_type=_COMPUTE_TYPES.get(mixed_precision, dtype),
         compute_capability=None if gpu is None else gpu.compute_capability,
+        needs_kernel=recipe.data.packing,
     )
     return [*problems, attention] if attention else problems
 

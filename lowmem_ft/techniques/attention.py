@@ -13,9 +13,16 @@ from transformers.utils import is_flash_attn_2_available
 from lowmem_ft.devices import compute_capability as compute_capability_of
 from lowmem_ft.devices import is_virtual, kernels_of
 from lowmem_ft.errors import MissingPackageError, ModelError, UserError
-from lowmem_ft.techniques.device_rules import attention_problem, flash_attention_obstacle
+from lowmem_ft.techniques.device_rules import (
+    attention_problem,
+    flash_attention_obstacle,
+    varlen_attention_obstacle,
+)
+from lowmem_ft.techniques.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 
-AttentionImplementation = Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"]
+AttentionImplementation = Literal[
+    "auto", "varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"
+]
 
 _KEY = "model.attn_implementation"
 
@@ -30,7 +37,7 @@ _SUPPORT_FLAGS = {
 class AttentionChoice:
     """The ``attn_implementation`` to load a model with, and one clause for the log that says why."""
 
-    implementation: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"]
+    implementation: Literal["varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"]
     reason: str
 
 
@@ -53,12 +60,14 @@ def choose_attention(
     compute_dtype: torch.dtype,
     packing: bool = False,
     compute_capability: tuple[int, int] | None = None,
+    makes_batches: bool = True,
 ) -> AttentionChoice:
     """The attention kernel to load a model with: the one asked for if it can train here, or the leanest that can.
 
-    ``auto`` takes flash_attention_2 where it runs, because it tells packed documents apart by their boundaries while
-    sdpa needs a mask of tokens x tokens bytes a row; else sdpa; else eager. On a virtual GPU it takes no
-    flash_attention_2, for nobody knows whether the machine of the run will have flash-attn.
+    On a CUDA device ``auto`` takes varlen_attn where it runs, torch's own flash kernel, which tells packed documents
+    apart by their borders while sdpa needs a mask of tokens x tokens bytes a row; else flash_attention_2, which does so
+    too; else sdpa; else eager. On a virtual GPU it takes no flash_attention_2, for nobody knows whether the machine of
+    the run will have flash-attn.
 
     Args:
         requested: what the recipe says.
@@ -68,9 +77,10 @@ def choose_attention(
         compute_dtype: the type that queries and keys will have: autocast's, or else the weights'.
         packing: whether rows hold several documents.
         compute_capability: of a CUDA device; None asks the device.
+        makes_batches: whether our own loop feeds the model: what others pass may need masks, which varlen_attn has not.
 
     Returns:
-        The implementation and the reason for it.
+        The implementation and the reason for it. If it is varlen_attn, transformers knows it from now on.
 
     Raises:
         ModelError: if the architecture does not support what was asked for.
@@ -78,24 +88,37 @@ def choose_attention(
         MissingFlashAttentionError: if flash-attn is asked for and not installed.
     """
     supported = _supported_by(config)
+    facts = _facts(device, compute_dtype, compute_capability)
+    needs_kernel = packing or _has_windows(config)
+    if not makes_batches:
+        supported = tuple(name for name in supported if name != VARLEN_ATTENTION)
     if requested == "auto":
-        return _leanest(supported, config, device, compute_dtype, packing, compute_capability)
+        choice = _leanest(supported, config, device, packing=packing, needs_kernel=needs_kernel, facts=facts)
+        if choice.implementation == VARLEN_ATTENTION:
+            register_varlen_attention()
+        return choice
+    if requested == VARLEN_ATTENTION and not makes_batches:
+        raise UserError(
+            f"{_KEY}={VARLEN_ATTENTION} takes batches without padding masks, as lowmem-ft train makes them; those of "
+            f"another trainer may have some. Set {_KEY}=auto."
+        )
     if requested not in supported:
         raise ModelError(
             f"{_KEY}={requested} needs an architecture that supports it; {config.model_type} supports "
             f"{', '.join(supported)}. Set {_KEY} to one of these, or to auto."
         )
-    facts = _facts(device, compute_dtype, compute_capability)
-    if problem := attention_problem(requested, **facts):
+    if problem := attention_problem(requested, **facts, needs_kernel=needs_kernel):
         raise UserError(problem)
     if requested == "flash_attention_2" and not is_virtual(device) and not is_flash_attn_2_available():
         raise MissingFlashAttentionError
+    if requested == VARLEN_ATTENTION:
+        register_varlen_attention()
     return AttentionChoice(implementation=requested, reason=f"asked for by {_KEY}")
 
 
 def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return (*_SUPPORT_FLAGS, "eager")
+        return (*_SUPPORT_FLAGS, "eager")  # remote code
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     classes = architecture if isinstance(architecture, tuple) else (architecture,)
     flags = {
@@ -103,18 +126,39 @@ def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
     }
     if getattr(config, "alibi", False):  # Falcon's class says that it does, and its forward then raises
         flags.discard("flash_attention_2")
+    takes_functions = all(getattr(cls, "_supports_attention_backend", False) for cls in classes)
+    if takes_functions and {"flash_attention_2", "sdpa"} <= flags and _is_plain(config.get_text_config()):
+        return (VARLEN_ATTENTION, *(name for name in _SUPPORT_FLAGS if name in flags), "eager")
     return (*(name for name in _SUPPORT_FLAGS if name in flags), "eager")
+
+
+def _is_plain(config: PreTrainedConfig) -> bool:
+    """Whether all that its layers do with scores is in torch's kernel; what flash-attn has besides is not."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    has_more = getattr(config, "attn_logit_softcapping", None) or getattr(config, "attention_dropout", 0.0)
+    return not has_more and (size <= 192 or 224 < size <= 256)  # in between not on every device
+
+
+def _has_windows(config: PreTrainedConfig) -> bool:
+    """Whether layers may see a window of tokens only, which the kernel has and sdpa takes a mask for."""
+    return getattr(config.get_text_config(), "sliding_window", None) is not None
 
 
 def _leanest(
     supported: tuple[str, ...],
     config: PreTrainedConfig,
     device: torch.device,
-    compute_dtype: torch.dtype,
+    *,
     packing: bool,
-    compute_capability: tuple[int, int] | None,
+    needs_kernel: bool,
+    facts: dict[str, Any],
 ) -> AttentionChoice:
-    no_flash = flash_attention_obstacle(**_facts(device, compute_dtype, compute_capability))
+    no_varlen = varlen_attention_obstacle(**facts, needs_kernel=needs_kernel)
+    if VARLEN_ATTENTION in supported and no_varlen is None:
+        why = "torch's flash kernel tells packed documents apart" if packing else "rows need no mask with it"
+        return AttentionChoice(implementation=VARLEN_ATTENTION, reason=f"auto: {why}")
+    no_flash = flash_attention_obstacle(**facts)
     if "flash_attention_2" not in supported:
         no_flash = f"an architecture that supports it, got {config.model_type}"
     elif no_flash is None and is_virtual(device):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 _ATTENTION = "model.attn_implementation"
 _AMPERE = (8, 0)
-"""The first compute capability that flash-attn 2 has kernels for."""
+"""The first compute capability that flash-attn 2 has kernels for, the package's and torch's own."""
 
 
 def precision_problems(
@@ -64,6 +64,7 @@ def attention_problem(
     kernels: str,
     compute_type: str,
     compute_capability: tuple[int, int] | None,
+    needs_kernel: bool = True,
 ) -> str | None:
     """What is wrong with a kernel that is asked for by name on a device, or on a virtual one; None if nothing is.
 
@@ -73,8 +74,9 @@ def attention_problem(
         kernels: the device type whose kernels it runs: another, where it stands for one that is not here.
         compute_type: that queries and keys will have, such as ``bfloat16``.
         compute_capability: of a CUDA device.
+        needs_kernel: of varlen_attn: whether rows are packed, or layers have windows. Else it is sdpa without a mask.
     """
-    if implementation == "flash_attention_2":
+    if implementation == "flash_attention_2" or (implementation == "varlen_attn" and needs_kernel):
         obstacle = flash_attention_obstacle(
             device_type=device_type,
             kernels=kernels,
@@ -82,7 +84,7 @@ def attention_problem(
             compute_capability=compute_capability,
         )
         return (
-            f"{_ATTENTION}=flash_attention_2 needs {obstacle}. Set {_ATTENTION}=sdpa, or auto."
+            f"{_ATTENTION}={implementation} needs {obstacle}. Set {_ATTENTION}=sdpa, or auto."
             if obstacle
             else None
         )
@@ -99,10 +101,31 @@ def attention_problem(
     return None
 
 
+def varlen_attention_obstacle(
+    *,
+    device_type: str,
+    kernels: str,
+    compute_type: str,
+    compute_capability: tuple[int, int] | None,
+    needs_kernel: bool,
+) -> str | None:
+    """What keeps ``auto`` from varlen_attn, as the end of a sentence: on a CPU, sdpa does as well."""
+    if kernels != "cuda":
+        return f"a CUDA device, got device {device_type}"
+    if not needs_kernel:
+        return None
+    return flash_attention_obstacle(
+        device_type=device_type,
+        kernels=kernels,
+        compute_type=compute_type,
+        compute_capability=compute_capability,
+    )
+
+
 def flash_attention_obstacle(
     *, device_type: str, kernels: str, compute_type: str, compute_capability: tuple[int, int] | None
 ) -> str | None:
-    """What flash-attn 2 needs and does not find, as the end of a sentence; None if nothing stands in its way."""
+    """What flash-attn 2, the package or torch's, needs and does not find, as the end of a sentence; None: nothing."""
     if kernels != "cuda":
         return f"a CUDA device, got device {device_type}"
     if compute_type not in ("float16", "bfloat16"):

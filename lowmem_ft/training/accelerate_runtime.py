@@ -223,9 +223,9 @@ class AccelerateRuntime(MixedPrecision):
             return value
         return self.accelerator.reduce(value, reduction="sum")  # type: ignore[return-value]
 
-    def is_finite(self, value: torch.Tensor) -> bool:
+    def fetch(self, *values: torch.Tensor) -> tuple[float, ...]:
         """Asks the device: the one point of a step where the host waits."""
-        return bool(torch.isfinite(value))
+        return tuple(torch.stack([value.float() for value in values]).tolist())
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """As ``from_pretrained`` loads it, by the main process; what is cut among several is gathered to it."""

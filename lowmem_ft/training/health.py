@@ -80,8 +80,8 @@ class RunHealth:
         logger.warning(
             "Step %d skipped: loss %.4g, gradient norm %.4g. Examples of this step: %s.",
             progress.step,
-            float(result.loss),
-            float(result.grad_norm),
+            result.loss,
+            result.grad_norm,
             sorted(self._runtime.gather(list(sample_ids))),
         )
         self.refuse_ruined_weights(session)
@@ -183,8 +183,8 @@ class RunHealth:
             "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
         )
         return UserError(
-            f"Step {self._progress.step} was not finite (loss {float(result.loss):.4g}, gradient norm "
-            f"{float(result.grad_norm):.4g}; examples {sorted(sample_ids)}), and without clipping "
+            f"Step {self._progress.step} was not finite (loss {result.loss:.4g}, gradient norm "
+            f"{result.grad_norm:.4g}; examples {sorted(sample_ids)}), and without clipping "
             f"optimizer.in_backward had updated part of the weights by then: {way_back}. Set training.max_grad_norm, "
             "with which such a step is skipped as a whole, or optimizer.in_backward=false."
         )

@@ -292,7 +292,7 @@ class TrainingRun:
         self.progress.tokens += result.num_tokens
         self.progress.cut = self.retries.cut
         sample_ids = [sample for batch in window.batches for sample in batch.sample_ids]
-        self.progress.loss = float(result.loss)
+        self.progress.loss = result.loss
         self.health.after_step(self.session, result, sample_ids, learning_rate)
         seconds = time.perf_counter() - start
         session = self.session
@@ -304,7 +304,7 @@ class TrainingRun:
             "epoch": round(window.epoch, 4),
             "loss": self.progress.loss,
             "learning_rate": learning_rate,
-            "grad_norm": float(result.grad_norm),
+            "grad_norm": result.grad_norm,
             "tokens": self.progress.tokens,
             "tokens_per_second": result.num_tokens / seconds,
             "memory_now_bytes": memory.now_bytes,

@@ -97,8 +97,8 @@ class Runtime(Protocol):
         """The sum of a tensor over all processes, element by element."""
         ...
 
-    def is_finite(self, value: torch.Tensor) -> bool:
-        """Whether a 0-d tensor is neither infinite nor NaN."""
+    def fetch(self, *values: torch.Tensor) -> tuple[float, ...]:
+        """What 0-d tensors hold, in one wait for the device: the only one of a step, before the update."""
         ...
 
     def loss_scale_may_overflow(self) -> bool:

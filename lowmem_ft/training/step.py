@@ -11,12 +11,14 @@ of it: updates of the step before, which streamed layers make at their next visi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from lowmem_ft.data import Batch, LabelledRows, merged, pieces
+from lowmem_ft.techniques.varlen_attention import border_inputs, borders_arrive
 from lowmem_ft.training.session import Session
 
 
@@ -25,15 +27,15 @@ class StepResult:
     """What one optimizer step did.
 
     Args:
-        loss: mean negative log-likelihood over the window's label tokens, in nats; 0-d, fp32.
-        grad_norm: global gradient norm before clipping; 0-d.
+        loss: mean negative log-likelihood over the window's label tokens, in nats.
+        grad_norm: global gradient norm before clipping.
         num_tokens: tokens of the window that are not padding, in all processes.
         applied: False if the step was not finite, and the weights were left alone.
         overflow: True if only the fp16 loss scale can be to blame, which has been lowered by now.
     """
 
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
+    loss: float
+    grad_norm: float
     num_tokens: int
     applied: bool
     overflow: bool
@@ -68,8 +70,8 @@ class WindowGradients:
         overflow: whether only the fp16 loss scale can be to blame if not.
     """
 
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
+    loss: float
+    grad_norm: float
     num_tokens: int
     finite: bool
     overflow: bool
@@ -109,9 +111,11 @@ class WindowPass:
         loss = runtime.sum_over_processes(loss)
         runtime.average_gradients(session.trainable_parameters())
         grad_norm = session.clip_grad_norm()
-        finite = runtime.is_finite(loss + grad_norm)
-        overflow = not finite and runtime.is_finite(loss) and runtime.loss_scale_may_overflow()
-        return WindowGradients(loss, grad_norm, num_tokens, finite, overflow)
+        # Together, and before the update: the device works on it while the host prepares what comes next.
+        loss_value, norm_value = runtime.fetch(loss, grad_norm)
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        overflow = not finite and math.isfinite(loss_value) and runtime.loss_scale_may_overflow()
+        return WindowGradients(loss_value, norm_value, num_tokens, finite, overflow)
 
     def micro_batches(self) -> Sequence[LabelledRows]:
         """What the model gets at a time."""
@@ -151,14 +155,16 @@ def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
     counts = [sum(batch.num_label_tokens for batch in window), sum(batch.num_tokens for batch in window)]
     if session.runtime.num_processes > 1:
         totals = session.runtime.sum_over_processes(torch.tensor(counts, device=session.runtime.device))
-        counts = [int(total) for total in totals]
+        counts = totals.tolist()
     return max(counts[0], 1), counts[1]
 
 
 def _forward(session: Session, batch: LabelledRows, num_items: int) -> torch.Tensor:
     """The micro-batch's summed loss divided by ``num_items``."""
     further_inputs = session.techniques.before_forward(batch.input_ids_BT, batch.num_label_tokens)
+    attention = session.unwrapped_model.config._attn_implementation
+    further_inputs |= border_inputs(attention or "", batch.position_ids_BT, session.runtime.device)
     batch = batch.to(session.runtime.device)
     inputs = dict(batch.model_inputs(), labels=batch.labels_BT, use_cache=False, num_items_in_batch=num_items)
-    with session.runtime.autocast():
+    with session.runtime.autocast(), borders_arrive(further_inputs):
         return session.model(**inputs, **further_inputs).loss.float()

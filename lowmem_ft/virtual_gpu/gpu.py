@@ -25,7 +25,7 @@ from lowmem_ft.virtual_gpu.replay.estimate import (
 from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.streams import number_anew
 from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
-from lowmem_ft.virtual_gpu.upstream.flash_attention_2 import flash_attention_2_as_on_cuda
+from lowmem_ft.virtual_gpu.upstream.flash_attention import flash_attention_as_on_cuda
 from lowmem_ft.virtual_gpu.upstream.trl_kernels import trl_kernels_as_on_cuda
 
 
@@ -67,7 +67,7 @@ class VirtualGPU(VirtualMachine):
         number_anew()
         stack.enter_context(activated(self))
         stack.enter_context(cuda_is_virtual(register_virtual_device()))
-        stack.enter_context(flash_attention_2_as_on_cuda())
+        stack.enter_context(flash_attention_as_on_cuda())
         stack.enter_context(trl_kernels_as_on_cuda())
         super()._enter(stack)
 

@@ -121,7 +121,9 @@ class WorkLog:
         """The host waits for every stream.
 
         Args:
-            waits: whether it does on a GPU too: a number on the host is read without.
+            waits: false where a number on the host is read, for which nobody waits.
         """
-        self.num_host_waits += waits
+        if not waits:
+            return
+        self.num_host_waits += 1
         self.entries.append(Work("synchronize", self.position))

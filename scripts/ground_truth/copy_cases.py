@@ -162,7 +162,7 @@ def steady(case: CopyCase) -> CopyCase:
 
 def step(session: Session, number: int) -> float:
     """One step; its loss."""
-    return float(train_step(session, [batch(2 * number), batch(2 * number + 1)]).loss)
+    return train_step(session, [batch(2 * number), batch(2 * number + 1)]).loss
 
 
 def evaluate(session: Session) -> float:

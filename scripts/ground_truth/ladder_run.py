@@ -72,7 +72,7 @@ def outcome_of(recipe: Recipe, folder: Path, rows: Rows | None = None) -> Outcom
     for step in range(NUM_STEPS):
         result = train_step(session, _window(recipe, rows, generator, step))
         assert result.applied
-        losses.append(float(result.loss))
+        losses.append(result.loss)
     session.techniques.flush()
     session.model.eval()
     loss_sum, num_label_tokens = evaluation_loss(session, [_batch(recipe, rows, generator)])

@@ -35,10 +35,51 @@ def flash_attn_missing(monkeypatch):
 
 
 @pytest.mark.usefixtures("flash_attn_installed")
-def test_auto_takes_flash_attention_where_it_runs():
+def test_auto_takes_torchs_flash_attention_where_it_runs():
     choice = choose("auto", packing=True)
+    assert choice.implementation == "varlen_attn"
+    assert choice.reason == "auto: torch's flash kernel tells packed documents apart"
+
+
+def test_rows_of_one_document_need_no_kernel_of_their_own():
+    choice = choose("auto", capability=TURING, dtype=torch.float16)
+    assert choice.implementation == "varlen_attn"
+    assert choice.reason == "auto: rows need no mask with it"
+
+
+@pytest.mark.usefixtures("flash_attn_missing")
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.Gemma2Config(),  # soft caps
+        hf.LlamaConfig(attention_dropout=0.1),
+        hf.LlamaConfig(head_dim=200),
+        hf.GptOssConfig(),  # sinks
+        hf.FalconConfig(alibi=True),
+        hf.GPTNeoConfig(),  # no attention functions
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_auto_leaves_to_others_what_the_kernel_does_not_have(config):
+    assert choose("auto", config=config, packing=True).implementation != "varlen_attn"
+    with pytest.raises(ModelError, match=r"model\.attn_implementation=varlen_attn needs"):
+        choose("varlen_attn", config=config, packing=True)
+
+
+@pytest.mark.usefixtures("flash_attn_installed")
+def test_auto_takes_the_package_for_what_torchs_kernel_does_not_have():
+    choice = choose("auto", config=hf.Gemma2Config(), packing=True)
     assert choice.implementation == "flash_attention_2"
     assert choice.reason == "auto: packed rows need no mask with it"
+
+
+def test_somebody_elses_batches_may_have_masks():
+    """Which transformers would drop without a word."""
+    facts = {"device": CUDA, "compute_dtype": torch.bfloat16, "compute_capability": AMPERE}
+    choice = choose_attention("auto", config=hf.LlamaConfig(), makes_batches=False, **facts)
+    assert choice.implementation != "varlen_attn"
+    with pytest.raises(UserError, match="takes batches without padding masks"):
+        choose_attention("varlen_attn", config=hf.LlamaConfig(), makes_batches=False, **facts)
 
 
 @pytest.mark.usefixtures("flash_attn_installed")
@@ -51,14 +92,14 @@ def test_auto_takes_flash_attention_where_it_runs():
     ],
 )
 def test_auto_falls_to_sdpa_and_says_why(where, reason):
-    choice = choose("auto", **where)
+    choice = choose("auto", packing=True, **where)
     assert choice.implementation == "sdpa"
     assert reason in choice.reason
 
 
 @pytest.mark.usefixtures("flash_attn_missing")
 def test_auto_without_the_package_says_so_and_what_packing_costs():
-    choice = choose("auto", packing=True)
+    choice = choose("auto", packing=True, config=hf.LlamaConfig(attention_dropout=0.1))
     assert choice.implementation == "sdpa"
     assert "flash-attn, which is not installed" in choice.reason
     assert "mask of tokens x tokens" in choice.reason
@@ -72,7 +113,7 @@ def test_auto_takes_eager_where_the_architecture_has_nothing_else():
 
 
 @pytest.mark.usefixtures("flash_attn_installed")
-@pytest.mark.parametrize("requested", ["sdpa", "flash_attention_2", "flex_attention", "eager"])
+@pytest.mark.parametrize("requested", ["varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"])
 def test_a_request_that_can_be_met_is_met(requested):
     choice = choose(requested)
     assert choice.implementation == requested
@@ -130,9 +171,11 @@ def test_an_architecture_unknown_to_transformers_is_not_second_guessed():
 
 
 def test_auto_takes_sdpa_on_a_virtual_gpu_and_says_how_to_count_on_flash_attn():
+    """A model with dropout of scores, which flash-attn has and torch's kernel has not."""
+    config = hf.LlamaConfig(attention_dropout=0.1)
     with VirtualGPU("a100-80gb") as gpu:
         choice = choose_attention(
-            "auto", config=hf.LlamaConfig(), device=gpu.device, compute_dtype=torch.bfloat16, packing=True
+            "auto", config=config, device=gpu.device, compute_dtype=torch.bfloat16, packing=True
         )
     assert choice.implementation == "sdpa"
     assert "may not have; ask for it" in choice.reason

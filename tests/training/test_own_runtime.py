@@ -75,8 +75,8 @@ class PlainRuntime:
     def sum_over_processes(self, value):
         return value
 
-    def is_finite(self, value):
-        return bool(torch.isfinite(value))
+    def fetch(self, *values):
+        return tuple(float(value) for value in values)
 
     def loss_scale_may_overflow(self):
         return False

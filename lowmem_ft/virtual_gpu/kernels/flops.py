@@ -132,6 +132,8 @@ _ATTENTION: dict[str, tuple[int, int]] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": (5, -2),
     "aten::_flash_attention_backward": (5, -3),
     "aten::_efficient_attention_backward": (5, -3),
+    "torch_attn::_varlen_attn": (2, -3),
+    "torch_attn::_varlen_attn_backward": (5, -3),
 }
 
 
@@ -143,9 +145,12 @@ def _attention(
     call = {**dict(zip(parameters, args, strict=False)), **kwargs}
     query, key = call["query"], call["key"]
     keys = key.shape[token_dim]
-    is_packed = any(_is_given(call, offsets) for offsets in ("cum_seq_q", "cu_seqlens_q"))
+    is_packed = any(_is_given(call, offsets) for offsets in ("cum_seq_q", "cu_seqlens_q", "cu_seq_q"))
     if is_packed:
         keys = next(call[longest] for longest in ("max_k", "max_seqlen_k") if longest in call)
+    left, right = call.get("window_size") or (-1, -1)
+    if right == 0 and 0 <= left < keys - 1:  # causal, and no further back than the window
+        return 2 * products * query.numel() * (left + 1)
     flops = 2 * products * query.numel() * keys
     # custom_mask_type 1 and 2 are causal (CUTLASS' CausalFromTopLeft and CausalFromBottomRight).
     is_causal = call.get("is_causal", False) or call.get("custom_mask_type", 0) > 0

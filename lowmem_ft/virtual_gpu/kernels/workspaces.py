@@ -156,6 +156,14 @@ def _flash_varlen_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Itera
     yield from _contiguous_copies(call["grad_out"], call["out"])
 
 
+def _torch_varlen_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
+    """The same kernel under another name.
+
+    Source: pytorch, torch/nn/attention/varlen.py.
+    """
+    yield from _flash_varlen_backward(call | {"cum_seq_q": call["cu_seq_q"]}, result, gpu)
+
+
 def _cudnn_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
     """The workspace of cuDNN, as its graph of the backward pass lays it out.
 
@@ -342,6 +350,7 @@ _Rule = Callable[[dict[str, Any], Any, Gpu], Iterator[int]]
 _WORKSPACES: dict[Any, _Rule] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._flash_attention_backward.default: _flash_varlen_backward,
+    torch.ops.torch_attn._varlen_attn_backward.default: _torch_varlen_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._softmax.default: _softmax,

@@ -4,7 +4,7 @@ torch
     ``cuda_names``, ``cuda_classes`` and ``cuda_refusals`` let ``cuda`` mean the virtual GPU; ``inference_mode``;
     ``fake_tensor_patches`` lets fake tensors pass for real ones, in transformers as well.
 transformers
-    ``experts``, ``flash_attention_2``, ``generation``, ``weight_files``.
+    ``experts``, ``flash_attention``, ``generation``, ``weight_files``.
 bitsandbytes
     ``bitsandbytes_weights`` and, for the rest of it, ``bitsandbytes_fakes``.
 TRL

@@ -1,11 +1,12 @@
-"""The package flash-attn on the virtual GPU: ``attn_implementation="flash_attention_2"`` without having it installed.
+"""Flash attention on the virtual GPU: the package flash-attn without having it installed, and torch's own by documents.
 
-Its kernels and torch's own flash attention are one code, with the same outputs, saved tensors and buffers.
+Their kernels are one code, with the same outputs, saved tensors and buffers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import varlen
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as upstream
 
@@ -29,12 +31,13 @@ _EVERYWHERE = (-1, -1)
 
 
 @contextlib.contextmanager
-def flash_attention_2_as_on_cuda() -> Iterator[None]:
-    """Let transformers build and run models with flash_attention_2 while a block runs."""
+def flash_attention_as_on_cuda() -> Iterator[None]:
+    """Let models run with flash_attention_2 while a block runs, and torch's kernel check what it is given."""
     can_dispatch = existing(PreTrainedModel, "_flash_attn_can_dispatch")
     lazy_imports = existing(upstream, "_lazy_imports")
     forward = existing(upstream, _FORWARD)
     padding = existing(upstream, "_pad_input"), existing(upstream, "_unpad_input")
+    varlen_attn = existing(varlen, "varlen_attn")
 
     def flash_attn_can_dispatch(
         self: PreTrainedModel, flash_attn_version: int, is_init_check: bool = False
@@ -52,7 +55,15 @@ def flash_attention_2_as_on_cuda() -> Iterator[None]:
             return lazy_imports(implementation, *args, **kwargs)
         return flash_attn_func, flash_attn_varlen_func, None, *padding
 
+    @functools.wraps(varlen_attn)
+    def checked_varlen_attn(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        gpu = active_gpu()
+        _check((query, key, value), gpu.spec.compute_capability, "varlen_attn")
+        gpu.say("attention: flash kernel over documents end to end")
+        return varlen_attn(query, key, value, *args, **kwargs)
+
     with contextlib.ExitStack() as undo:
+        replace(undo, varlen, "varlen_attn", checked_varlen_attn)
         replace(undo, PreTrainedModel, "_flash_attn_can_dispatch", flash_attn_can_dispatch)
         replace(undo, upstream, "_lazy_imports", virtual_imports)
         undo.callback(setattr, upstream, "_loaded_implementation", None)  # ours is not to be used elsewhere
@@ -118,7 +129,7 @@ def _run(
     window_size: tuple[int, int],
 ) -> Tensor:
     gpu = active_gpu()
-    _check(operands, gpu.spec.compute_capability)
+    _check(operands, gpu.spec.compute_capability, _NAME)
     gpu.say("attention: flash-attn 2, which has to be installed where the run is")
     size = operands[0].size(-1)
     query, key, value = (F.pad(operand, (0, -size % 8)) if size % 8 else operand for operand in operands)
@@ -141,11 +152,11 @@ def _run(
     return output[..., :size] if size % 8 else output
 
 
-def _check(operands: tuple[Tensor, Tensor, Tensor], capability: tuple[int, int]) -> None:
+def _check(operands: tuple[Tensor, Tensor, Tensor], capability: tuple[int, int], name: str) -> None:
     for operand in operands:
         if operand.device.type == "cpu":
             raise NotImplementedError(
-                "flash-attn has no kernel for the CPU, and was given a tensor that is there"
+                f"{name} has no kernel for the CPU, and was given a tensor that is there"
             )
     if capability < _AMPERE:
         got = f"compute capability {capability[0]}.{capability[1]}"
@@ -154,4 +165,4 @@ def _check(operands: tuple[Tensor, Tensor, Tensor], capability: tuple[int, int])
         got, needs = str(operands[0].dtype).removeprefix("torch."), "bfloat16 or float16 computation"
     else:
         return
-    raise UserError(f"attn_implementation={_NAME} needs {needs}, got {got}. Set attn_implementation=sdpa.")
+    raise UserError(f"attn_implementation={name} needs {needs}, got {got}. Set attn_implementation=sdpa.")
