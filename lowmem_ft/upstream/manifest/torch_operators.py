@@ -63,6 +63,7 @@ OPERATORS = (
         "_flash_attention_backward _foreach_norm _index_put_impl_",
         "buffers of their CUDA kernels",
     ),
+    *each("called", "torch.ops.torch_attn", "_varlen_attn_backward", "buffers of its CUDA kernel"),
     *each(
         "called",
         _ATEN,

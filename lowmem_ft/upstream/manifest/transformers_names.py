@@ -35,7 +35,7 @@ TRANSFORMERS = (
     *data(_MODEL, "_keys_to_ignore_on_save", "what save_pretrained leaves out"),
     *data(
         _MODEL,
-        "_supports_flash_attn _supports_sdpa _supports_flex_attn",
+        "_supports_flash_attn _supports_sdpa _supports_flex_attn _supports_attention_backend",
         "which attention kernels a model takes",
         "bool",
     ),

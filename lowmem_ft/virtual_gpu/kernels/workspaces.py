@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # noqa: F401 - brings its operators
 from torch import Tensor
 
 from lowmem_ft.catalog.gpu import Gpu

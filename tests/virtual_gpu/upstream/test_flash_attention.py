@@ -1,4 +1,4 @@
-"""flash_attention_2 on the virtual GPU, where the package need not be installed."""
+"""Flash attention on the virtual GPU: the package, which need not be installed, and torch's own over documents."""
 
 import importlib
 from pathlib import Path
@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from torch.nn.attention import varlen
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lowmem_ft.errors import UserError
+from lowmem_ft.techniques.varlen_attention import register_varlen_attention
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 
@@ -81,3 +83,48 @@ def test_flash_attention_2_needs_ampere():
         ids = torch.zeros(1, 32, dtype=torch.long).to(gpu.device)
         with pytest.raises(UserError, match=r"needs compute capability 8\.0 or later \(Ampere\), got"):
             model(input_ids=ids)
+
+
+def test_torchs_kernel_over_documents_has_the_shapes_and_buffers_of_flash_attn():
+    """One code: the same floating-point operations, and the same bytes but for a block of borders counted from 0."""
+    borders = {"document_borders": [[0, 16, 32]], "longest_document": 16}
+    as_flash_attn = {"cu_seq_lens_q": [0, 16, 32], "cu_seq_lens_k": [0, 16, 32]}
+    lengths = {"max_length_q": 16, "max_length_k": 16}
+    seen = {}
+    for attention, inputs in (("varlen_attn", borders), ("flash_attention_2", as_flash_attn | lengths)):
+        register_varlen_attention()
+        with VirtualGPU("a100-80gb") as gpu:
+            model = gpu.place(llama(attn_implementation=attention))
+            ids = torch.zeros(1, 32, dtype=torch.long).to(gpu.device)
+            placed = {
+                name: torch.tensor(value, dtype=torch.int32).to(gpu.device)
+                if isinstance(value, list)
+                else value
+                for name, value in inputs.items()
+            }
+            positions = torch.arange(16).repeat(2)[None].to(gpu.device)
+            model(
+                input_ids=ids, labels=ids, position_ids=positions, use_cache=False, **placed
+            ).loss.backward()
+        flops = sum(work.flops for work in gpu.trace().work if work.kind == "kernel")
+        seen[attention] = gpu.report().allocated_peak_bytes - 512 * (attention == "varlen_attn"), flops
+    assert seen["varlen_attn"] == seen["flash_attention_2"]
+
+
+@pytest.mark.parametrize(
+    "gpu_name, dtype, message",
+    [
+        (
+            "t4",
+            torch.float16,
+            r"varlen_attn needs compute capability 8\.0 or later \(Ampere\), got compute capability 7\.5",
+        ),
+        ("a100-80gb", torch.float32, "varlen_attn needs bfloat16 or float16 computation, got float32"),
+    ],
+)
+def test_torchs_kernel_refuses_what_cuda_would(gpu_name, dtype, message):
+    with VirtualGPU(gpu_name) as gpu:
+        rows = torch.zeros(8, 2, 16, dtype=dtype, device=gpu.device)
+        borders = torch.zeros(2, dtype=torch.int32, device=gpu.device)
+        with pytest.raises(UserError, match=message):
+            varlen.varlen_attn(rows, rows, rows, borders, borders, 8, 8)
