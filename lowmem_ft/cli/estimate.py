@@ -133,7 +133,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
         console.print(f"\n{FOR_THE_PROCESSOR}")
         if needs is not None and needs.gpu != CPU:
             console.print(f"{recipe.name} is made for --gpu {needs.gpu}.")
-    write_pictures(estimate, options)
+    write_pictures(estimate, options, is_of_run=True)
     return _conclude([estimate], estimate.to_json(), options.gpu, recipe, options, console)
 
 

@@ -125,7 +125,7 @@ def _report_one(
     )
     if options.gpu is None and found.estimate.is_of_cpu:
         console.print(f"\n{FOR_THE_PROCESSOR}")
-    write_pictures(found.estimate, options)
+    write_pictures(found.estimate, options, is_of_run=False)
     write_json({**found.to_json(), "attach": savings and savings.to_json()}, options)
     return 0 if found.estimate.fits else EXIT_DOES_NOT_FIT
 

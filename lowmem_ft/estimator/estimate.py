@@ -29,7 +29,7 @@ from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.estimate import (
     Surroundings,
-    allocator_config_of_environment,
+    allocator_config_of_runs,
     estimate_on_cpu,
     estimate_on_gpu,
 )
@@ -128,7 +128,7 @@ def estimate_on_gpus(
             alike = (id(traced), workspace)
             if alike not in replays:
                 trace = with_workspaces(traced.trace, workspace)
-                replays[alike] = Replays(trace, allocator_config_of_environment())
+                replays[alike] = Replays(trace, allocator_config_of_runs())
             on_gpu = dataclasses.replace(traced, trace=replays[alike].trace)
             seconds = time.perf_counter() - start
             results.append(_estimate(recipe, on_gpu, gpu, budget, seconds, "", replays[alike]))
@@ -173,6 +173,7 @@ def _estimate(
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
         micro_batches_per_step=_untraced_micro_batches(recipe),
         processes=_processes(recipe),
+        allocator=allocator_config_of_runs(),
         sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
         not_modelled=() if recipe.offload.folder is None else ("time that the disk of offload.folder takes",),
     )

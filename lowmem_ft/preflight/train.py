@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowmem_ft.allocator_setting import use_growing_segments
 from lowmem_ft.preflight.estimate_beside import EstimateBeside
 from lowmem_ft.preflight.plan_first import with_plan
 from lowmem_ft.recipe import Recipe
@@ -31,6 +32,7 @@ def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime |
         Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
         KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
     """
+    use_growing_segments()
     estimate = None
     if recipe.left_to_choose:
         (recipe, estimate), folder = with_plan(recipe), None

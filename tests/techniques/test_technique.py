@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ class OtherLoop:
         if finite:
             self.scheduler.step()
         self.optimizer.zero_grad()
-        return loss, grad_norm, self.techniques.metrics()
+        return float(loss), float(grad_norm), self.techniques.metrics()
 
     def evaluate(self):
         self.techniques.flush()
@@ -118,7 +119,7 @@ def train(loop, session):
     held_out, before = loop.evaluate(), read_all(session)
     with not_finite(session.unwrapped_model):
         skipped = loop.step([batch(4, 19), batch(5, 21)])
-    assert not torch.isfinite(skipped[0])
+    assert not math.isfinite(skipped[0])
     torch.testing.assert_close(read_all(session), before, rtol=0, atol=0)
     return [*steps, held_out, skipped, loop.step([batch(4, 19), batch(5, 21)])]
 

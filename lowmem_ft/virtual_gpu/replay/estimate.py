@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lowmem_ft.allocator_setting import SETTING_OF_RUNS, allocator_setting
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.estimate import (
@@ -72,9 +72,16 @@ def allocator_config_of_environment() -> AllocatorConfig:
     Raises:
         UserError: if they cannot be read.
     """
-    # torch reads the older name first, even where it is empty.
-    text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    return AllocatorConfig.parse(text)
+    return AllocatorConfig.parse(allocator_setting())
+
+
+def allocator_config_of_runs() -> AllocatorConfig:
+    """The same for a recipe, whose run has a setting of its own where the environment has none.
+
+    Raises:
+        UserError: as above.
+    """
+    return AllocatorConfig.parse(allocator_setting(SETTING_OF_RUNS))
 
 
 def estimate_on_gpu(
