@@ -26,6 +26,12 @@ AttentionImplementation = Literal[
 
 _KEY = "model.attn_implementation"
 
+_CHANGES_OF_SCORES = (
+    "attn_logit_softcapping",
+    *("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
+)
+"""Fields of configs: soft caps, and dropout by the names that architectures give it."""
+
 _SUPPORT_FLAGS = {
     "flash_attention_2": "_supports_flash_attn",
     "sdpa": "_supports_sdpa",
@@ -136,7 +142,7 @@ def _is_plain(config: PreTrainedConfig) -> bool:
     """Whether all that its layers do with scores is in torch's kernel; what flash-attn has besides is not."""
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    has_more = getattr(config, "attn_logit_softcapping", None) or getattr(config, "attention_dropout", 0.0)
+    has_more = any(getattr(config, name, None) for name in _CHANGES_OF_SCORES)
     return not has_more and (size <= 192 or 224 < size <= 256)  # in between not on every device
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from ground_truth.families import FAMILIES
 from torch.nn.attention import varlen
 
 from lowmem_ft.data.batch import LabelledRows
 from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.techniques.attention import choose_attention
 from lowmem_ft.techniques.varlen_attention import (
     border_inputs,
     borders_arrive,
@@ -66,14 +68,18 @@ def make(config_class=hf.LlamaConfig, implementation="varlen_attn", dtype=torch.
     return hf.AutoModelForCausalLM.from_config(config).to(dtype)
 
 
-def logits_and_gradients(model, position_ids_BT=POSITIONS_BT, borders=True):
+def logits_of(model, position_ids_BT, borders=True):
     ids_BT = torch.arange(position_ids_BT.numel()).reshape(position_ids_BT.shape) * 7 % 64
     implementation = model.config._attn_implementation if borders else "sdpa"
     inputs = {"position_ids": position_ids_BT} | border_inputs(implementation, position_ids_BT, CPU)
     with borders_arrive(inputs):
-        logits_BTV = model(input_ids=ids_BT, use_cache=False, **inputs).logits
-    logits_BTV.float().square().mean().backward()
-    return logits_BTV.detach().float(), {name: p.grad.float() for name, p in model.named_parameters()}
+        return model(input_ids=ids_BT, use_cache=False, **inputs).logits.float()
+
+
+def logits_and_gradients(model, position_ids_BT=POSITIONS_BT, borders=True):
+    logits_BTV = logits_of(model, position_ids_BT, borders)
+    logits_BTV.square().mean().backward()
+    return logits_BTV.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
 
 
 def furthest(values, others):
@@ -191,3 +197,51 @@ def test_a_piece_of_a_row_has_its_own_borders():
     )
     borders_BE, longest = document_borders(rows.position_ids_BT)
     assert (borders_BE.tolist(), longest) == ([[0, 3, 11]], 8)
+
+
+OF_THE_KERNEL = {
+    *(
+        "llama",
+        "qwen2",
+        "qwen3",
+        "gemma3",
+        "mistral",
+        "phi",
+        "phi3",
+        "olmo2",
+        "gpt_neox",
+        "qwen3_moe",
+        "mixtral",
+    )
+}
+"""The others: gemma2 has soft caps, falcon's and gpt2's dropout of scores and ways to attention are their own."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_auto_takes_it_for_give_what_a_mask_gives(family):
+    """Their layers hand borders on, and do nothing to scores that only a mask could say."""
+    positions_BT = torch.tensor([[*range(60), *range(36)], [*range(96)]])
+    config = hf.AutoConfig.for_model(**{"model_type": family, **FAMILIES[family]})
+    choice = choose_attention(
+        "auto",
+        config=config,
+        device=torch.device("cuda"),
+        compute_dtype=torch.bfloat16,
+        packing=True,
+        compute_capability=(8, 0),
+    )
+    assert (choice.implementation == "varlen_attn") == (family in OF_THE_KERNEL)
+    if family not in OF_THE_KERNEL:
+        return
+
+    def logits(attention, dtype):
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).eval()
+        with torch.no_grad():
+            return logits_of(model, positions_BT)
+
+    exact = logits("sdpa", torch.float32)
+    of_mask, of_borders = (
+        (logits(name, torch.bfloat16) - exact).abs().mean() for name in ("sdpa", "varlen_attn")
+    )
+    assert of_borders <= 1.5 * of_mask
