@@ -416,7 +416,7 @@ def test_plot_and_snapshot_are_written(estimator, tmp_path, monkeypatch):
     plot, snapshot = tmp_path / "memory.html", tmp_path / "run.pickle"
     assert estimate("recipe=tiny", "--gpu", "big", "--plot", str(plot), "--snapshot", str(snapshot)) == 0
     assert "parameters" in plot.read_text(encoding="utf-8")
-    assert b"segment_alloc" in snapshot.read_bytes()
+    assert b"segment_map" in snapshot.read_bytes()
 
 
 def test_files_that_cannot_be_written_are_refused_before_the_estimate(estimator, capsys, tmp_path):
