@@ -1,11 +1,13 @@
-"""What of a parameter lies in this process: all of it, or the rows that ``fully_shard`` has left here.
+"""What of a parameter lies in this process: all of it, or what ``fully_shard`` or ZeRO-3 has left here.
 
 FSDP2 (``torch.distributed.fsdp.fully_shard``) makes each parameter a ``DTensor``, of which every process holds some
-rows, as ``torch.chunk`` cuts them: the last processes may hold fewer, or none.
+rows, as ``torch.chunk`` cuts them: the last processes may hold fewer, or none. DeepSpeed's ZeRO-3 leaves a parameter
+empty, and a flat part of it beside it, in every process of the same size, the last filled up.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -17,18 +19,51 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
+def is_partitioned(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter that ZeRO-3 has cut."""
+    return hasattr(tensor, "ds_tensor")
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of a tensor before ZeRO-3 has cut it; other shards know it by themselves."""
+    partitioned: Any = tensor
+    return partitioned.ds_shape if is_partitioned(tensor) else tensor.shape
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a sharded tensor, without its graph, in the same memory; any other tensor itself."""
     sharded: Any = tensor
+    if is_partitioned(tensor):
+        part = sharded.ds_tensor.detach()
+        before = part.numel() * torch.distributed.get_rank()
+        return part[: max(sharded.ds_numel - before, 0)]  # what fills it up has no values
     return sharded.detach().to_local() if is_sharded(tensor) else tensor
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """All of a sharded tensor, where its processes meet; every one of them calls this. Any other tensor itself."""
+    if is_partitioned(tensor):
+        with _zero3().GatheredParameters([tensor]):
+            return tensor.detach().clone()
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor.detach()
     return sharded.to(sharded.device_mesh.device_type).full_tensor()
+
+
+@torch.no_grad()
+def set_whole(tensor: Tensor, values: Tensor) -> None:
+    """Give a tensor values; of a sharded one, this process's part. Every process calls this, with the same values."""
+    if is_partitioned(tensor):
+        with _zero3().GatheredParameters([tensor], modifier_rank=0):
+            tensor.copy_(values)
+        return
+    here, first = local_part(tensor), first_element(tensor)
+    here.copy_(values.flatten()[first : first + here.numel()].view(here.shape))
+
+
+def _zero3() -> Any:
+    return importlib.import_module("deepspeed").zero
 
 
 def local_memory(tensor: Tensor) -> torch.UntypedStorage:

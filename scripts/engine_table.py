@@ -58,7 +58,7 @@ class Row:
         Raises:
             RecipeError: they refuse it in one process already, so that this row asks nothing.
         """
-        settings = ["training.save_steps=null", *self.settings.split()]
+        settings = self.settings.split()
         load_recipe("tiny", settings)
         try:
             load_recipe("tiny", [*settings, f"distributed.strategy={engine}"])

@@ -133,7 +133,7 @@ def run(words):
     settings = [word for word in words if "=" in word and (world > 1 or not word.startswith("distributed."))]
     rows = ROWS // world if "in-one" in flags else 1
     recipe = load_recipe("tiny", [
-        "training.use_cpu=true", "budget.preflight=false", "training.max_steps=14", "training.save_steps=null",
+        "training.use_cpu=true", "budget.preflight=false", "training.max_steps=14",
         f"training.output_dir={folder}/none",
         f"training.per_device_train_batch_size={rows}",
         f"training.gradient_accumulation_steps={ROWS // world // rows}",

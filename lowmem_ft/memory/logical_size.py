@@ -6,8 +6,10 @@ import math
 
 from torch import Tensor
 
+from lowmem_ft.shards import whole_shape
+
 
 def logical_numel(parameter: Tensor) -> int:
     """The number of weights in a parameter; bitsandbytes' 4-bit ones note the shape that they were made from."""
     state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else math.prod(state.shape)
+    return math.prod(whole_shape(parameter) if state is None else state.shape)

@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from lowmem_ft.errors import CheckpointError
 from lowmem_ft.models.model_files import INDEX_FILE, WEIGHTS_FILE
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
-from lowmem_ft.shards import whole_tensor
+from lowmem_ft.shards import whole_shape, whole_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class _Source:
         return sum(tensor.nbytes for tensor in self.saved.values())
 
 
+@torch.no_grad()
 def write_gathered_weights(
     model: PreTrainedModel, folder: Path, *, writes: bool, most_bytes: int = MAX_SHARD_BYTES
 ) -> None:
@@ -86,7 +87,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
     every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in every_name}
-    return {name: tensor.detach() for name, tensor in (parameters | buffers).items() if name not in ignored}
+    return {name: tensor for name, tensor in (parameters | buffers).items() if name not in ignored}
 
 
 def refuse_unsaveable(model: PreTrainedModel) -> None:
@@ -100,7 +101,8 @@ def refuse_unsaveable(model: PreTrainedModel) -> None:
 
 def _sources(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[_Source]:
     hollow = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
+        name: torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
     }
     expected = revert_weight_conversion(model, dict(hollow))
     sources = [

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as transformers_logging
 
 from lowmem_ft.errors import CheckpointError
+from lowmem_ft.shards import whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _kind(parameter: torch.Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
-    return None if parameter is None else (tuple(parameter.shape), parameter.dtype)
+    return None if parameter is None else (tuple(whole_shape(parameter)), parameter.dtype)
 
 
 def _has_own_code(model: PreTrainedModel) -> bool:

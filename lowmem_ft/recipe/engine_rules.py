@@ -26,8 +26,6 @@ def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
 _BESIDE_DEEPSPEED: dict[str, tuple[object, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "training.mixed_precision": ("no",),
-    "training.save_steps": (None,),
-    "training.resume_from_checkpoint": (None,),
     "optimizer.name": ("adamw",),
     "optimizer.state": ("fp32",),
     "optimizer.master": ("fp32",),

@@ -388,7 +388,7 @@ def _refuse_mean_of_means(model: PreTrainedModel) -> None:
 
 def _log_size(model: nn.Module) -> None:
     total = sum(map(logical_numel, model.parameters()))
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trainable = sum(logical_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
         "%s: %s parameters, %s of them trainable.", type(model).__name__, f"{total:,}", f"{trainable:,}"
     )

@@ -1,7 +1,8 @@
 """The surroundings of a run whose gradients and optimizer state DeepSpeed shares out: ZeRO-2, and ZeRO-3 with weights.
 
-The engine has an optimizer of its own around torch's AdamW, sums gradients and clips them; ours is the forward pass and
-what the step makes of it. A window's end is told to the engine, which would count micro-batches by itself.
+The engine has an optimizer of its own around torch's AdamW, sums gradients and clips them; ours is the forward pass,
+what the step makes of it, and the files. A window's end is told to the engine, which would count micro-batches by
+itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from lowmem_ft.errors import CheckpointError
 from lowmem_ft.packages import require_package
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
@@ -34,13 +34,10 @@ from lowmem_ft.training.accelerate_runtime import (
     leave_processes_at_exit,
     refuse_another_launch,
 )
+from lowmem_ft.training.engine_state import EngineState
 from lowmem_ft.training.session import Session
-from lowmem_ft.training.session_files import save_trained
-
-NO_CHECKPOINTS = (
-    "Checkpoints are not written under distributed.strategy=zero2 or zero3. Set training.save_steps=null, or "
-    "distributed.strategy=fsdp2."
-)
+from lowmem_ft.training.session_files import save_trained, saved_state, weights_saved_in, write_state
+from lowmem_ft.training.sharded_files import save_gathered
 
 
 class DeepSpeedRuntime(AccelerateRuntime):
@@ -55,6 +52,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
         super().__init__(accelerator, "no", distributed=distributed)
         self._shares_weights = self._loads_on_host = distributed.strategy == "zero3"
         self._engine: Any = None
+        self._state: EngineState | None = None
 
     @staticmethod
     def create(
@@ -98,9 +96,11 @@ class DeepSpeedRuntime(AccelerateRuntime):
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Hand both to the engine."""
+        self._state = EngineState(model, optimizer)
         self._engine, prepared = self.accelerator.prepare(model, optimizer)
         if self._shares_weights:
             _gather_head_with_model(cast(PreTrainedModel, model))
+        self._state.of(self._engine.optimizer)
         vars(model).pop("_is_accelerate_prepared", None)
         return self._engine, prepared
 
@@ -140,50 +140,32 @@ class DeepSpeedRuntime(AccelerateRuntime):
         """The engine has."""
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """As ``from_pretrained`` loads it, by the main process, on whose host the whole is put together."""
-        with self._whole_weights(session.unwrapped_model):
-            if self.is_main:
-                save_trained(session, tokenizer, folder)
-
-    @contextlib.contextmanager
-    def _whole_weights(self, model: nn.Module) -> Iterator[None]:
-        """In the main process every weight has its values inside the block, gathered one at a time."""
-        if not self._shares_weights:
-            yield
-            return
-        deepspeed = importlib.import_module("deepspeed")
-
-        whole: dict[nn.Parameter, torch.Tensor] = {}
-        for parameter in model.parameters():
-            with deepspeed.zero.GatheredParameters([parameter]):
-                if self.is_main:
-                    whole[parameter] = parameter.detach().to("cpu", copy=True)
-        parts = {parameter: parameter.data for parameter in whole}
-        try:
-            for parameter, values in whole.items():
-                parameter.data = values
-            yield
-        finally:
-            for parameter, part in parts.items():
-                parameter.data = part
+        """As ``from_pretrained`` loads it, by the main process, to which cut weights are gathered one at a time."""
+        if self._shares_weights:
+            save_gathered(session, tokenizer, folder, is_main=self.is_main)
+        elif self.is_main:
+            save_trained(session, tokenizer, folder)
 
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:
-        """Refused: also where a signal asks for one.
-
-        Raises:
-            CheckpointError: always.
-        """
-        raise CheckpointError(NO_CHECKPOINTS)
+        """By the main process, to which the state is gathered a parameter at a time: as one process writes it."""
+        assert self._state is not None, "there is an engine"
+        problem: Exception | None = None
+        try:
+            self.save_trained(session, tokenizer, folder)
+        except Exception as error:  # whatever it is: the others would wait for what is not gathered here
+            problem = error
+        write_state(self._state.tensors(), folder, writes=self.is_main and problem is None)
+        if problem is not None:
+            raise problem
+        return self._state.scalars()
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-        """Refused.
-
-        Raises:
-            CheckpointError: always.
-        """
-        raise CheckpointError(NO_CHECKPOINTS)
+        """From what one process wrote, or several."""
+        assert self._state is not None, "there is an engine"
+        session.techniques.load(folder)
+        self._state.load(saved_state(folder, optimizer_scalars), weights_saved_in(folder))
 
 
 def _gather_head_with_model(model: PreTrainedModel) -> None:
@@ -194,13 +176,21 @@ def _gather_head_with_model(model: PreTrainedModel) -> None:
         deepspeed.zero.register_external_parameter(model, head.weight)
 
 
+_BUCKET_ELEMENTS = 50_000_000
+"""Of what goes over the link together: 200 MB in float32. DeepSpeed's own 500 million would be 2 GB in each process."""
+
+
 def _configuration(config: TrainingConfig, distributed: DistributedConfig) -> dict[str, Any]:
     """The engine's, of what the recipe says; weights are float32."""
     return {
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "gradient_clipping": config.max_grad_norm or 0.0,
-        "zero_optimization": {"stage": 3 if distributed.strategy == "zero3" else 2},
+        "zero_optimization": {
+            "stage": 3 if distributed.strategy == "zero3" else 2,
+            "reduce_bucket_size": _BUCKET_ELEMENTS,
+            "allgather_bucket_size": _BUCKET_ELEMENTS,
+        },
         "zero_allow_untested_optimizer": True,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},

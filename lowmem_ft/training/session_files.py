@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,33 @@ def save_session(session: Session, tokenizer: PreTrainedTokenizerBase, folder: P
     """
     save_trained(session, tokenizer, folder)
     state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
-    for index, shard in enumerate(by_file(state.tensors.items(), lambda tensor: tensor.nbytes)):
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
-        save_file(contiguous, folder / f"optimizer-{index:05d}.safetensors")
+    write_state(state.tensors.items(), folder)
     return state.scalars
+
+
+def write_state(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, writes: bool = True) -> None:
+    """Write the tensors of an optimizer's state to files.
+
+    Args:
+        tensors: by the names of :class:`~lowmem_ft.optimizers.OptimizerState`; where they are gathered from several
+            processes as they are asked for, all of which call this, one whose writing fails goes on asking.
+        folder: that is there.
+        writes: whether this process does.
+
+    Raises:
+        OSError: if a file cannot be written.
+        SafetensorError: likewise.
+    """
+    problem: Exception | None = None
+    for index, shard in enumerate(by_file(tensors, lambda tensor: tensor.nbytes)):
+        if writes and problem is None:
+            contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
+            try:
+                save_file(contiguous, folder / f"optimizer-{index:05d}.safetensors")
+            except Exception as error:  # whatever it is: the others would wait for what is not gathered here
+                problem = error
+    if problem is not None:
+        raise problem
 
 
 def load_session(session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
@@ -58,26 +81,40 @@ def load_session(session: Session, folder: Path, optimizer_scalars: dict[str, An
         CheckpointError: if the adapters or the optimizer's state are not this run's.
     """
     session.techniques.load(folder)
-    state = OptimizerState(tensors=_saved_state(folder), scalars=optimizer_scalars)
+    named_parameters = session.unwrapped_model.named_parameters()
+    with session.techniques.at_rest():
+        state = saved_state(folder, optimizer_scalars)
+        import_optimizer_state(session.optimizer, named_parameters, state, weights_saved_in(folder))
+
+
+def weights_saved_in(folder: Path) -> Callable[[str], torch.Tensor | None]:
+    """The weights of a checkpoint by name, each read when it is asked for; None for one that is not there."""
     weights = _TensorsOfFiles(sorted(folder.glob("model*.safetensors")))
     cut_weights = cut_tensors(shard_files(folder, MODEL))
 
     def saved_weight(name: str) -> torch.Tensor | None:
         return cut_weights[name][...] if name in cut_weights else weights.get(name)
 
-    named_parameters = session.unwrapped_model.named_parameters()
-    with session.techniques.at_rest():
-        import_optimizer_state(session.optimizer, named_parameters, state, saved_weight)
+    return saved_weight
 
 
-def _saved_state(folder: Path) -> Mapping[str, torch.Tensor | StateParts]:
+def saved_state(folder: Path, scalars: dict[str, Any]) -> OptimizerState:
+    """The state of an optimizer in a checkpoint, each tensor read when it is asked for.
+
+    Args:
+        folder: that one process wrote, or several.
+        scalars: what :func:`save_session` returned.
+    """
     cut = cut_tensors(shard_files(folder, OPTIMIZER))
     if not cut:
-        return _TensorsOfFiles(sorted(folder.glob("optimizer-*.safetensors")))
-    return {
+        return OptimizerState(
+            tensors=_TensorsOfFiles(sorted(folder.glob("optimizer-*.safetensors"))), scalars=scalars
+        )
+    parts = {
         name: StateParts(tensor.parts, [num_rows(values) for _, values in tensor.parts])
         for name, tensor in cut.items()
     }
+    return OptimizerState(tensors=parts, scalars=scalars)
 
 
 class _TensorsOfFiles(Mapping[str, torch.Tensor]):

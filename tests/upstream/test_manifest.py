@@ -51,6 +51,15 @@ def make_dataset():
     return datasets.Dataset.from_dict({"x": [1]})
 
 
+def make_linked_parameter():
+    """As ZeRO-2 leaves one of which this process updates a part."""
+    from deepspeed.utils.mixed_precision_linkage import link_hp_params
+
+    parameter = nn.Parameter(torch.zeros(4))
+    link_hp_params([parameter], torch.zeros(4), {}, {}, False, 0, 0, 4, None)
+    return parameter
+
+
 @functools.cache
 def make_fsdp_state():
     from torch.distributed.device_mesh import init_device_mesh
@@ -76,6 +85,7 @@ OBJECTS = {
     "transformers.modeling_layers.GradientCheckpointingLayer()": make_checkpointed_layer,
     "accelerate.Accelerator().prepare()": make_prepared_model,
     "datasets.Dataset()": make_dataset,
+    "deepspeed.utils.mixed_precision_linkage.link_hp_params()": make_linked_parameter,
 }
 """How to come by an object whose attributes are relied on."""
 

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from lowmem_ft.errors import CheckpointError, UserError, did_you_mean
 from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.handle import Handle
-from lowmem_ft.shards import first_element, local_part, whole_tensor
+from lowmem_ft.shards import set_whole, whole_shape, whole_tensor
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.modules.patching import set_attribute
@@ -85,14 +85,12 @@ class Lora(Technique):
         problem = f"The adapter in {folder} does not fit this run's"
         _compare(live, saved, problem, by_value=False)
         for name, parameter in live.items():
-            here = local_part(parameter.detach())
-            first = first_element(parameter)
-            here.copy_(saved[name].flatten()[first : first + here.numel()].view(here.shape))
+            set_whole(parameter, saved[name])
         _compare(self._as_in_files(self._gathered()), saved, problem)
 
     def _gathered(self) -> dict[str, Tensor]:
         """All of the adapter; where several processes hold parts of it, each of them calls this."""
-        whole = {name: whole_tensor(parameter.detach()) for name, parameter in self.parameters().items()}
+        whole = {name: whole_tensor(parameter).detach() for name, parameter in self.parameters().items()}
         return self._named_for_peft(whole)
 
     def _as_in_files(self, named: dict[str, Any]) -> dict[str, Tensor]:
@@ -348,7 +346,7 @@ def _compare(
 ) -> None:
     def is_same(name: str) -> bool:
         one, other = live.get(name), saved.get(name)
-        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        if one is None or other is None or whole_shape(one) != other.shape or one.dtype != other.dtype:
             return False
         return not by_value or torch.equal(
             one.cpu().view(torch.uint8), other.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Of Accelerate, PEFT, bitsandbytes, datasets and TRL."""
+"""Of Accelerate, PEFT, bitsandbytes, datasets, DeepSpeed and TRL."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ BITSANDBYTES = (
 )
 
 DATASETS = (*data("datasets.Dataset()", "_fingerprint", "the tokenized rows' place in the cache", "str"),)
+
+DEEPSPEED = (
+    *data(
+        "deepspeed.utils.mixed_precision_linkage.link_hp_params()",
+        "_hp_mapping",
+        "where ZeRO-2 keeps a parameter's float32 values and averages",
+        "tensor_fragment",
+    ),
+)
 
 TRL = (
     replaced(

@@ -1,0 +1,136 @@
+"""A run of DeepSpeed's engine goes on from a checkpoint, in as many processes or others, with the engine or without."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: make test-deepspeed"
+)
+TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+SHARED = (
+    "recipe=tiny",
+    "training.max_steps=4",
+    "training.save_steps=2",
+    "training.eval_steps=null",
+    "data.eval_size=null",
+    "training.use_cpu=true",
+    "budget.preflight=false",
+    "training.full_determinism=true",
+    "training.gradient_accumulation_steps=2",
+)
+AUTO = "training.resume_from_checkpoint=auto"
+CASES = {"float32": (), "bfloat16": ("model.dtype=bfloat16",), "lora": ("adapter.name=lora",)}
+NEAR = {"float32": (1e-6, 2e-4), "bfloat16": (1e-3, 2e-2), "lora": (1e-6, 2e-4)}
+"""Of losses, and of weights (in steps of 0.01), to those of one process: where a gradient is next to nothing, AdamW's
+step is as long as anywhere, and its direction a matter of rounding."""
+
+
+def train_in(forks, num_processes, strategy, folder, *options):
+    """Twelve examples a step."""
+    settings = (
+        *SHARED,
+        f"training.per_device_train_batch_size={6 // num_processes}",
+        f"training.output_dir={folder}",
+        *options,
+    )
+    if num_processes > 1:
+        done = forks.run_several(num_processes, TRAIN, *settings, f"distributed.strategy={strategy}")
+    else:
+        done = [forks.run(TRAIN, *settings)]
+    said = "".join(process.stderr for process in done)
+    assert [process.returncode for process in done] == [0] * num_processes, said
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(forks, untied, tmp_path_factory):
+    """Runs of four steps, by processes, strategy and case."""
+    model = (f"model={untied}", "model.weights=pretrained", "model.tokenizer_name_or_path=null")
+
+    def run(num_processes, strategy, case):
+        key = (num_processes, strategy, case)
+        if key not in runs:
+            folder = tmp_path_factory.mktemp(f"{strategy}-{case}") / "run"
+            runs[key] = train_in(forks, num_processes, strategy, folder, *model, *CASES[case])
+        return runs[key]
+
+    runs = {}
+    run.options = model
+    return run
+
+
+def gone_on(forks, finished, run, num_processes, strategy, case, folder):
+    """A copy of a run that was stopped after two steps, and has gone on."""
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "checkpoint-4")
+    shutil.rmtree(folder / "model")
+    train_in(forks, num_processes, strategy, folder, *finished.options, *CASES[case], AUTO)
+    return folder
+
+
+def tensors(folder):
+    return {
+        f"{file.name}: {name}": tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("case", CASES)
+def test_as_many_processes_go_on_bit_for_bit(strategy, case, forks, finished, metrics, tmp_path):
+    run = finished(2, strategy, case)
+    again = gone_on(forks, finished, run, 2, strategy, case, tmp_path / "run")
+    assert metrics(again) == metrics(run)
+    assert metrics(again, "grad_norm") == metrics(run, "grad_norm")
+    for folder in ("checkpoint-4", "model"):
+        expected, got = tensors(run / folder), tensors(again / folder)
+        assert expected
+        assert expected.keys() == got.keys()
+        assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+@pytest.mark.parametrize(
+    "before, after, case",
+    [
+        ((2, "zero2"), (3, "zero2"), "float32"),
+        ((2, "zero3"), (3, "zero3"), "float32"),
+        ((2, "zero2"), (1, "none"), "float32"),
+        ((2, "zero3"), (2, "fsdp2"), "float32"),
+        ((2, "fsdp2"), (2, "zero3"), "float32"),
+        ((2, "zero3"), (3, "zero2"), "bfloat16"),
+        ((2, "zero2"), (1, "none"), "bfloat16"),
+        ((2, "fsdp2"), (2, "zero3"), "bfloat16"),
+        ((2, "zero2"), (3, "zero3"), "lora"),
+        ((2, "zero3"), (1, "none"), "lora"),
+        ((1, "none"), (2, "zero2"), "lora"),
+    ],
+    ids=str,
+)
+def test_others_go_on(before, after, case, forks, finished, metrics, tmp_path):
+    again = gone_on(forks, finished, finished(*before, case), *after, case, tmp_path / "run")
+    expected, (loss, weight) = finished(1, "none", case), NEAR[case]
+    assert metrics(again) == pytest.approx(metrics(expected), rel=loss)
+    saved, got = tensors(expected / "model"), tensors(again / "model")
+    assert saved.keys() == got.keys()
+    for name in saved:
+        torch.testing.assert_close(got[name], saved[name], rtol=0, atol=weight)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_checkpoint_is_that_of_one_process_and_holds_no_pickle(strategy, finished):
+    checkpoint, one = (
+        run / "checkpoint-2" for run in (finished(2, strategy, "bfloat16"), finished(1, "none", "bfloat16"))
+    )
+    names = {file.name for file in one.iterdir()}
+    assert {file.name for file in checkpoint.iterdir()} - {"random-state-1.json"} == names
+    expected, got = tensors(one), tensors(checkpoint)
+    assert {name: (t.shape, t.dtype) for name, t in got.items()} == {
+        name: (t.shape, t.dtype) for name, t in expected.items()
+    }
