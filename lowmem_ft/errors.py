@@ -69,6 +69,10 @@ class OtherProcessError(UserError):
     exit_code = EXIT_OTHER_PROCESS
 
 
+class RaceError(UserError):
+    """Streams of a program, or the host, use the same memory in an order that nothing determines."""
+
+
 class MissingPackageError(UserError):
     """An optional package that the recipe asks for is not installed."""
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lowmem_ft.memory.category import Category, Phase
+from lowmem_ft.memory.race import Race
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import Uncertainty, is_tight
 from lowmem_ft.units import format_bytes
@@ -146,6 +147,7 @@ class MemoryEstimate:
         versions: of the libraries the trace ran with.
         trace_seconds: how long the estimate took.
         timeline: every allocation of the trace; not in the JSON.
+        races: what a virtual GPU with ``check_streams`` has found; not in the JSON.
     """
 
     model: ModelSize
@@ -171,6 +173,7 @@ class MemoryEstimate:
     versions: Mapping[str, str] = field(default_factory=dict)
     trace_seconds: float = 0.0
     timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
+    races: tuple[Race, ...] = ()
 
     @property
     def headroom_bytes(self) -> int | None:

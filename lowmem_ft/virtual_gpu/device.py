@@ -322,4 +322,4 @@ class VirtualBackend:
     def synchronize(self, device: Any = None) -> None:
         """Let the host wait for all streams."""
         device_index(device)
-        active_gpu().recorder.work.synchronize()
+        active_gpu().recorder.orderings.synchronize()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
+from lowmem_ft.memory.race import Race, race_error
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu_or_none
 from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
@@ -41,12 +44,16 @@ class VirtualGPU(VirtualMachine):
 
     Args:
         gpu: name in the catalogue, or a :class:`Gpu` of your own.
+        check_streams: whether to look for races: uses of the same memory by several streams, or by a stream and the
+            host, that no event, wait or synchronisation puts in order. The block ends with an error if there are any,
+            unless another one has ended it.
 
     Raises:
         UserError: if the catalogue has no such GPU.
+        RaceError: at the end of the block; :attr:`races` and the report have them all.
     """
 
-    def __init__(self, gpu: str | Gpu = "a100-80gb") -> None:
+    def __init__(self, gpu: str | Gpu = "a100-80gb", *, check_streams: bool = False) -> None:
         self.spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
         self.cap_bytes: int | None = None
         register_virtual_device()
@@ -54,6 +61,7 @@ class VirtualGPU(VirtualMachine):
             torch.device(DEVICE_TYPE, 0),
             workspace_rule=functools.partial(workspace_bytes, gpu=self.spec),
             workspaces=functools.partial(persistent_workspaces, gpu=self.spec),
+            check_streams=check_streams,
         )
         self.counters = MemoryCounters(self.recorder.timeline, allocator_config_of_environment())
 
@@ -70,6 +78,17 @@ class VirtualGPU(VirtualMachine):
         stack.enter_context(flash_attention_as_on_cuda())
         stack.enter_context(trl_kernels_as_on_cuda())
         super()._enter(stack)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if self.races and exception[0] is None:
+            raise race_error(self.races)
+
+    @property
+    def races(self) -> tuple[Race, ...]:
+        """What ``check_streams`` has found so far."""
+        checker = self.recorder.checker
+        return () if checker is None else checker.races()
 
     def outside_bytes(self) -> int:
         """What a process holds on this GPU beside what torch's allocator holds."""
@@ -89,7 +108,7 @@ class VirtualGPU(VirtualMachine):
         Returns:
             The estimate. Time is that of the last optimizer step; host memory beside the trace is not in it.
         """
-        return estimate_on_gpu(
+        estimate = estimate_on_gpu(
             self.trace(),
             self.spec,
             BudgetVerdict(device_bytes=self.spec.memory_bytes, host_bytes=None),
@@ -101,3 +120,4 @@ class VirtualGPU(VirtualMachine):
             ),
             self.trace_seconds,
         )
+        return dataclasses.replace(estimate, races=self.races)

@@ -218,12 +218,12 @@ class VirtualMachine:
         _, is_in_forward = self.attribution.moment
         if is_in_forward and known_values(tensor) is None:
             raise depends_on_values("Tensor.numpy()")
-        self.work.synchronize(waits=tensor.device.type == self.device.type)
+        self.recorder.orderings.host_reads(tensor)
         return read_values(tensor, 1 if _is_integer(tensor) else 0)
 
     def _list_values(self, tensor: Tensor) -> Tensor:
         """One question, however many elements there are."""
-        self.work.synchronize(waits=tensor.device.type == self.device.type)
+        self.recorder.orderings.host_reads(tensor)
         return read_values(tensor, 0 if known_values(tensor) is not None else self.recorder.ask(tensor.dtype))
 
     def _placed(self, module: str, tensor: Tensor) -> None:

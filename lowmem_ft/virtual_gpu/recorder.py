@@ -32,6 +32,8 @@ from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
 from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, purposes_of
 from lowmem_ft.virtual_gpu.fake_results import FakeResults, SeenCall, without_pinning
+from lowmem_ft.virtual_gpu.orderings import Orderings
+from lowmem_ft.virtual_gpu.races.checker import StreamChecker
 from lowmem_ft.virtual_gpu.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.tenants import Tenants
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
@@ -62,6 +64,11 @@ class Recorder(TorchDispatchMode):
         results: runs operators.
         workspace_rule: buffers of kernels; None for devices without such rules.
         workspaces: buffers of libraries; None as well.
+        check_streams: whether to look for races.
+
+    Attributes:
+        checker: finds them; None: nobody looks.
+        orderings: is told what waits for what.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Recorder(TorchDispatchMode):
         results: FakeResults,
         workspace_rule: WorkspaceRule | None = None,
         workspaces: Workspaces | None = None,
+        check_streams: bool = False,
     ) -> None:
         super().__init__()
         self.device_type = device_type
@@ -94,6 +102,8 @@ class Recorder(TorchDispatchMode):
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._births: dict[int, ProgramState] = {}
         self._tenants = Tenants()
+        self.checker = StreamChecker(self) if check_streams else None
+        self.orderings = Orderings(self)
 
     # --- what others tell the recorder -------------------------------------------------------------------------------
 
@@ -124,6 +134,10 @@ class Recorder(TorchDispatchMode):
                 self.live_bytes -= allocation.size_bytes
             allocation.place = place
 
+    def index_of(self, tensor: Tensor) -> int | None:
+        """The number of the allocation that a tensor lies in; None if it is unknown."""
+        return self._index_of.get(tensor.untyped_storage()._cdata)
+
     def module_of(self, tensor: Tensor) -> str | None:
         """The module that the storage of a tensor belongs to; None if it is unknown."""
         index = self._index_of.get(local_memory(tensor)._cdata)
@@ -134,16 +148,14 @@ class Recorder(TorchDispatchMode):
     def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
         """Record memory that no tensor stands for; the index by which ``timeline.free`` ends it."""
         module = self.attribution.module if category == "temporary" else ""
-        index = self.timeline.malloc(self._allocation(size_bytes, category, module, place))
-        if place == "device":
-            self._add(size_bytes)
+        index = self._malloc(self._allocation(size_bytes, category, module, place))
+        if self.checker is not None:
+            self.checker.buffer(index)
         return index
 
     def let_go(self, index: int) -> None:
         """End what :meth:`hold` began."""
-        self.timeline.free(index)
-        if self.timeline.allocations[index].place == "device":
-            self.live_bytes -= self.timeline.allocations[index].size_bytes
+        self._free(index)
 
     def stays(self, tensor: Tensor) -> None:
         """Count a new tensor's memory once for each round that the present one stands for, as long as it lives.
@@ -160,9 +172,7 @@ class Recorder(TorchDispatchMode):
             return
         others = dataclasses.replace(one, size_bytes=one.size_bytes * (times - 1), asked_bytes=0)
         key = -1 - index  # no storage's address
-        self._index_of[key] = self.timeline.malloc(others)
-        if others.place == "device":
-            self._add(others.size_bytes)
+        self._index_of[key] = self._malloc(others)
         weakref.finalize(storage, _release, self._reference, key).atexit = False
 
     def ask(self, dtype: torch.dtype) -> float | int | bool:
@@ -183,7 +193,7 @@ class Recorder(TorchDispatchMode):
             return args[0].device
         kwargs = kwargs or {}
         if func is _READ_NUMBER:
-            self.work.synchronize(waits=args[0].device.type == self.device_type)
+            self.orderings.host_reads(args[0])
             value = read_value(func, args[0])
             return self.ask(args[0].dtype) if value is None else value
         if func is _RECORD_STREAM:
@@ -211,6 +221,8 @@ class Recorder(TorchDispatchMode):
         if is_pinned and self.device_type != "cpu":
             self.mark_place(result, "pinned")
         compute_values(called, args, kwargs, result)
+        if self.checker is not None:
+            self.checker.operator(func, args, kwargs, result)
         if cost.work is not None:
             work = cost.work.at(self.work.position)
             work.stream, work.times = self.stream, self.alike.times
@@ -228,7 +240,7 @@ class Recorder(TorchDispatchMode):
         try:
             return self._results.call(func, args, kwargs)
         except DynamicOutputShapeException:  # the host waits for the number that is the result's size
-            self.work.synchronize(waits=args[0].device.type == self.device_type)
+            self.orderings.host_reads(args[0])
             result, is_size_known = result_of_unknown_size(func, args, kwargs)
             if not is_size_known:
                 self.largest_assumed.add(str(func))
@@ -303,10 +315,8 @@ class Recorder(TorchDispatchMode):
     def _count(self, tensor: Tensor, storage: torch.UntypedStorage, category: Category, module: str) -> int:
         place: Place = "device" if tensor.device.type == self.device_type else "host"
         size = storage.nbytes()
-        index = self.timeline.malloc(self._allocation(size, category, module, place))
+        index = self._malloc(self._allocation(size, category, module, place))
         self._follow(storage, index)
-        if place == "device":
-            self._add(size)
         return index
 
     def _count_as(self, first: Tensor, total: Tensor) -> None:
@@ -345,9 +355,7 @@ class Recorder(TorchDispatchMode):
             return
         before = self.timeline.allocations[index]
         now = self._allocation(storage.nbytes(), before.category, before.module, before.place)
-        self._index_of[storage._cdata] = other = self.timeline.malloc(now)
-        if now.place == "device":
-            self._add(now.size_bytes)
+        self._index_of[storage._cdata] = other = self._malloc(now)
         self._log_resizing(before, now.size_bytes)
         if index in self._births:
             self._births[other] = self.attribution.moment
@@ -379,9 +387,23 @@ class Recorder(TorchDispatchMode):
         allocation = self.timeline.allocations[index]
         if birth is not None:
             allocation.category = self.attribution.category_at_death(allocation.category, birth)
+        self._free(index)
+
+    def _malloc(self, allocation: Allocation) -> int:
+        index = self.timeline.malloc(allocation)
+        if allocation.place == "device":
+            self._add(allocation.size_bytes)
+        if self.checker is not None:
+            self.checker.allocated(index)
+        return index
+
+    def _free(self, index: int) -> None:
         self.timeline.free(index)
+        allocation = self.timeline.allocations[index]
         if allocation.place == "device":
             self.live_bytes -= allocation.size_bytes
+        if self.checker is not None:
+            self.checker.freed(index)
 
     def _allocation(self, size: int, category: Category, module: str, place: Place) -> Allocation:
         return Allocation(

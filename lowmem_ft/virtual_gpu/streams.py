@@ -23,24 +23,19 @@ class VirtualEvent:
 
     def record(self, stream: VirtualStream | None = None) -> None:
         """Put the event behind all work that the stream has so far."""
-        recorder = active_gpu().recorder
-        recorder.alike.operator_begins()
-        recorder.work.record_event(self.id, recorder.stream if stream is None else stream.id)
+        active_gpu().recorder.orderings.record_event(self.id, None if stream is None else stream.id)
 
     def wait(self, stream: VirtualStream | None = None) -> None:
         """Let a stream's further work wait for the event."""
-        recorder = active_gpu().recorder
-        recorder.alike.operator_begins()
-        recorder.work.wait_event(self.id, recorder.stream if stream is None else stream.id)
+        active_gpu().recorder.orderings.wait_event(self.id, None if stream is None else stream.id)
 
     def synchronize(self) -> None:
         """Let the host wait for the event."""
-        recorder = active_gpu().recorder
-        recorder.alike.operator_begins()
-        recorder.work.synchronize_event(self.id)
+        active_gpu().recorder.orderings.synchronize_event(self.id)
 
     def query(self) -> bool:
         """Whether the event has been reached: what a program sees that asks often enough."""
+        active_gpu().recorder.orderings.event_is_over(self.id)
         return True
 
     def elapsed_time(self, end: VirtualEvent) -> float:
@@ -79,6 +74,7 @@ class VirtualStream:
 
     def query(self) -> bool:
         """Whether all work is done: what a program sees that asks often enough."""
+        active_gpu().recorder.orderings.stream_is_idle(self.id)
         return True
 
     @property

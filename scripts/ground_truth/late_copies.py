@@ -6,7 +6,7 @@ On a CPU every copy is done when the call returns, so that a missing wait change
 - *late*: a copy runs when somebody waits for an event behind it, and not before; *random*: some time before that. What
   read or wrote too early has other numbers then. Copies hold their tensors weakly, as CUDA's do.
 - Computing is done at once, so that numbers do not show what should have waited for *it*. Therefore every operator's
-  reads and writes of memory are also held against the order that events make (:mod:`happens_before`), which sees each
+  reads and writes of memory are also held against the order that events make (``virtual_gpu/races``), which sees each
   missing one in a single run, whatever came first in it.
 
 Host memory is what :class:`HostMemory` hands out and what is allocated pinned; all other tensors count as the device's.
@@ -26,7 +26,6 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from ground_truth.happens_before import COMPUTE, HOST, HappensBefore, Memory
 from ground_truth.late_streams import HostRanges, Stream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -35,6 +34,7 @@ from lowmem_ft.memory import host_copies, host_memory
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.techniques import optimizer_offload
+from lowmem_ft.virtual_gpu.races.happens_before import COMPUTE, HOST, HappensBefore, Memory, Span
 
 aten = torch.ops.aten
 
@@ -105,12 +105,12 @@ class LateDevice(TorchDispatchMode):
     @property
     def races(self) -> list[str]:
         """What is not ordered, each once."""
-        return list(dict.fromkeys([*self.order.races, *self._lost]))
+        return list(dict.fromkeys([*map(str, self.order.conflicts), *self._lost]))
 
     def forget(self) -> None:
         """Begin anew: all that was given is done, and nothing was found."""
         self.synchronize(DEVICE)
-        self.order.races.clear()
+        self.order.conflicts.clear()
         self._lost.clear()
 
     @contextlib.contextmanager
@@ -325,8 +325,8 @@ class LateDevice(TorchDispatchMode):
                 memory.is_watched = True
                 weakref.finalize(storage, self.order.free, memory).atexit = False
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        stop = start + (extent + 1) * tensor.element_size()
-        self.order.access(agent, memory, start, stop, writes=writes, what=what)
+        span = Span(start, start + (extent + 1) * tensor.element_size())
+        self.order.access(agent, memory, span, writes=writes, what=what)
 
     def _memory_of(self, storage: Any) -> Memory | None:
         memory = getattr(storage, "memory", None)

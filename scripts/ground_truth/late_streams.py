@@ -7,8 +7,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ground_truth.happens_before import COMPUTE, HOST, Clock, HappensBefore, Memory
 from torch import Tensor
+
+from lowmem_ft.virtual_gpu.races.happens_before import COMPUTE, HOST, Clock, HappensBefore, Memory
 
 
 @dataclass(eq=False)

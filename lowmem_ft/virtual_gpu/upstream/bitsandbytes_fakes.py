@@ -78,7 +78,7 @@ def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.de
 
 
 def _fill_paged(tensor: Tensor, value: float, device: Any = None, prefetch: bool = True) -> None:
-    active_gpu().recorder.work.synchronize()
+    active_gpu().recorder.orderings.synchronize()
 
 
 def _prefetch_paged(tensor: Tensor, to_cpu: bool = False) -> None:
@@ -88,4 +88,4 @@ def _prefetch_paged(tensor: Tensor, to_cpu: bool = False) -> None:
 def _synchronize(tensor: Tensor) -> None:
     """After each parameter's update the host waits for the device."""
     if tensor.device.type == DEVICE_TYPE:
-        active_gpu().recorder.work.synchronize()
+        active_gpu().recorder.orderings.synchronize()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
-from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
+from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu
 from lowmem_ft.virtual_gpu.device import VirtualBackend, device_index
 from lowmem_ft.virtual_gpu.upstream.cuda_classes import classes_of_cuda
 from lowmem_ft.virtual_gpu.upstream.cuda_refusals import cuda_without_hardware
@@ -69,7 +69,7 @@ def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
             replace(undo, torch, name, _of_virtual_device(getattr(torch, name)))
         replace(undo, Tensor, "to", _moved(Tensor.to))
         replace(undo, Tensor, "cuda", _to_virtual_device)
-        replace(undo, Tensor, "record_stream", _nothing)
+        replace(undo, Tensor, "record_stream", _record_stream)
         replace(undo, torch.cuda, "_sleep", _sleep)
         undo.enter_context(_another_process_to_accelerate())
         _forget_answers()
@@ -156,8 +156,9 @@ def _to_virtual_device(self: Tensor, device: Any = None, non_blocking: bool = Fa
     return self.to("cuda" if device is None else torch.device(device), non_blocking=non_blocking, **kwargs)
 
 
-def _nothing(self: Tensor, stream: Any) -> None:
-    """``Tensor.record_stream``, which takes torch's own streams only: reuse of memory across streams is not delayed."""
+def _record_stream(self: Tensor, stream: Any) -> None:
+    """``Tensor.record_stream``, which takes torch's own streams only."""
+    active_gpu().recorder.orderings.record_stream(self, stream.id)
 
 
 def _sleep(cycles: int) -> None:

@@ -1,0 +1,1 @@
+"""Finds work on memory that no event, wait or synchronisation puts in order."""

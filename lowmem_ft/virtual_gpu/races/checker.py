@@ -1,0 +1,236 @@
+"""Holds every operator of a program on a virtual GPU against the order that its streams and events make.
+
+What CUDA does with copies between the host and the device:
+
+- to or from pinned memory with ``non_blocking=True``, the stream reads and writes both sides, and the host goes on;
+- from pageable memory, the host has read it when the call returns;
+- to pageable memory, and without ``non_blocking``, the host waits for the stream;
+- ``.to("cpu", non_blocking=True)`` makes pinned memory and does not wait.
+
+Source: pytorch, aten/src/ATen/native/cuda/Copy.cu and native/TensorConversions.cpp; CUDA's "API synchronization
+behavior".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.memory.category import Place
+from lowmem_ft.memory.race import MemoryUse, Race
+from lowmem_ft.virtual_gpu.races.happens_before import Access, Conflict, Span
+from lowmem_ft.virtual_gpu.races.operands import operands, span_of, uses_of
+from lowmem_ft.virtual_gpu.races.stream_order import StreamOrder
+from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
+
+if TYPE_CHECKING:
+    from lowmem_ft.virtual_gpu.recorder import Recorder
+
+_PASSED_OVER = (
+    f"{__file__.rpartition('virtual_gpu')[0]}virtual_gpu",
+    torch.__file__.removesuffix("__init__.py"),
+    "<frozen",
+)
+_WRAPPERS = ("contextlib.py", "functools.py", "weakref.py")
+
+Line = tuple[CodeType, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator that was called.
+
+    Args:
+        name: of the operator.
+        stream: on which it runs; None: the host.
+        lines: of code that led to it, as :attr:`MemoryUse.places` has them.
+    """
+
+    name: str
+    stream: int | None
+    lines: tuple[Line, ...]
+
+
+@dataclass(slots=True)
+class _Operand:
+    index: int
+    place: Place
+    span: Span
+    writes: bool
+
+
+class StreamChecker:
+    """Finds races; the recorder of a virtual GPU tells it of all that happens.
+
+    Args:
+        recorder: whose streams and allocations these are.
+
+    Attributes:
+        order: judges them.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.order = StreamOrder()
+        self._recorder = recorder
+        self._pinned: set[int] = set()  # results of copies that do not wait
+        self._stream_of_node: dict[int, int] = {}
+        self._last_sequence = 0
+
+    def races(self) -> tuple[Race, ...]:
+        """What has been found, each pair of calls once."""
+        found: dict[tuple[Any, ...], Race] = {}
+        for conflict in self.order.conflicts:
+            first, second = conflict.first, conflict.second
+            assert second is not None, "what is freed is judged by who gets it next"
+            key = (first.what, first.writes, second.what, second.writes)
+            if key not in found:
+                found[key] = self._race(conflict, second)
+        return tuple(found.values())
+
+    def allocated(self, index: int) -> None:
+        """The recorder has begun an allocation."""
+        allocation = self._recorder.timeline.allocations[index]
+        on_device = allocation.place == "device"
+        self.order.allocated(index, allocation.size_bytes, allocation.stream if on_device else None)
+
+    def freed(self, index: int) -> None:
+        """The recorder has ended an allocation."""
+        self._pinned.discard(index)
+        self.order.freed(index)
+
+    def buffer(self, index: int) -> None:
+        """A kernel's own buffer, which it fills."""
+        allocation = self._recorder.timeline.allocations[index]
+        if allocation.place == "device" and allocation.size_bytes:
+            call = Call("a kernel's own buffer", self._recorder.stream, _lines())
+            span = Span(0, allocation.size_bytes)
+            self.order.access(index, self._recorder.stream, span, writes=True, what=call)
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator has been called."""
+        stream = self._recorder.stream
+        node = self._follow_autograd(stream)
+        uses = uses_of(func)
+        if not uses.touches:
+            return
+        touched = list(self._touched(uses, args, kwargs, result))
+        is_on_device = any(operand.place == "device" for operand in touched)
+        name = f"{func._opname} of {node}" if node else func._opname
+        lines = _lines()
+        if uses.is_copy and is_on_device and any(operand.place != "device" for operand in touched):
+            self._copy(touched, func, args, kwargs, Call(name, stream, lines))
+            return
+        for operand in touched:
+            # The host reads numbers that it passes on to a kernel; CUDA's managed memory is read where it is.
+            is_of_host = not is_on_device or operand.place not in ("device", "managed")
+            agent = None if is_of_host else stream
+            call = Call(name, agent, lines)
+            self.order.access(operand.index, agent, operand.span, writes=operand.writes, what=call)
+        if uses.waits and is_on_device:
+            self.order.wait_stream(stream, None)
+
+    def host_reads(self, tensor: Tensor) -> None:
+        """The host asks for a tensor's values, and waits for the stream if they are on the device."""
+        span, index = span_of(tensor), self._recorder.index_of(tensor)
+        stream = self._recorder.stream
+        is_on_device = index is None or self._recorder.timeline.allocations[index].place == "device"
+        if index is not None and span is not None:
+            agent = stream if is_on_device else None
+            self.order.access(index, agent, span, writes=False, what=Call("reading", agent, _lines()))
+        if is_on_device:
+            self.order.wait_stream(stream, None)
+
+    def _copy(
+        self, touched: list[_Operand], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    ) -> None:
+        stream = self._recorder.stream
+        does_not_wait = bool(kwargs.get("non_blocking", len(args) > 2 and args[2]))
+        waits = not does_not_wait
+        for operand in touched:
+            by_host = False
+            if operand.place != "device":
+                if operand.writes and does_not_wait and func is torch.ops.aten._to_copy.default:
+                    self._pinned.add(operand.index)
+                is_pinned = operand.place in ("pinned", "managed") or operand.index in self._pinned
+                by_host = not is_pinned and not operand.writes
+                waits |= not is_pinned and operand.writes
+            agent = None if by_host else stream
+            what = Call(call.name, agent, call.lines)
+            self.order.access(operand.index, agent, operand.span, writes=operand.writes, what=what)
+        if waits:
+            self.order.wait_stream(stream, None)
+
+    def _touched(
+        self, uses: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Iterator[_Operand]:
+        recorder, allocations = self._recorder, self._recorder.timeline.allocations
+        seen: set[int] = set()
+        for tensor, writes, is_result in operands(uses, args, kwargs, result):
+            index = recorder.index_of(tensor)
+            if index is None or (is_result and index in seen):
+                continue
+            seen.add(index)
+            span = span_of(tensor)
+            if span is not None:
+                yield _Operand(index, allocations[index].place, span, writes)
+
+    def _follow_autograd(self, stream: int) -> str:
+        """The node whose backward runs; autograd lets it wait for the stream that its forward ran on."""
+        now = torch.autograd._get_sequence_nr()
+        if stream:
+            self._stream_of_node.update(dict.fromkeys(range(self._last_sequence, now), stream))
+        self._last_sequence = now
+        if torch._C._current_graph_task_id() == -1:
+            return ""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        its_stream = self._stream_of_node.get(node._sequence_nr(), 0) if self._stream_of_node else stream
+        if its_stream != stream:
+            self.order.wait_stream(its_stream, stream)
+        return node.name()
+
+    def _race(self, conflict: Conflict, second: Access) -> Race:
+        allocation = self._recorder.timeline.allocations[conflict.memory.index]
+        return Race(
+            first=_use_of(conflict.first),
+            second=_use_of(second),
+            is_reuse=conflict.first in conflict.memory.before.values(),
+            size_bytes=allocation.size_bytes,
+            place=allocation.place,
+            category=allocation.category,
+            module=allocation.module,
+        )
+
+
+def _use_of(access: Access) -> MemoryUse:
+    call: Any = access.what
+    places = tuple(
+        f"{shown_file(code.co_filename)}:{number} in {code.co_name}" for code, number in call.lines
+    )
+    return MemoryUse(operator=call.name, writes=access.writes, stream=call.stream, places=places)
+
+
+def _lines() -> tuple[Line, ...]:
+    """The innermost line outside torch and the virtual GPU, the first of another file, the first of no library."""
+    frame: FrameType | None = sys._getframe(2)
+    lines: list[Line] = []
+    file = ""
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        if name != file and not name.startswith(_PASSED_OVER) and not name.endswith(_WRAPPERS):
+            is_own = not is_of_library(name)
+            if len(lines) < 2 or is_own:
+                lines.append((code, frame.f_lineno))
+                file = name
+            if is_own:
+                break
+        frame = frame.f_back
+    return tuple(lines)

@@ -1,0 +1,214 @@
+"""Which work of several streams comes before which, as events say and nothing else, and what touches memory unordered.
+
+CUDA promises an order inside a stream, through an event that one stream records and another (or the host) waits for,
+and from what the host has given to a stream to what it does there. Everything else is luck. A vector clock for each
+agent (a stream, or the host) knows of every other agent how much of its work is over; two accesses to the same bytes,
+one of them a write, whose order no clock knows are a race, whichever came first this time.
+
+Source: FastTrack: Efficient and Precise Dynamic Race Detection, 2009 (PLDI), and its epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy
+
+HOST, COMPUTE = 0, 1
+"""The two agents that are always there: the host's thread, and the stream that computes."""
+
+Clock = dict[int, int]
+"""By agent, how much of its work is over."""
+
+LARGEST_COMPARED = 2**26
+"""Bytes, up to which tensors with gaps are compared byte by byte; larger ones whose extents overlap count as shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Some bytes of a memory.
+
+    Args:
+        start: first byte.
+        stop: the one after the last.
+        shape: of the tensor, if there are gaps between its elements; else empty.
+        strides: of the same, in bytes.
+        itemsize: bytes of an element.
+    """
+
+    start: int
+    stop: int
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    itemsize: int = 1
+
+    def contains(self, other: Span) -> bool:
+        """Whether the extent of another lies within this one's."""
+        return self.start <= other.start and other.stop <= self.stop
+
+    def shares_bytes_with(self, other: Span) -> bool:
+        """Whether a byte lies in both."""
+        if self.start >= other.stop or other.start >= self.stop:
+            return False
+        if not self.shape and not other.shape:
+            return True
+        first = min(self.start, other.start)
+        num_bytes = max(self.stop, other.stop) - first
+        if num_bytes > LARGEST_COMPARED:
+            return True
+        touched = numpy.zeros(num_bytes, dtype=bool)
+        self._of(touched, first)[...] = True
+        return bool(other._of(touched, first).any())
+
+    def _of(self, touched: numpy.ndarray, first: int) -> numpy.ndarray:
+        part = touched[self.start - first : self.stop - first]
+        if not self.shape:
+            return part
+        shape, strides = (*self.shape, self.itemsize), (*self.strides, 1)
+        return numpy.lib.stride_tricks.as_strided(part, shape, strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an agent did to some bytes of a memory.
+
+    Args:
+        agent: who.
+        epoch: when, by its own clock.
+        span: the bytes.
+        writes: whether it changes them.
+        what: for people.
+    """
+
+    agent: int
+    epoch: int
+    span: Span
+    writes: bool
+    what: object
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two accesses to the same bytes that nothing puts in order, one of them a write; or a free amid an access.
+
+    Args:
+        first: what the program did first.
+        second: what it did then; None: the memory was freed.
+        memory: which one.
+    """
+
+    first: Access
+    second: Access | None
+    memory: Memory
+
+    def __str__(self) -> str:
+        """The two, in words."""
+        if self.second is None:
+            return f"memory is freed while it is in use by {self.first.what}"
+        return f"{self.second.what} does not wait for {self.first.what}"
+
+
+@dataclass(eq=False)
+class Memory:
+    """Bytes that belong together, with the accesses that later ones have to come after.
+
+    Args:
+        judge: whose epochs these are.
+        index: its number, where it has one.
+        before: by agent, the last access to what may have been the same bytes, before an allocator gave them to this.
+    """
+
+    judge: HappensBefore
+    accesses: list[Access] = field(default_factory=list)
+    index: int = -1
+    is_watched: bool = False
+    """Whether somebody will say when it is freed."""
+    before: Mapping[int, Access] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+    """Agents that were held against ``before``."""
+
+
+class HappensBefore:
+    """The clocks, and the judgement.
+
+    Attributes:
+        conflicts: what was not ordered.
+    """
+
+    def __init__(self) -> None:
+        self.conflicts: list[Conflict] = []
+        self._clocks: list[Clock] = [{HOST: 1}, {COMPUTE: 1}]
+        self._host_version = 0
+        self._seen_of_host = [0, 0]
+
+    def new_agent(self) -> int:
+        """One more stream."""
+        self._clocks.append({len(self._clocks): 1})
+        self._seen_of_host.append(-1)
+        return len(self._clocks) - 1
+
+    def record(self, agent: int) -> Clock:
+        """An event in a stream: whoever waits for it comes after all that the stream has been given so far."""
+        clock = self._launched(agent)
+        snapshot = dict(clock)
+        clock[agent] += 1
+        return snapshot
+
+    def wait(self, agent: int, event: Clock) -> bool:
+        """Let what an agent does from now on come after an event; whether it did not do so anyway."""
+        clock = self._launched(agent)
+        is_needed = False
+        for other, epoch in event.items():
+            if clock.get(other, 0) < epoch:
+                clock[other] = epoch
+                is_needed = True
+        if agent == HOST and is_needed:
+            self._host_version += 1
+        return is_needed
+
+    def access(self, agent: int, memory: Memory, span: Span, *, writes: bool, what: object) -> None:
+        """Note an access, and every conflict of it with those before."""
+        if agent == HOST:  # what it has launched before does not come after this
+            self._clocks[HOST][HOST] += 1
+            self._host_version += 1
+        clock = self._launched(agent)
+        new = Access(agent, clock[agent], span, writes, what)
+        if memory.before and agent not in memory.asked:
+            memory.asked.add(agent)
+            late = [old for old in memory.before.values() if not _knows(clock, old)]
+            self.conflicts += [Conflict(old, new, memory) for old in late]
+        kept = []
+        for old in memory.accesses:
+            is_over = _knows(clock, old)
+            if not is_over and (writes or old.writes) and span.shares_bytes_with(old.span):
+                self.conflicts.append(Conflict(old, new, memory))
+            # Who comes after this comes after the old one, too, and need not ask about it.
+            is_implied = is_over and (writes or (not old.writes and old.agent == agent))
+            if not (is_implied and not span.shape and span.contains(old.span)):
+                kept.append(old)
+        kept.append(new)
+        memory.accesses = kept
+
+    def free(self, memory: Memory, agent: int = COMPUTE) -> None:
+        """Memory goes back: the device's to its allocator, which hands it out again in the order of computing."""
+        clock = self._launched(agent)
+        self.conflicts += [
+            Conflict(old, None, memory)
+            for old in memory.accesses
+            if old.agent != agent and not _knows(clock, old)
+        ]
+
+    def _launched(self, agent: int) -> Clock:
+        """An agent's clock: what the host gives to a stream comes after what the host knows to be over."""
+        clock = self._clocks[agent]
+        if agent != HOST and self._seen_of_host[agent] != self._host_version:
+            self._seen_of_host[agent] = self._host_version
+            for other, epoch in self._clocks[HOST].items():
+                if clock.get(other, 0) < epoch:
+                    clock[other] = epoch
+        return clock
+
+
+def _knows(clock: Clock, access: Access) -> bool:
+    return clock.get(access.agent, 0) >= access.epoch
