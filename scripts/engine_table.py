@@ -149,7 +149,12 @@ ROWS = (
         {"ddp": "model.quantization=int8"},
         "its weights were not shown cut by rows; NF4's were",
     ),
-    Row("rows on the host", "distributed.cpu_offload=true", {"fsdp2": TRACE}, _OF_FSDP2),
+    Row(
+        "weights and state on the host",
+        "distributed.cpu_offload=true",
+        {"fsdp2": TRACE, "zero2": "cpu_offload", "zero3": "cpu_offload"},
+        "processes of ddp hold everything on their devices",
+    ),
     Row(
         "weights kept gathered",
         "distributed.reshard_after_forward=false",

@@ -68,7 +68,7 @@ def cpu_offload_is_of_a_gpu(recipe: Recipe) -> Iterator[str]:
     """What waits on the host already cannot be sent there, and FSDP2 copies to and from an accelerator."""
     if not recipe.distributed.cpu_offload:
         return
-    if recipe.training.use_cpu:
+    if recipe.training.use_cpu and not recipe.distributed.has_engine:
         yield (
             "distributed.cpu_offload=true is for weights that a GPU computes with, got training.use_cpu=true. Set "
             "distributed.cpu_offload=false."

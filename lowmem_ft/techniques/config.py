@@ -308,8 +308,8 @@ class DistributedConfig:
     )
     cpu_offload: bool | None = knob(
         None,
-        "Of fsdp2: this process's part of weights, gradients and state waits on the host, which makes the updates; "
-        "null: as it is launched, else false.",
+        "Of fsdp2 and zero3: this process's part of weights, gradients and state waits on the host, which makes the "
+        "updates; of zero2: all of that but the weights; null: as it is launched, else false.",
         frees="true: each process's part of weights, gradients and state on its device",
         costs="true: the part crosses PCIe for each gathering, and the host's processor makes the updates",
         effects={True: Effect(cost="host link")},
@@ -336,15 +336,15 @@ class DistributedConfig:
     def problems(self) -> list[str]:
         """What is wrong with these values in themselves; empty if nothing is."""
         problems = [*self._problems_of_numbers()]
-        for name, other in (
-            ("reshard_after_forward", False),
-            ("cpu_offload", True),
-            ("sync_each_batch", False),
+        for name, other, strategies in (
+            ("reshard_after_forward", False, ("fsdp2",)),
+            ("cpu_offload", True, ("fsdp2", "zero2", "zero3")),
+            ("sync_each_batch", False, ("fsdp2",)),
         ):
-            if getattr(self, name) == other and self.strategy not in (None, "fsdp2"):
+            if getattr(self, name) == other and self.strategy not in (None, *strategies):
                 problems.append(
-                    f"distributed.{name}={str(other).lower()} is for distributed.strategy=fsdp2, got {self.strategy}. "
-                    f"Set distributed.strategy=fsdp2, or leave distributed.{name} out."
+                    f"distributed.{name}={str(other).lower()} is for distributed.strategy={' or '.join(strategies)}, "
+                    f"got {self.strategy}. Set distributed.strategy=fsdp2, or leave distributed.{name} out."
                 )
         return problems
 

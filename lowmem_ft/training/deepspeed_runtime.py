@@ -51,8 +51,10 @@ class DeepSpeedRuntime(AccelerateRuntime):
     def __init__(self, accelerator: Accelerator, distributed: DistributedConfig) -> None:
         super().__init__(accelerator, "no", distributed=distributed)
         self._shares_weights = self._loads_on_host = distributed.strategy == "zero3"
+        self._offloads = bool(distributed.cpu_offload)
         self._engine: Any = None
-        self._state: EngineState | None = None
+        self._state: Any = None
+        self._first_micro_step = 0
 
     @staticmethod
     def create(
@@ -101,6 +103,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
         if self._shares_weights:
             _gather_head_with_model(cast(PreTrainedModel, model))
         self._state.of(self._engine.optimizer)
+        self._first_micro_step = self._engine.optimizer.micro_step_id
         vars(model).pop("_is_accelerate_prepared", None)
         return self._engine, prepared
 
@@ -121,6 +124,10 @@ class DeepSpeedRuntime(AccelerateRuntime):
 
     def _gradients(self) -> Iterator[torch.Tensor]:
         """This process's part of each gradient, of which another process has no copy."""
+        if self._offloads:
+            parts = (part.grad for part in self._state.flat_parts())
+            yield from (part for part in parts if part is not None)
+            return
         for group in self._engine.optimizer.averaged_gradients.values():
             yield from (part for part in group or () if part is not None and part.numel())
 
@@ -134,7 +141,13 @@ class DeepSpeedRuntime(AccelerateRuntime):
     def abandon_step(self) -> None:
         """Forget gradients."""
         self._engine.optimizer.zero_grad()
+        if self._offloads:
+            for part in self._gradients():
+                part.zero_()
         self._engine.optimizer.averaged_gradients = {}
+        self._engine.optimizer.micro_step_id = (
+            self._first_micro_step
+        )  # or the next would be added to what is left
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """The engine has."""
@@ -176,6 +189,15 @@ def _gather_head_with_model(model: PreTrainedModel) -> None:
         deepspeed.zero.register_external_parameter(model, head.weight)
 
 
+def _offload(config: TrainingConfig, distributed: DistributedConfig) -> dict[str, Any]:
+    """What waits on the host, where torch's AdamW makes the updates: DeepSpeed's own there would be compiled first."""
+    if not distributed.cpu_offload:
+        return {}
+    on_host = {"device": "cpu", "pin_memory": not config.use_cpu}
+    of_weights = {"offload_param": on_host} if distributed.strategy == "zero3" else {}
+    return {"offload_optimizer": on_host, **of_weights}
+
+
 _BUCKET_ELEMENTS = 50_000_000
 """Of what goes over the link together: 200 MB in float32. DeepSpeed's own 500 million would be 2 GB in each process."""
 
@@ -190,7 +212,9 @@ def _configuration(config: TrainingConfig, distributed: DistributedConfig) -> di
             "stage": 3 if distributed.strategy == "zero3" else 2,
             "reduce_bucket_size": _BUCKET_ELEMENTS,
             "allgather_bucket_size": _BUCKET_ELEMENTS,
+            **_offload(config, distributed),
         },
+        "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},

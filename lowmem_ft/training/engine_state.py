@@ -111,7 +111,7 @@ class EngineState:
         groups = [{key: value for key, value in group.items() if key in kept} for group in groups]
         return ChunkedOptimizer(groups, config.row.update_rule(), defaults)
 
-    def _flat_parts(self) -> list[Tensor]:
+    def flat_parts(self) -> list[Tensor]:
         """What the engine has made of the float32 weights, of which AdamW updates this process's parts."""
         name = "fp32_partitioned_groups_flat" if self._is_zero3() else "single_partition_of_fp32_groups"
         return getattr(self._optimizer, name)
@@ -127,14 +127,14 @@ class EngineState:
         """AdamW's state as it is after so many steps, but for the values."""
         inner = self._optimizer.optimizer
         inner.state.clear()
-        for part in self._flat_parts() if num_steps else ():
+        for part in self.flat_parts() if num_steps else ():
             averages = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
             inner.state[part] = {"step": torch.tensor(float(num_steps)), **averages}
         self._link()
 
     def _link(self) -> None:
         """Have ZeRO-2 find each parameter's averages: it looks for them once, when the first group alone has any."""
-        parts, states = self._flat_parts(), self._optimizer.optimizer.state
+        parts, states = self.flat_parts(), self._optimizer.optimizer.state
         for parameter in () if self._is_zero3() else _all(self._parameters).values():
             place: Any = parameter._hp_mapping  # type: ignore[attr-defined]
             if place is not None:  # else nothing of it lies here

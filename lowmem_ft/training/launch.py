@@ -118,12 +118,12 @@ _DEEPSPEED_SETTINGS = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
         "offload_optimizer_device",
         "none",
-        "ZeRO's offload has not been shown to work here.",
+        "The recipe decides that: set distributed.cpu_offload=true.",
     ),
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (
         "offload_param_device",
         "none",
-        "ZeRO's offload has not been shown to work here.",
+        "The recipe decides that: set distributed.cpu_offload=true.",
     ),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "gradient_accumulation_steps",

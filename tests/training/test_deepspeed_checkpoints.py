@@ -26,6 +26,7 @@ SHARED = (
 )
 AUTO = "training.resume_from_checkpoint=auto"
 CASES = {"float32": (), "bfloat16": ("model.dtype=bfloat16",), "lora": ("adapter.name=lora",)}
+OFFLOAD = {"offload": ("model.dtype=bfloat16", "distributed.cpu_offload=true")}
 NEAR = {"float32": (1e-6, 2e-4), "bfloat16": (1e-3, 2e-2), "lora": (1e-6, 2e-4)}
 """Of losses, and of weights (in steps of 0.01), to those of one process: where a gradient is next to nothing, AdamW's
 step is as long as anywhere, and its direction a matter of rounding."""
@@ -57,7 +58,7 @@ def finished(forks, untied, tmp_path_factory):
         key = (num_processes, strategy, case)
         if key not in runs:
             folder = tmp_path_factory.mktemp(f"{strategy}-{case}") / "run"
-            runs[key] = train_in(forks, num_processes, strategy, folder, *model, *CASES[case])
+            runs[key] = train_in(forks, num_processes, strategy, folder, *model, *(CASES | OFFLOAD)[case])
         return runs[key]
 
     runs = {}
@@ -70,7 +71,7 @@ def gone_on(forks, finished, run, num_processes, strategy, case, folder):
     shutil.copytree(run, folder)
     shutil.rmtree(folder / "checkpoint-4")
     shutil.rmtree(folder / "model")
-    train_in(forks, num_processes, strategy, folder, *finished.options, *CASES[case], AUTO)
+    train_in(forks, num_processes, strategy, folder, *finished.options, *(CASES | OFFLOAD)[case], AUTO)
     return folder
 
 
@@ -83,7 +84,7 @@ def tensors(folder):
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | OFFLOAD)
 def test_as_many_processes_go_on_bit_for_bit(strategy, case, forks, finished, metrics, tmp_path):
     run = finished(2, strategy, case)
     again = gone_on(forks, finished, run, 2, strategy, case, tmp_path / "run")
