@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lowmem_ft.planner import MemoryPlan, plan, plan_checkpointing
     from lowmem_ft.preflight import train
     from lowmem_ft.recipe import Recipe, load_recipe
+    from lowmem_ft.rehearsal import Rehearsal, rehearse
     from lowmem_ft.virtual_gpu import VirtualGPU
 
 # transformers imports bitsandbytes, which advertises a kernel for 4-bit inference on CPUs each time; in each 8-bit
@@ -30,6 +31,7 @@ __all__ = [
     "Interrupted",
     "MemoryPlan",
     "Recipe",
+    "Rehearsal",
     "UserError",
     "VirtualGPU",
     "estimate_memory",
@@ -37,6 +39,7 @@ __all__ = [
     "load_recipe",
     "plan",
     "plan_checkpointing",
+    "rehearse",
     "train",
 ]
 
@@ -54,6 +57,8 @@ __getattr__ = lazy_exports(
         "MemoryPlan": "planner",
         "plan": "planner",
         "plan_checkpointing": "planner",
+        "rehearse": "rehearsal",
+        "Rehearsal": "rehearsal",
         "train": "preflight",
         "VirtualGPU": "virtual_gpu",
     },

@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "fine-tune a model: train recipe=NAME|PATH [key=value ...]",
     "estimate": "what a run needs, and where it fits: estimate model=NAME",
     "plan": "choose the memory knobs for a budget: plan model=NAME budget=24GiB",
+    "rehearse": "the whole run without a GPU: rehearse recipe=NAME --gpu NAME",
     "report": "how runs went, memory estimated and measured: report RUN_DIR",
     "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",

@@ -68,11 +68,11 @@ def estimate_memory(
     spec, reason = choose_gpu(gpu, budget, use_cpu=recipe.training.use_cpu)
     start = time.perf_counter()
     traced = _trace(recipe, spec, kept)
-    estimate = _estimate(recipe, traced, spec, budget, time.perf_counter() - start, reason)
+    estimate = estimate_of_trace(recipe, traced, spec, budget, time.perf_counter() - start, reason)
     if estimate.processes is None or not is_cut_unevenly(recipe):
         return estimate
     traced = _trace(recipe, spec, kept, estimate.processes.num_processes - 1)
-    last = _estimate(recipe, traced, spec, budget, 0.0, reason)
+    last = estimate_of_trace(recipe, traced, spec, budget, 0.0, reason)
     processes = dataclasses.replace(estimate.processes, last_peak_bytes=last.process_peak_bytes)
     return dataclasses.replace(estimate, processes=processes, trace_seconds=time.perf_counter() - start)
 
@@ -131,7 +131,7 @@ def estimate_on_gpus(
                 replays[alike] = Replays(trace, allocator_config_of_runs())
             on_gpu = dataclasses.replace(traced, trace=replays[alike].trace)
             seconds = time.perf_counter() - start
-            results.append(_estimate(recipe, on_gpu, gpu, budget, seconds, "", replays[alike]))
+            results.append(estimate_of_trace(recipe, on_gpu, gpu, budget, seconds, "", replays[alike]))
     errors = [trace for trace in traces.values() if isinstance(trace, UserError)]
     if errors and len(errors) == len(traces):
         raise errors[0]
@@ -159,7 +159,7 @@ def _trace(recipe: Recipe, gpu: Gpu | None, kept: KeptTraces | None, process_ind
 
 
 @collector_paused()
-def _estimate(
+def estimate_of_trace(
     recipe: Recipe,
     traced: TracedRecipe,
     gpu: Gpu | None,
@@ -168,6 +168,20 @@ def _estimate(
     reason: str,
     replays: Replays | None = None,
 ) -> MemoryEstimate:
+    """What a trace of a recipe needs on one device.
+
+    Args:
+        recipe: what was traced.
+        traced: on a machine of the kind in question.
+        gpu: the GPU; None: this machine's processor.
+        budget: what may be used.
+        trace_seconds: how long tracing took, for the record.
+        reason: why this device, for people; empty if it was asked for.
+        replays: those of the trace, to share them; None: fresh ones.
+
+    Returns:
+        The estimate.
+    """
     surroundings = Surroundings(
         host=host_outside(traced, recipe, on_gpu=gpu is not None),
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,

@@ -21,6 +21,7 @@ from lowmem_ft.models import (
     MasterWeights,
     ModelConfig,
     compute_dtype,
+    load_model_config,
     log_quantization,
     quantization_config,
     quantize_linear_layers,
@@ -127,6 +128,10 @@ class VirtualRuntime(MixedPrecision):
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         self._sharded: FullySharded | None = None
         self._averages_after_backward = False
+
+    def load_config(self, config: ModelConfig) -> PretrainedConfig:
+        """From the catalogue where it has the model, gated ones too, without a network."""
+        return load_model_config(config, architecture_only=True)
 
     def load_model(
         self,

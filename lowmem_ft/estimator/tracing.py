@@ -35,8 +35,9 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.build import Plan, build_session, plan_session
 from lowmem_ft.training.determinism import deterministic_kernels
+from lowmem_ft.training.retry import Retries
 from lowmem_ft.training.session import Session
-from lowmem_ft.training.step import evaluation_loss, train_step
+from lowmem_ft.training.step import evaluation_loss
 from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.processes import one_of_several
@@ -255,11 +256,7 @@ def trace_layers(
         try:
             with machine.during("load"):
                 session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
-            for weights in session.techniques.weight_memory():
-                if weights.of is None:
-                    machine.mark_shared(weights.memory, "parameter")
-                else:
-                    machine.mark(weights.memory, "parameter", of=weights.of)
+            mark_weight_memory(session.techniques, machine)
             _take_steps(recipe, plan, session, machine)
             _evaluate(recipe, plan, session, machine)
         except (
@@ -277,7 +274,7 @@ def trace_layers(
         tokens_per_micro_batch=rows * length,
         batch=f"{rows} x {length} tokens",
         vocabulary_size=vocab_size(hf_config) or 0,
-        copied_weight_bytes=_copied_weight_bytes(session.techniques),
+        copied_weight_bytes=copied_weight_bytes(session.techniques),
     )
 
 
@@ -321,13 +318,24 @@ def _cannot_trace(recipe: Recipe, hf_config: PretrainedConfig, operator: str) ->
     )
 
 
-def _copied_weight_bytes(techniques: Techniques) -> int:
+def mark_weight_memory(techniques: Techniques, machine: VirtualMachine) -> None:
+    """Say of the memory in which techniques keep weights that it is that."""
+    for weights in techniques.weight_memory():
+        if weights.of is None:
+            machine.mark_shared(weights.memory, "parameter")
+        else:
+            machine.mark(weights.memory, "parameter", of=weights.of)
+
+
+def copied_weight_bytes(techniques: Techniques) -> int:
+    """Of the memory that counts as weights, what holds copies of some that are elsewhere."""
     shared = (weights.memory for weights in techniques.weight_memory() if weights.of is None)
     return sum(memory.untyped_storage().nbytes() for memory in shared)
 
 
 def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
     num_rows = recipe.training.per_device_train_batch_size
+    retries = Retries(session, recipe)  # as a run has them: to start over takes a few bytes
     machine.step_is_over()
     for _ in range(NUM_STEPS):
         window = [
@@ -336,7 +344,7 @@ def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMa
         ]
         # In horizontal order the others only wait, in the host's memory.
         whole = session.techniques.takes_whole_window
-        train_step(session, window if whole else window[:NUM_MICRO_BATCHES])
+        retries.train_step(window if whole else window[:NUM_MICRO_BATCHES])
         del window
         machine.step_is_over()
 

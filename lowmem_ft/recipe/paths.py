@@ -68,6 +68,24 @@ def check_paths_of_run(recipe: Recipe) -> None:
     )
 
 
+def check_paths_of_rehearsal(recipe: Recipe) -> None:
+    """Refuse a rehearsal whose data or tokenizer is not there: of the model its config will do.
+
+    Raises:
+        UserError: lists all of it.
+    """
+    _raise_all(
+        [
+            *_packages_of_step(recipe),
+            lambda: check_model_files(recipe, architecture_only=True),
+            lambda: check_tokenizer_path(recipe.model),
+            lambda: require_tokenizer_within_reach(recipe.model),
+            lambda: check_sizes_of_model(recipe),
+            *_checks_of_data(recipe),
+        ]
+    )
+
+
 def check_packages(recipe: Recipe) -> None:
     """Refuse a recipe whose step cannot be built here, be it on a virtual GPU: trackers are not asked.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -52,7 +52,7 @@ def estimate_table(
     Returns:
         Something that ``rich.print`` prints.
     """
-    return Group(_headline(estimate), "", _memory_bars(estimate), "", _facts(estimate, price, further))
+    return Group(headline(estimate), "", _memory_bars(estimate), "", _facts(estimate, price, further))
 
 
 def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
@@ -118,7 +118,8 @@ def _what_is_missing(all_together: Change | None, gpu_name: str) -> Text:
     )
 
 
-def _headline(estimate: MemoryEstimate) -> Text:
+def headline(estimate: MemoryEstimate) -> Text:
+    """The model, whether it fits, and how much of it is trained."""
     model = estimate.model
     trained = "all trained"
     if model.trainable_parameters != model.parameters:
@@ -200,9 +201,14 @@ def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
 
 def _facts(estimate: MemoryEstimate, price: Price | None, further: Sequence[tuple[str, str]]) -> Table:
     """Label and text, a line each, wrapped beside the label."""
-    table = _grid()
     peak, *others = _fact_lines(estimate, price)
-    for label, text in (peak, *further, *others):
+    return labelled((peak, *further, *others))
+
+
+def labelled(lines: Iterable[tuple[str, str]]) -> Table:
+    """Labels, and texts wrapped beside them; a line with an empty label goes on from the one above."""
+    table = _grid()
+    for label, text in lines:
         table.add_row(Text(label, "bold"), Prose(text))
     return table
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lowmem_ft.devices import has_bfloat16, name_of
+from lowmem_ft.devices import has_bfloat16, has_values, name_of
 from lowmem_ft.errors import UserError
 from lowmem_ft.shards import local_part
 from lowmem_ft.techniques.device_rules import precision_problems
@@ -121,8 +121,8 @@ class LostUpdateMeter(Technique):
         Waits for the device. The first time it finds more than half lost, with the learning rate at half its peak
         or more (so not during warm-up), it logs a warning with the ways out.
         """
-        fraction = _ratio(self._last)
-        if fraction > 0.5 and not self._warned and self._last_rate >= 0.5 * self._peak_rate:
+        fraction, is_known = _ratio(self._last), _is_known(self._last)
+        if is_known and fraction > 0.5 and not self._warned and self._last_rate >= 0.5 * self._peak_rate:
             self._warned = True
             logger.warning(
                 "%.1f %% of the updates of the last step changed no weight: at learning rate %.2g they are smaller "
@@ -144,7 +144,7 @@ class LostUpdateMeter(Technique):
 
     def _log_total(self) -> None:
         """The last that is heard of a meter that is taken off."""
-        if not self._total:
+        if not self._total or not _is_known(self._total):
             return
         logger.warning(
             "%.1f %% of the sampled weight updates rounded away in %s (model.dtype); float32 weights lose none.",
@@ -249,6 +249,11 @@ def _bits(flat: Tensor, stride: int) -> Tensor:
 def _add(sums: dict[torch.device, Tensor], counts: Tensor) -> None:
     """Add counts to the running sum of their device; a model may lie on several."""
     sums[counts.device] = sums[counts.device] + counts if counts.device in sums else counts
+
+
+def _is_known(counts: dict[torch.device, Tensor]) -> bool:
+    """Whether there is anything to warn of: without values nothing has been counted."""
+    return all(map(has_values, counts.values()))
 
 
 def _ratio(sums: dict[torch.device, Tensor]) -> float:

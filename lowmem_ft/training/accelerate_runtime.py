@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.data import Batch
 from lowmem_ft.devices import with_index
 from lowmem_ft.errors import UserError, user_error
 from lowmem_ft.memory.host_memory import HostMemory
@@ -30,6 +31,7 @@ from lowmem_ft.models import (
     ModelConfig,
     load_master_weights,
     load_model,
+    load_model_config,
     weights_in_files,
     weights_in_shards,
 )
@@ -42,10 +44,12 @@ from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
 from lowmem_ft.training.meeting import Arrival, refusals
 from lowmem_ft.training.mixed_precision import MixedPrecision
+from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.session_files import load_session, save_session, save_trained
 from lowmem_ft.training.sharded_files import save_gathered, save_shards
+from lowmem_ft.training.step import StepResult
 from lowmem_ft.units import parse_bytes
 from lowmem_ft.user_paths import expand_user
 
@@ -77,6 +81,7 @@ class AccelerateRuntime(MixedPrecision):
         self.num_processes: int = accelerator.num_processes
         self.process_index: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
+        self.shows_progress = self.is_main
         self._averages_after_backward = False
 
     @staticmethod
@@ -115,6 +120,10 @@ class AccelerateRuntime(MixedPrecision):
         if accelerator.num_processes > 1:
             leave_processes_at_exit()
         return AccelerateRuntime(accelerator, config.mixed_precision, distributed=distributed)
+
+    def load_config(self, config: ModelConfig) -> PretrainedConfig:
+        """That which the weights come with."""
+        return load_model_config(config)
 
     def load_model(
         self,
@@ -227,6 +236,14 @@ class AccelerateRuntime(MixedPrecision):
         """Asks the device: the one point of a step where the host waits."""
         return tuple(torch.stack([value.float() for value in values]).tolist())
 
+    def take_step(self, window: Sequence[Batch], step: Callable[[Sequence[Batch]], StepResult]) -> StepResult:
+        """Each window is a step."""
+        return step(window)
+
+    def to_evaluate(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """All of them."""
+        return batches
+
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """As ``from_pretrained`` loads it, by the main process; what is cut among several is gathered to it."""
         if self._is_sharded:
@@ -246,6 +263,10 @@ class AccelerateRuntime(MixedPrecision):
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
         """From these files; see :func:`lowmem_ft.training.session_files.load_session`."""
         load_session(session, folder, optimizer_scalars)
+
+    def load_random_state(self, state: dict[str, Any]) -> None:
+        """Of all generators; see ``random_state.py``."""
+        import_random_state(state, self.device)
 
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""

@@ -27,7 +27,7 @@ from lowmem_ft.finiteness import some_of
 from lowmem_ft.handle import Handle
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.logical_size import logical_numel
-from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, load_model_config, weights_dtype
+from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, weights_dtype
 from lowmem_ft.optimizers import (
     ChunkedOptimizer,
     check_optimizer,
@@ -105,7 +105,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         UserError: if the device cannot run the recipe.
         ModelError: if there is no such model.
     """
-    hf_config = hf_config or load_model_config(recipe.model)
+    hf_config = hf_config or runtime.load_config(recipe.model)
     dtype = weights_dtype(recipe.model, hf_config)
     recipe.model.require_packages()
     check_adapter(recipe.adapter)

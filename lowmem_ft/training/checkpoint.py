@@ -41,7 +41,7 @@ from lowmem_ft.training.checkpoint_folders import (
     random_state_file,
     read_manifest,
 )
-from lowmem_ft.training.random_state import export_random_state, import_random_state
+from lowmem_ft.training.random_state import export_random_state
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.saved_files import MANIFEST
 from lowmem_ft.training.session import Session
@@ -147,7 +147,7 @@ def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None
     random_state = folder / random_state_file(runtime.process_index)
     if random_state.exists():
         try:
-            import_random_state(json.loads(random_state.read_text()), runtime.device)
+            runtime.load_random_state(json.loads(random_state.read_text()))
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} is damaged: {random_state.name} holds no state of random generators. Resume from another "

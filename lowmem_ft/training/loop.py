@@ -269,7 +269,7 @@ class TrainingRun:
             num_steps=self.num_steps,
             step=self.progress.step,
             logging_steps=config.logging_steps,
-            enabled=self.runtime.is_main,
+            enabled=self.runtime.shows_progress,
         )
         with display:
             self._evaluate_if_due()
@@ -286,7 +286,7 @@ class TrainingRun:
         window = self.stream.next_window()
         learning_rate = float(self.session.scheduler.get_last_lr()[0])
         with self.memory.during("step"):
-            result = self.retries.train_step(window.batches)
+            result = self.runtime.take_step(window.batches, self.retries.train_step)
         self.progress.step += 1
         self.progress.position = window.position
         self.progress.tokens += result.num_tokens
@@ -344,7 +344,7 @@ class TrainingRun:
             result = evaluate(
                 self.session,
                 self.runtime,
-                batches,
+                self.runtime.to_evaluate(batches),
                 in_pieces=self.evaluation,
                 interrupted=lambda: self.interruption.requested,
             )

@@ -7,7 +7,7 @@ goes through :class:`RunRuntime`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.data import Batch
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import MasterWeights, ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig
@@ -25,6 +26,7 @@ from lowmem_ft.techniques.fully_sharded import FullySharded
 
 if TYPE_CHECKING:
     from lowmem_ft.training.session import Session
+    from lowmem_ft.training.step import StepResult
 
 
 class Runtime(Protocol):
@@ -32,6 +34,10 @@ class Runtime(Protocol):
 
     device: torch.device
     num_processes: int
+
+    def load_config(self, config: ModelConfig) -> PretrainedConfig:
+        """The model's architecture; in a trace that of the catalogue does, as no weights will be asked for."""
+        ...
 
     def load_model(
         self,
@@ -124,6 +130,16 @@ class RunRuntime(Runtime, Protocol):
     process_index: int
     is_main: bool
     """Whether this process writes what is written once: the first of all."""
+    shows_progress: bool
+    """Whether this process shows how far the run is."""
+
+    def take_step(self, window: Sequence[Batch], step: Callable[[Sequence[Batch]], StepResult]) -> StepResult:
+        """Take an optimizer step over a window; a rehearsal takes one for all windows of a shape."""
+        ...
+
+    def to_evaluate(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """The held-out batches that are really evaluated: all; in a rehearsal one of each shape."""
+        ...
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write what is trained, and the tokenizer, as vanilla libraries load them.
@@ -164,6 +180,14 @@ class RunRuntime(Runtime, Protocol):
 
         Raises:
             CheckpointError: if they are not this run's.
+        """
+        ...
+
+    def load_random_state(self, state: dict[str, Any]) -> None:
+        """Continue the random generators from what ``export_random_state`` saw of them; without values, do nothing.
+
+        Raises:
+            ValueError: if it is no such state; KeyError, TypeError and RuntimeError likewise.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,16 +76,18 @@ class WorkLog:
         timeline: of memory.
         entries: the log.
         num_host_waits: how often the host has waited for the device.
+        on_host_wait: told how many waits have just come, to see where in the program.
     """
 
     timeline: Timeline
     entries: list[Work] = field(default_factory=list)
     num_host_waits: int = 0
+    on_host_wait: Callable[[int], None] = lambda times: None
 
     def add(self, work: Work) -> None:
         """Log a kernel, a copy or a collective."""
         if work.blocking and work.to_host:
-            self.num_host_waits += work.times
+            self._host_waits(work.times)
         self.entries.append(work)
 
     @property
@@ -114,7 +117,7 @@ class WorkLog:
 
     def synchronize_event(self, event: int) -> None:
         """The host waits for the event."""
-        self.num_host_waits += 1
+        self._host_waits(1)
         self.entries.append(Work("synchronize", self.position, event=event))
 
     def synchronize(self, *, waits: bool = True) -> None:
@@ -125,5 +128,9 @@ class WorkLog:
         """
         if not waits:
             return
-        self.num_host_waits += 1
+        self._host_waits(1)
         self.entries.append(Work("synchronize", self.position))
+
+    def _host_waits(self, times: int) -> None:
+        self.num_host_waits += times
+        self.on_host_wait(times)

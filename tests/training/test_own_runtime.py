@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.models import load_master_weights, load_model
+from lowmem_ft.models import load_master_weights, load_model, load_model_config
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training import joining, out_of_memory_report, train
+from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session_files import save_trained
 
@@ -24,10 +25,13 @@ class PlainRuntime:
     """One process on a CPU in plain torch, which keeps the optimizer's state in a file of its own."""
 
     device = torch.device("cpu")
-    num_processes, process_index, is_main = 1, 0, True
+    num_processes, process_index, is_main, shows_progress = 1, 0, True, True
 
     def __init__(self):
         self.logged = []
+
+    def load_config(self, config):
+        return load_model_config(config)
 
     def load_model(self, config, hf_config, *, attn_implementation, seed, host=None):
         return load_model(
@@ -88,6 +92,12 @@ class PlainRuntime:
     def update_loss_scale(self):
         pass
 
+    def take_step(self, window, step):
+        return step(window)
+
+    def to_evaluate(self, batches):
+        return batches
+
     def save_trained(self, session, tokenizer, folder):
         save_trained(session, tokenizer, folder)
 
@@ -102,6 +112,9 @@ class PlainRuntime:
         state = OptimizerState(tensors=torch.load(folder / "state.pt"), scalars=optimizer_scalars)
         named_parameters = session.unwrapped_model.named_parameters()
         import_optimizer_state(session.optimizer, named_parameters, state)
+
+    def load_random_state(self, state):
+        import_random_state(state, self.device)
 
     def loss_scale_state(self):
         return None

@@ -1,0 +1,162 @@
+"""``lowmem-ft rehearse``: the whole of a run but its values, before a GPU is rented."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowmem_ft.cli.estimate_files import report_console, write_json
+from lowmem_ft.cli.estimate_options import ALL_GPUS, CPU, Once, add_overwrite, gpu_problems, write_problem
+from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.parser import Parser
+from lowmem_ft.cli.progress import progress_line
+from lowmem_ft.cli.stopping import if_stopped
+from lowmem_ft.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError
+
+_USAGE = (
+    "lowmem-ft rehearse recipe=NAME|PATH [key=value ...] [--gpu NAME]\n"
+    "       [--steps N] [--json FILE|-] [--overwrite]"
+)
+_EXAMPLES = """\
+examples:
+  lowmem-ft rehearse recipe=7b-lora data=chats.jsonl --gpu rtx-4090
+  lowmem-ft rehearse recipe=8b-24gb data=chats.jsonl --gpu rtx-4090 --steps 100
+  lowmem-ft rehearse recipe=my.yaml --gpu l4 --json rehearsal.json
+
+The run's own loop goes over the real data, tokenized and batched as in training; the model is there by its config
+alone, on a virtual GPU. Needed are the data and the tokenizer: where no hub can be reached, name a folder with
+model.tokenizer_name_or_path=FOLDER. A step is traced for each shape of data, and the others of its shape are counted.
+
+Exit codes: 0 it fits; 3 it does not; 2 the input is at fault."""
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rehearse what the settings describe.
+
+    Args:
+        argv: ``recipe=NAME|PATH``, ``key=value`` settings and options; None: those of this process.
+
+    Returns:
+        The exit code: 0 if it fits, else 3.
+    """
+    with if_stopped("while rehearsing: nothing is written."):
+        return _rehearse(list(sys.argv[1:] if argv is None else argv))
+
+
+def _rehearse(arguments: list[str]) -> int:
+    parser = _parser()
+    options, others = parser.parse_known_args(arguments)
+    if problems := parser.misspelt(others):
+        raise UserError(*problems)
+    recipe_name, settings = _split(others)
+    _check(options)
+
+    from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.cards import on_cards
+    from lowmem_ft.recipe.paths import check_paths_of_rehearsal
+
+    set_up_logging()
+    logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report says what happened
+    recipe, options.gpu = on_cards(load_recipe(recipe_name, settings), options.gpu)
+    check_paths_of_rehearsal(recipe)
+    if options.gpu is not None:
+        from lowmem_ft.catalog.gpus import find_gpu
+        from lowmem_ft.recipe.device_checks import check_device_of_estimate
+
+        check_device_of_estimate(recipe, find_gpu(options.gpu))
+
+    from lowmem_ft.data.first_look import check_small_local_data
+
+    take_over_library_logs()
+    check_small_local_data(recipe.data)
+    with progress_line("loading torch and transformers"):
+        import lowmem_ft.rehearsal
+        from lowmem_ft.estimator.kept_traces import KeptTraces
+        from lowmem_ft.reports.rehearsal_table import rehearsal_table
+        from lowmem_ft.reports.wording import short_name
+
+    take_over_library_logs()
+    doing = f"{short_name(recipe.model.name_or_path or '')}: rehearsing"
+    with progress_line(doing) as say:
+        found = lowmem_ft.rehearsal.rehearse(
+            recipe,
+            options.gpu,
+            steps=options.steps,
+            kept=KeptTraces.of_user(),
+            on_step=lambda step, shapes: say(f"{doing}: step {step:,}, shapes traced {shapes}"),
+        )
+    console = report_console(options)
+    console.print(rehearsal_table(found))
+    if not found.fits:
+        console.print(
+            "\nWhat would need less: `lowmem-ft estimate` with the same settings and --changes, or `lowmem-ft plan`."
+        )
+    write_json(found.to_json(), options)
+    return 0 if found.fits else EXIT_DOES_NOT_FIT
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    choices = [argument for argument in arguments if argument.startswith("recipe=")]
+    settings = [argument for argument in arguments if not argument.startswith("recipe=")]
+    if len(choices) != 1 or choices == ["recipe="]:
+        raise RecipeError(
+            f"A rehearsal needs one recipe=NAME|PATH, got {' '.join(choices or arguments) or 'nothing'}. "
+            "`lowmem-ft recipes` lists the names."
+        )
+    return choices[0].partition("=")[2], settings
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    if options.gpu is not None:
+        options.gpu = options.gpu.strip()
+    if options.gpu is not None and options.gpu.lower() in (ALL_GPUS, CPU):
+        problems.append(
+            f"A rehearsal is for one GPU, got --gpu {options.gpu}. Name one, such as --gpu rtx-4090."
+        )
+    else:
+        problems += gpu_problems(options.gpu)
+    if options.steps is not None and options.steps < 1:
+        problems.append(f"--steps is at least 1, got {options.steps}.")
+    if options.json not in (None, "-"):
+        problem = write_problem("json", options.json, Path(options.json), overwrite=options.overwrite)
+        problems += [problem] if problem else []
+    if problems:
+        raise UserError(*problems)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft rehearse",
+        usage=_USAGE,
+        description="Run all of a training run but its values on a virtual GPU: memory over the real batches, hours, "
+        "cost, files, warnings.",
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        action=Once,
+        help="a GPU of `lowmem-ft gpus`; without: what this machine has, or one of the budget's size",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        action=Once,
+        help="optimizer steps to rehearse, the first of the run; without: all",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE|-",
+        action=Once,
+        help="write what was found as JSON; - is stdout, then JSON alone",
+    )
+    add_overwrite(parser)
+    return parser

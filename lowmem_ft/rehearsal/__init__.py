@@ -1,0 +1,6 @@
+"""The whole run before it is paid for: ``train()``'s own loop over the real data, on a virtual GPU."""
+
+from lowmem_ft.rehearsal.rehearse import rehearse
+from lowmem_ft.rehearsal.result import Rehearsal
+
+__all__ = ["Rehearsal", "rehearse"]

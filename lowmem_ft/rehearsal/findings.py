@@ -1,0 +1,219 @@
+"""A rehearsed loop's trace in numbers: what each shape takes, how long the run is, where memory runs out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.estimator.target import capped_bytes, limits
+from lowmem_ft.memory.caching_allocator import CachingAllocator
+from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
+from lowmem_ft.memory.replay import replay
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, RunTime, TracedShape
+from lowmem_ft.rehearsal.runtime import RehearsalRuntime, Traced
+from lowmem_ft.rehearsal.shapes import WindowShape
+from lowmem_ft.virtual_gpu.replay.clock import Times
+from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
+from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_runs
+from lowmem_ft.virtual_gpu.replay.replays import Replays
+from lowmem_ft.virtual_gpu.trace import Trace
+
+if TYPE_CHECKING:
+    from lowmem_ft.rehearsal.rehearse import RehearsedRun
+
+
+@dataclass(frozen=True)
+class _StepSeconds:
+    """Of a step of one shape: beside its micro-batches, of the first of them and of each other one."""
+
+    beside: float
+    first: float
+    other: float
+
+
+class Findings:
+    """What the trace of a rehearsed run says.
+
+    Args:
+        recipe: that was rehearsed.
+        gpu: whose clock and whose memory count.
+        run: what its loop has seen.
+        trace: of all of it.
+    """
+
+    def __init__(self, recipe: Recipe, gpu: Gpu, run: RehearsedRun, trace: Trace) -> None:
+        self._recipe, self._gpu, self._run = recipe, gpu, run
+        self._runtime: RehearsalRuntime = run.runtime
+        self._trace = trace
+        self.replays = Replays(trace, allocator_config_of_runs())
+        self._times: Times = self.replays.clock.times_on(gpu)
+        self._seconds = {step.shape: self._step_seconds(step) for step in self._runtime.steps}
+
+    @property
+    def longest(self) -> WindowShape:
+        """The largest shape of a step."""
+        return max((step.shape for step in self._runtime.steps), key=lambda shape: shape.tokens)
+
+    def mean_step(self, estimate: MemoryEstimate) -> StepTime | None:
+        """A step as it is on average; None where there is none."""
+        if estimate.step is None or not self._runtime.num_steps:
+            return None
+        return StepTime(
+            seconds=self._seconds_of_steps / self._runtime.num_steps,
+            tokens=round(self._runtime.num_tokens / self._runtime.num_steps),
+            bound_by=estimate.step.bound_by,
+            sent_bytes=0,
+        )
+
+    def rehearsal(
+        self, estimate: MemoryEstimate, worst: MemoryEstimate, warnings: tuple[str, ...], seconds: float
+    ) -> Rehearsal:
+        """All of it together.
+
+        Args:
+            estimate: of this trace.
+            worst: of the recipe's worst batch.
+            warnings: that were logged.
+            seconds: that the rehearsal took.
+        """
+        runtime, num_steps = self._runtime, self._run.num_steps
+        share = num_steps / runtime.num_steps if runtime.num_steps else 0.0
+        is_whole = runtime.num_steps == num_steps
+        training = self._recipe.training
+        num_evaluations, num_checkpoints = runtime.num_evaluations, len(runtime.checkpoints)
+        if not is_whole:
+            num_evaluations = _times_due(num_steps - 1, training.eval_steps) + bool(runtime.evaluated)
+            num_checkpoints = _times_due(num_steps, training.save_steps)
+        return Rehearsal(
+            recipe=self._recipe,
+            gpu=self._gpu,
+            estimate=estimate,
+            worst=worst,
+            num_steps=num_steps,
+            rehearsed_steps=runtime.num_steps,
+            tokens=round(runtime.num_tokens * share),
+            label_tokens=round(runtime.num_label_tokens * share),
+            padded_tokens=runtime.padded_tokens,
+            rounded_tokens=runtime.rounded_tokens,
+            steps=self._shapes(runtime.steps, _counted(runtime.windows)),
+            evaluations=self._shapes(runtime.evaluations, runtime.evaluated),
+            num_evaluations=num_evaluations,
+            checkpoints=tuple(runtime.checkpoints),
+            num_checkpoints=num_checkpoints,
+            kept_checkpoints=min(num_checkpoints, training.save_total_limit or num_checkpoints),
+            model=runtime.model,
+            time=self._time(share, num_evaluations, num_checkpoints),
+            failure=self._failure(estimate),
+            warnings=warnings,
+            seconds=seconds,
+        )
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _step_seconds(self, step: Traced) -> _StepSeconds:
+        first, last = step.work
+        whole = self._times.between(first, last).seconds
+        bounds = [one for one in self._trace.micro_batches if first <= one[0] < last]
+        if step.shape.num_micro_batches > 1 or not bounds:  # all of a window passes together
+            return _StepSeconds(beside=whole, first=0.0, other=0.0)
+        micro_batches = [self._times.between(*one).seconds for one in bounds]
+        return _StepSeconds(
+            beside=max(0.0, whole - sum(micro_batches)), first=micro_batches[0], other=micro_batches[-1]
+        )
+
+    def _window_seconds(self, shapes: Sequence[WindowShape]) -> float:
+        first, *others = (self._seconds[shape] for shape in shapes)
+        return first.beside + first.first + sum(other.other for other in others)
+
+    @property
+    def _seconds_of_steps(self) -> float:
+        windows = self._runtime.windows
+        return sum(self._window_seconds(shapes) * times for shapes, times in windows.items())
+
+    def _time(self, share: float, num_evaluations: int, num_checkpoints: int) -> RunTime:
+        runtime = self._runtime
+        once = sum(
+            self._times.between(*one.work).seconds * runtime.evaluated[one.shape]
+            for one in runtime.evaluations
+        ) / max(runtime.num_evaluations, 1)
+        saved = runtime.checkpoints[-1].total_bytes * num_checkpoints if runtime.checkpoints else 0
+        saved += runtime.model.total_bytes if runtime.model else 0
+        read = runtime.model.weight_bytes if runtime.model else 0
+        return RunTime(
+            loading=read / DISK_BYTES_PER_SECOND,
+            steps=self._seconds_of_steps * share,
+            evaluations=once * num_evaluations,
+            saving=saved / DISK_BYTES_PER_SECOND,
+        )
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _shapes(self, traced: Iterable[Traced], times: Mapping[WindowShape, int]) -> tuple[TracedShape, ...]:
+        allocated = self.replays.unlimited.allocated_bytes
+        found = [
+            TracedShape(
+                shape=one.shape,
+                at_step=one.at_step,
+                times=times[one.shape],
+                seconds=self._times.between(*one.work).seconds,
+                peak_bytes=max(allocated[slice(*one.positions)], default=0),
+                is_exact=one.is_exact,
+                waits=dict(one.waits.most_common()),
+            )
+            for one in traced
+        ]
+        return tuple(sorted(found, key=lambda one: (one.shape.tokens, one.shape.label_tokens), reverse=True))
+
+    def _failure(self, estimate: MemoryEstimate) -> Failure | None:
+        """Where the allocator gives up inside what the card and the budget allow; None: nowhere."""
+        budget, gpu = self._recipe.budget, self._gpu
+        overhead = process_overhead_bytes(
+            gpu, uses_bitsandbytes=self._recipe.uses_bitsandbytes, num_processes=1
+        )
+        limit = limits(gpu, budget).device_bytes
+        assert limit is not None, "a GPU has one"
+        allocator = CachingAllocator(
+            self.replays.allocator,
+            capacity_bytes=min(limit, gpu.available_bytes) - sum(overhead.values()),
+            allowed_bytes=capped_bytes(budget, overhead),
+        )
+        found = replay(self._trace.timeline, allocator)
+        position = found.out_of_memory_at
+        if position is None:
+            return None
+        request = self._trace.timeline.allocations[self._trace.timeline.events[position].allocation]
+        part = self._part_at(position)
+        return Failure(
+            phase=request.phase,
+            module=request.module,
+            requested_bytes=request.size_bytes,
+            at_step=None if position < self._run.load_end else 1 if part is None else part.at_step,
+            shape=None if part is None else part.shape,
+            sample_ids=() if part is None else part.sample_ids,
+        )
+
+    def _part_at(self, position: int) -> Traced | None:
+        """What was running; the step before where it was something after it, and None while the model was loaded."""
+        if position < self._run.load_end:
+            return None
+        parts = sorted((*self._runtime.steps, *self._runtime.evaluations), key=lambda one: one.positions)
+        began = [one for one in parts if one.positions[0] <= position]
+        # The very first step is traced twice, and told by the second time.
+        return (began or parts)[-1 if began else 0]
+
+
+def _counted(windows: Counter[tuple[WindowShape, ...]]) -> Counter[WindowShape]:
+    """How often each shape came."""
+    counts: Counter[WindowShape] = Counter()
+    for shapes, times in windows.items():
+        for shape in shapes:
+            counts[shape] += times
+    return counts
+
+
+def _times_due(steps: int, every: int | None) -> int:
+    return 0 if every is None else steps // every

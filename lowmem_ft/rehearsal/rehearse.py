@@ -1,0 +1,220 @@
+"""``train()``'s own loop, from the data to the finished model, on a virtual GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.errors import Interrupted, ModelError, UserError
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.estimate import estimate_of_trace
+from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.estimator.target import choose_gpu
+from lowmem_ft.estimator.traced_recipe import TracedRecipe
+from lowmem_ft.estimator.tracing import copied_weight_bytes, mark_weight_memory
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.models import load_tokenizer, vocab_size
+from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.recipe.cards import on_cards
+from lowmem_ft.rehearsal.findings import Findings
+from lowmem_ft.rehearsal.result import Rehearsal
+from lowmem_ft.rehearsal.runtime import RehearsalRuntime
+from lowmem_ft.training.budget_cap import lift_cap
+from lowmem_ft.training.determinism import deterministic_kernels
+from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.unplanned import refuse_unplanned
+from lowmem_ft.virtual_gpu.garbage import collector_paused
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+
+
+def rehearse(
+    recipe: Recipe,
+    gpu: str | Gpu | None = None,
+    *,
+    steps: int | None = None,
+    kept: KeptTraces | None = None,
+    on_step: Callable[[int, int], None] = lambda step, shapes: None,
+) -> Rehearsal:
+    """Run all of a training run but its values: its data, its loop, its evaluations, its files.
+
+    The recipe's data is read, tokenized and batched as in training; the model comes by its config alone and lives on a
+    virtual GPU. A step is traced for each shape of data, see ``rehearsal/shapes.py``; the others of its shape are
+    counted. Nothing is written but into a temporary folder, which goes.
+
+    Args:
+        recipe: what would be trained.
+        gpu: a GPU or its name in the catalogue; None: this machine's, else one of the size of the budget.
+        steps: that are rehearsed, the first of the run; None: all.
+        kept: of the estimate of the worst batch, as for :func:`lowmem_ft.estimate_memory`.
+        on_step: told the number of each step, and of the shapes traced so far.
+
+    Returns:
+        What was found.
+
+    Raises:
+        UserError: if the catalogue has no such GPU, the GPU or the data cannot be used, or the run has fewer steps.
+        ModelError: if the model or its tokenizer cannot be found, or its forward cannot be traced.
+    """
+    began = time.perf_counter()
+    check_recipe(recipe)
+    refuse_unplanned(recipe)
+    recipe, spec = _on_one_gpu(recipe, gpu)
+    if steps is not None and steps < 1:
+        raise UserError(f"A rehearsal takes at least one step, got steps={steps}.")
+    _refuse_without_tokenizer(recipe)
+    worst = estimate_memory(recipe, spec, kept=kept)
+    recipe = _without_outside(recipe)
+    with _warnings_heard() as warnings, tempfile.TemporaryDirectory(prefix="lowmem_ft-rehearsal-") as folder:
+        run, machine = _run(recipe, spec, _folder_of(recipe, Path(folder), warnings), steps, on_step)
+    estimate, findings = _estimated(recipe, spec, run, machine)
+    return findings.rehearsal(estimate, worst, tuple(warnings), time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class RehearsedRun:
+    """A run whose loop has come to its end.
+
+    Args:
+        runtime: has seen it.
+        num_steps: of the whole run, or what is left of one that goes on.
+        copied_weight_bytes: see :class:`~lowmem_ft.estimator.traced_recipe.TracedRecipe`, as for the next.
+        vocabulary_size: tokens of the model.
+        load_end: number of events that the timeline had when the model was built.
+    """
+
+    runtime: RehearsalRuntime
+    num_steps: int
+    copied_weight_bytes: int
+    vocabulary_size: int
+    load_end: int
+
+
+def _on_one_gpu(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
+    recipe, named = on_cards(recipe, gpu) if isinstance(gpu, str) else (on_cards(recipe, None)[0], gpu)
+    if recipe.distributed.num_processes not in (None, 1):
+        raise UserError(
+            f"A rehearsal is of one process, got distributed.num_processes={recipe.distributed.num_processes}. "
+            "`lowmem-ft estimate` says what each of several needs."
+        )
+    spec, _ = choose_gpu(named, recipe.budget, use_cpu=False)
+    if spec is None:
+        raise UserError(
+            "A rehearsal is for a GPU, got none, and this machine has none. Name one, such as --gpu rtx-4090; "
+            "`lowmem-ft gpus` lists them."
+        )
+    return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, use_cpu=False)), spec
+
+
+def _refuse_without_tokenizer(recipe: Recipe) -> None:
+    """Before anything is traced: an estimate does without, a rehearsal reads the data."""
+    try:
+        load_tokenizer(recipe.model)
+    except ModelError as error:
+        raise ModelError(
+            f"A rehearsal tokenizes the data, so it needs the model's tokenizer, though not its weights. {error} A "
+            "folder with tokenizer.json and tokenizer_config.json will do, and needs no network."
+        ) from error
+
+
+def _without_outside(recipe: Recipe) -> Recipe:
+    """Nobody outside hears of a rehearsal."""
+    training = dataclasses.replace(recipe.training, push_to_hub=False, report_to=())
+    return dataclasses.replace(recipe, training=training)
+
+
+def _folder_of(recipe: Recipe, instead: Path, warnings: list[str]) -> RunFolder:
+    """Another folder than the run's, which goes on from the same checkpoint; what is in its way is a warning."""
+    resume_from = None
+    try:
+        resume_from = RunFolder.open(recipe).resume_from
+    except UserError as error:
+        warnings += [f"The run would be refused: {problem}" for problem in error.problems]
+    return RunFolder(instead / "run", resume_from=resume_from, overwrite=False)
+
+
+@collector_paused()
+def _run(
+    recipe: Recipe,
+    gpu: Gpu,
+    folder: RunFolder,
+    steps: int | None,
+    on_step: Callable[[int, int], None],
+) -> tuple[RehearsedRun, VirtualGPU]:
+    machine = VirtualGPU(gpu)
+    runtime = RehearsalRuntime(machine, recipe, on_step)
+    with deterministic_kernels(recipe.training.full_determinism), machine:
+        try:
+            with machine.during("load"):
+                run = TrainingRun.build(recipe, folder, runtime)
+                mark_weight_memory(run.session.techniques, machine)
+            load_end = machine.work.position
+            left, runtime.first_step = run.num_steps - run.progress.step, run.progress.step
+            found = RehearsedRun(
+                runtime=runtime,
+                num_steps=left,
+                copied_weight_bytes=copied_weight_bytes(run.session.techniques),
+                vocabulary_size=vocab_size(run.session.unwrapped_model.config) or 0,
+                load_end=load_end,
+            )
+            if steps is not None and steps > left:
+                raise UserError(
+                    f"--steps {steps} is more than the {left} steps that this run takes. Leave it out to rehearse all "
+                    "of them."
+                )
+            if steps is not None:
+                run.num_steps = run.progress.step + steps
+            run.train()
+        except Interrupted as stop:
+            raise KeyboardInterrupt("while rehearsing: nothing is written.") from stop
+        finally:
+            lift_cap(recipe.budget)
+    return found, machine
+
+
+def _estimated(
+    recipe: Recipe, gpu: Gpu, run: RehearsedRun, machine: VirtualGPU
+) -> tuple[MemoryEstimate, Findings]:
+    trace = machine.trace(recipe.model.name_or_path or "")
+    findings = Findings(recipe, gpu, run, trace)
+    longest = findings.longest
+    traced = TracedRecipe(
+        trace=trace,
+        tokens_per_micro_batch=longest.tokens // longest.num_micro_batches,
+        batch=f"{longest} at the most",
+        vocabulary_size=run.vocabulary_size,
+        copied_weight_bytes=run.copied_weight_bytes,
+    )
+    estimate = estimate_of_trace(
+        recipe, traced, gpu, recipe.budget, machine.trace_seconds, "", findings.replays
+    )
+    return dataclasses.replace(estimate, step=findings.mean_step(estimate)), findings
+
+
+@contextlib.contextmanager
+def _warnings_heard() -> Iterator[list[str]]:
+    """What is logged as a warning in a block, for the report and not for the log."""
+    heard: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            message = record.getMessage()
+            if message not in heard:
+                heard.append(message)
+
+    log, handler = logging.getLogger("lowmem_ft"), Heard(logging.WARNING)
+    propagated = log.propagate
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield heard
+    finally:
+        log.propagate = propagated
+        log.removeHandler(handler)

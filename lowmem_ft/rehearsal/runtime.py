@@ -1,0 +1,323 @@
+"""What the loop of a run finds in place of a device: the virtual GPU, on which a step stands for all of its shape."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.data import Batch
+from lowmem_ft.estimator.runtime import VirtualRuntime
+from lowmem_ft.estimator.tracing import NUM_MICRO_BATCHES
+from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.models.saving import save_tokenizer
+from lowmem_ft.optimizers import export_optimizer_state
+from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.rehearsal.shapes import Shapes, WindowShape, in_shape, tensors_of
+from lowmem_ft.rehearsal.waits import HostWaits
+from lowmem_ft.training.schedule import create_scheduler
+from lowmem_ft.training.session import Session
+from lowmem_ft.training.step import StepResult
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+
+
+@dataclass(kw_only=True)
+class Traced:
+    """A piece of the run that was traced.
+
+    Args:
+        shape: of its data.
+        at_step: the step it belongs to, from 1.
+        work: indices of its entries in the log of work, first and beyond the last.
+        positions: of its events in the timeline, likewise.
+        sample_ids: the examples of that data.
+        is_exact: whether its data is as it came, and not padded to a shape.
+        waits: how often the host has waited in it, by the line of code.
+    """
+
+    shape: WindowShape
+    at_step: int
+    work: tuple[int, int]
+    positions: tuple[int, int]
+    sample_ids: tuple[int, ...]
+    is_exact: bool
+    waits: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What was written at one time.
+
+    Args:
+        at_step: after which step.
+        weight_bytes: of what is trained.
+        optimizer_bytes: of its state; 0 in a finished model.
+        other_bytes: of the tokenizer.
+    """
+
+    at_step: int
+    weight_bytes: int
+    optimizer_bytes: int
+    other_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files."""
+        return self.weight_bytes + self.optimizer_bytes + self.other_bytes
+
+
+class RehearsalRuntime(VirtualRuntime):
+    """A :class:`~lowmem_ft.training.runtime.RunRuntime` without values, in one process.
+
+    The loop sees a device called ``cuda``, as in a run: whatever it asks of it is answered by the virtual GPU.
+
+    Args:
+        machine: on which everything runs.
+        recipe: of the run.
+        on_step: told the number of each step, and how many shapes have been traced.
+
+    Attributes:
+        steps: what was traced, the run's very first step left out where the shape came again.
+        windows: how often a window of these shapes came: of its micro-batches, or of itself in vertical order.
+        evaluated: likewise of held-out batches.
+        evaluations: what was traced of them.
+        num_tokens: of all windows, padding left out.
+        num_label_tokens: likewise.
+        padded_tokens: of all windows, padding included.
+        rounded_tokens: of the shapes that they count as.
+        checkpoints: in their order.
+        model: the finished one; None: the run has not come to its end.
+        num_steps: that were rehearsed.
+        first_step: the one before them.
+    """
+
+    process_index = 0
+    is_main = True
+    shows_progress = False
+
+    def __init__(self, machine: VirtualGPU, recipe: Recipe, on_step: Callable[[int, int], None]) -> None:
+        super().__init__(machine, recipe.training)
+        self.device = torch.device("cuda", 0)
+        self.steps: list[Traced] = []
+        self.evaluations: list[Traced] = []
+        self.windows: Counter[tuple[WindowShape, ...]] = Counter()
+        self.evaluated: Counter[WindowShape] = Counter()
+        self.num_evaluations = 0
+        self.num_tokens = self.num_label_tokens = self.padded_tokens = self.rounded_tokens = 0
+        self.checkpoints: list[Saved] = []
+        self.model: Saved | None = None
+        self.num_steps = self.first_step = 0
+        self.waits = HostWaits(machine.work)
+        self._recipe = recipe
+        self._on_step = on_step
+        self._takes_window = recipe.accumulation.order == "vertical"
+        self._shapes, self._evaluation_shapes = Shapes(), Shapes()
+        self._settle: Callable[[], None] = machine.step_is_over
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """That of the run: learning rates are numbers on the host."""
+        self._scheduler = create_scheduler(optimizer, config, num_training_steps)
+        return self._scheduler
+
+    def take_step(self, window: Sequence[Batch], step: Callable[[Sequence[Batch]], StepResult]) -> StepResult:
+        """Trace a step for each shape that has not been seen; the others are counted."""
+        self._settle_last()
+        self.num_steps += 1
+        result, shapes = None, []
+        for unit in [window] if self._takes_window else [[batch] for batch in window]:
+            shape = WindowShape.of(unit)
+            counted, is_new = self._shapes.class_of(shape)
+            if is_new:
+                self._settle_last()
+                result = None  # of another shape, in the same window
+                result = self._trace_step(unit, counted, step)
+            shapes.append(counted)
+            self.padded_tokens += shape.tokens
+            self.rounded_tokens += counted.tokens
+        self.windows[tuple(shapes)] += 1
+        num_tokens = sum(batch.num_tokens for batch in window)
+        self.num_tokens += num_tokens
+        self.num_label_tokens += sum(batch.num_label_tokens for batch in window)
+        self._on_step(self.num_steps, len(self.steps))
+        if result is None:
+            self._scheduler.step()
+            return StepResult(loss=0.0, grad_norm=0.0, num_tokens=num_tokens, applied=True, overflow=False)
+        return dataclasses.replace(result, num_tokens=num_tokens)
+
+    def _trace_step(
+        self, unit: Sequence[Batch], shape: WindowShape, step: Callable[[Sequence[Batch]], StepResult]
+    ) -> StepResult:
+        window = in_shape(unit, shape)
+        for tensor in tensors_of(window):
+            self.machine.mark(tensor, "input")
+        if not self._takes_window:
+            window *= min(NUM_MICRO_BATCHES, self._recipe.training.gradient_accumulation_steps)
+        if not self.steps:  # the first makes what all others find
+            before = self._scheduler.state_dict()
+            step(window)
+            self._scheduler.load_state_dict(before)
+            self.machine.step_is_over()
+            self.waits.take()
+        begin = self._here()
+        result = step(window)
+        self._note(self.steps, shape, begin, unit)
+        return result
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def to_evaluate(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """One of each shape; the others are counted."""
+        self._settle_last()
+        self.num_evaluations += 1
+        for batch in batches:
+            shape, is_new = self._evaluation_shapes.class_of(WindowShape.of([batch]))
+            self.evaluated[shape] += 1
+            if not is_new:
+                continue
+            self._settle_last()
+            rows = in_shape([batch], shape)[0]
+            for tensor in tensors_of([rows]):
+                self.machine.mark(tensor, "input")
+            begin = self._here()
+            with self.machine.during("evaluation"):
+                yield rows
+            self._note(self.evaluations, shape, begin, [batch], is_step=False)
+        self._settle_last()
+
+    # --- what is traced -----------------------------------------------------------------------------------------------
+
+    def _here(self) -> tuple[int, int]:
+        work = self.machine.work
+        return len(work.entries), work.position
+
+    def _note(
+        self,
+        traced: list[Traced],
+        shape: WindowShape,
+        begin: tuple[int, int],
+        batches: Sequence[Batch],
+        *,
+        is_step: bool = True,
+    ) -> None:
+        """Keep what has been traced since a moment; what the loop reads of it afterwards belongs to it."""
+        (first, start), (last, end) = begin, self._here()
+        sample_ids = tuple(sample for batch in batches for sample in batch.sample_ids)
+        one = Traced(
+            shape=shape,
+            at_step=self.first_step + self.num_steps,
+            work=(first, last),
+            positions=(start, end),
+            sample_ids=sample_ids,
+            is_exact=WindowShape.of(batches) == shape,
+        )
+        traced.append(one)
+
+        def settle() -> None:
+            one.waits = self.waits.take()
+            if is_step:
+                self.machine.step_is_over()
+
+        self._settle = settle
+
+    def _settle_last(self) -> None:
+        self._settle()
+        self._settle = lambda: None
+        self.waits.take()
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """The tokenizer is written, the weights are counted."""
+        self._settle_last()
+        self.model = self._saved(session, tokenizer, folder, optimizer_bytes=0)
+
+    def save_session(
+        self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
+    ) -> dict[str, Any]:
+        """Likewise, with the optimizer's state."""
+        self._settle_last()
+        state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
+        optimizer_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+        self.checkpoints.append(self._saved(session, tokenizer, folder, optimizer_bytes=optimizer_bytes))
+        return state.scalars
+
+    def _saved(
+        self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, *, optimizer_bytes: int
+    ) -> Saved:
+        save_tokenizer(tokenizer, folder)
+        with self.machine.during("save"), session.techniques.at_rest():
+            weight_bytes = self._bytes_of_weights(session)
+        return Saved(
+            at_step=self.first_step + self.num_steps,
+            weight_bytes=weight_bytes,
+            optimizer_bytes=optimizer_bytes,
+            other_bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+        )
+
+    def _bytes_of_weights(self, session: Session) -> int:
+        """Of a model all that its files hold, each storage once; of adapters these alone."""
+        model = session.unwrapped_model
+        if self._recipe.adapter.name != "none":
+            return sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+        tensors: dict[int, Tensor] = {}
+        for tensor in model.state_dict(keep_vars=True).values():
+            tensors[id(tensor)] = tensor
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
+        """Nothing is read: a trace has no values."""
+
+    def load_random_state(self, state: dict[str, Any]) -> None:
+        """Nothing is drawn that anybody sees."""
+
+    def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
+        """Tensors name their device by the virtual one's own name."""
+        self.device, device = self.machine.device, self.device
+        try:
+            return super().host_memory(budget, folder)
+        finally:
+            self.device = device
+
+    # --- the other processes, of which there are none -----------------------------------------------------------------
+
+    def any_process(self, flag: bool) -> bool:
+        """Of one."""
+        return flag
+
+    def max_over_processes(self, value: int) -> int:
+        """Of one."""
+        return value
+
+    def failing_together(self) -> AbstractContextManager[None]:
+        """By itself."""
+        return contextlib.nullcontext()
+
+    def gather(self, value: list[Any]) -> list[Any]:
+        """Of one."""
+        return value
+
+    def wait_for_everyone(self) -> None:
+        """There is nobody else."""
+
+    def start_trackers(self, recipe: Recipe) -> None:
+        """None are told of a rehearsal."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Likewise."""
+
+    def end_trackers(self) -> None:
+        """Likewise."""

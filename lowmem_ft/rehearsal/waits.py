@@ -1,0 +1,45 @@
+"""Where in a program the host waits for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import lowmem_ft
+from lowmem_ft.virtual_gpu.values.questions import asking_frames, shown_file
+from lowmem_ft.virtual_gpu.work import WorkLog
+
+_NOT_THE_PROGRAM = tuple(
+    str(folder)
+    for folder in (
+        Path(torch.__file__).parent,
+        *(Path(lowmem_ft.__file__).parent / name for name in ("rehearsal", "estimator", "virtual_gpu")),
+    )
+)
+"""Folders whose lines only stand in for others, or are called by them."""
+
+
+class HostWaits:
+    """Counts the waits of a log of work by the line that makes them wait.
+
+    Args:
+        work: tells each of them from now on.
+    """
+
+    def __init__(self, work: WorkLog) -> None:
+        self._counts: Counter[str] = Counter()
+        work.on_host_wait = self._count
+
+    def take(self) -> Counter[str]:
+        """Those since the last call, as ``file:line``."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def _count(self, times: int) -> None:
+        for frame in asking_frames():
+            if not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+                self._counts[f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"] += times
+                return
+        self._counts["a line without source"] += times

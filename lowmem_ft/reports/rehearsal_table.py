@@ -1,0 +1,173 @@
+"""A rehearsed run at a glance: whether it fits, how long it takes and what it costs, what it leaves on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, TracedShape
+from lowmem_ft.rehearsal.runtime import Saved
+from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled
+from lowmem_ft.reports.prose import Prose
+from lowmem_ft.reports.uncut_table import UncutTable
+from lowmem_ft.reports.wording import PHASE_WORDS, host_need, module_words
+from lowmem_ft.units import counted, format_bytes
+
+MOST_WARNINGS = 20
+
+
+def rehearsal_table(rehearsal: Rehearsal) -> RenderableType:
+    """What a rehearsal has found, for a rich console of any width.
+
+    Args:
+        rehearsal: what to show.
+
+    Returns:
+        Something that ``rich.print`` prints.
+    """
+    parts: list[RenderableType] = [headline(rehearsal.estimate)]
+    if rehearsal.failure is not None:
+        parts += [Text(), Prose(failure_words(rehearsal.failure), "bold red")]
+    parts += [Text(), labelled(_lines(rehearsal)), Text(), _shapes(rehearsal)]
+    return Group(*parts)
+
+
+def failure_words(failure: Failure) -> str:
+    """Where memory runs out, in a sentence."""
+    where = "while the model is loaded"
+    if failure.at_step is not None:
+        where = f"at step {failure.at_step}, in {PHASE_WORDS[failure.phase]}"
+    if failure.shape is not None:
+        where += f", with {failure.shape}"
+    if failure.sample_ids:
+        some = ", ".join(map(str, failure.sample_ids[:4]))
+        where += f" (examples {some}{', ...' if len(failure.sample_ids) > 4 else ''})"
+    return (
+        f"Memory runs out {where}: {format_bytes(failure.requested_bytes)} more are not to be had, "
+        f"{module_words(failure.module)}."
+    )
+
+
+def duration(seconds: float) -> str:
+    """A time for people: ``42 s``, ``12 min``, ``3.2 h``."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
+
+
+def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
+    estimate, worst = rehearsal.estimate, rehearsal.worst
+    part = ""
+    if rehearsal.rehearsed_steps < rehearsal.num_steps:
+        part = f", of which the first {rehearsal.rehearsed_steps:,} were rehearsed"
+    yield (
+        "run",
+        f"{counted(rehearsal.num_steps, 'step')}{part}; {rehearsal.tokens:,} tokens, "
+        f"{rehearsal.label_tokens:,} of them learnt",
+    )
+    yield "memory", _peaks("these batches", estimate.allocated_peak_bytes, estimate.process_peak_bytes)
+    yield "", _peaks("the recipe's worst", worst.allocated_peak_bytes, worst.process_peak_bytes)
+    yield "host", host_need(estimate)
+    yield from _time(rehearsal)
+    yield from _files(rehearsal)
+    yield from _waits(rehearsal.longest.waits)
+    warnings = rehearsal.warnings
+    for index, warning in enumerate(warnings[:MOST_WARNINGS]):
+        yield "" if index else "warnings", warning
+    if len(warnings) > MOST_WARNINGS:
+        yield "", f"and {len(warnings) - MOST_WARNINGS} more; --json has them"
+    if not warnings:
+        yield "warnings", "none"
+    yield "rehearsed", f"in {duration(rehearsal.seconds)}, on a virtual {rehearsal.gpu.name}"
+
+
+def _peaks(what: str, allocated_bytes: int, process_bytes: int) -> str:
+    return f"{what}: {format_bytes(allocated_bytes)} of tensors, {format_bytes(process_bytes)} of the process"
+
+
+def _time(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
+    time, cost, price = rehearsal.time, rehearsal.cost_usd, rehearsal.gpu.cheapest_price
+    words = duration(time.seconds)
+    if cost is not None and price is not None:
+        words += (
+            f", {format_dollars(cost)} at {format_dollars(price.usd_per_hour)} an hour "
+            f"({price.provider}, {price.date})"
+        )
+    yield "time", words
+    parts = {
+        "loading": time.loading,
+        "steps": time.steps,
+        counted(rehearsal.num_evaluations, "evaluation"): time.evaluations,
+        "saving": time.saving,
+    }
+    yield "", ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
+    if rehearsal.rounding > 0:
+        yield (
+            "",
+            f"shapes are rounded up: they have {rehearsal.rounding:.1%} more tokens than the batches, and the steps "
+            "take less time by about that share at the most",
+        )
+
+
+def _files(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
+    if rehearsal.checkpoints:
+        saved, kept = rehearsal.checkpoints[-1], rehearsal.kept_checkpoints
+        yield "checkpoints", f"{rehearsal.num_checkpoints:,} of {_file_words(rehearsal, saved)}"
+        state = format_bytes(saved.optimizer_bytes)
+        most = f"{format_bytes(saved.weight_bytes)} of weights, {state} of optimizer state"
+        # The newest stands before the oldest of those to be kept goes.
+        together = min(kept + 1, rehearsal.num_checkpoints) * saved.total_bytes
+        yield "", f"{most}; the disk holds {format_bytes(together)} of them at the most, {kept} at the end"
+    elif rehearsal.num_checkpoints:
+        first = rehearsal.recipe.training.save_steps
+        yield (
+            "checkpoints",
+            f"{rehearsal.num_checkpoints:,}, the first at step {first:,}, which was not rehearsed",
+        )
+    else:
+        yield "checkpoints", "none; training.save_steps=N saves one every N steps"
+    if rehearsal.model is not None:
+        yield "model", _file_words(rehearsal, rehearsal.model)
+
+
+def _file_words(rehearsal: Rehearsal, saved: Saved) -> str:
+    seconds = duration(rehearsal.save_seconds(saved))
+    return (
+        f"{format_bytes(saved.total_bytes)}, {seconds} at {DISK_BYTES_PER_SECOND / 1e9:.0f} GB/s of the disk"
+    )
+
+
+def _waits(waits: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    total = sum(waits.values())
+    yield "host waits", f"{total} in a step of the largest shape" + (", at" if total else "")
+    for place, times in waits.items():
+        yield "", place if times == 1 else f"{place}, {times} times"
+
+
+def _shapes(rehearsal: Rehearsal) -> RenderableType:
+    def rows() -> Iterator[tuple[str, ...]]:
+        for what, traced in (("", rehearsal.steps), ("evaluation: ", rehearsal.evaluations)):
+            yield from ((f"{what}{_shape_words(one)}", *_numbers(one)) for one in traced)
+
+    return UncutTable(
+        ("shape", "times", "first at", "seconds", "tensors"),
+        rows(),
+        left=("shape",),
+        wraps=("shape", 24),
+        spare=("first at",),
+    )
+
+
+def _shape_words(traced: TracedShape) -> str:
+    return f"{traced.shape}{', as it comes' if traced.is_exact else ''}"
+
+
+def _numbers(traced: TracedShape) -> tuple[str, ...]:
+    return (
+        f"{traced.times:,}",
+        f"step {traced.at_step:,}",
+        f"{traced.seconds:.3g}",
+        format_bytes(traced.peak_bytes),
+    )

@@ -1,0 +1,171 @@
+"""A rehearsed run: all that a run does but its values, with the numbers of the estimate where the two meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from lowmem_ft.catalog import find_gpu
+from lowmem_ft.errors import UserError
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.rehearsal import rehearse
+from lowmem_ft.training import train
+
+ALIKE = ("data.loss_on=all", "data.eval_size=null", "training.eval_steps=null")
+
+STREAMED = (
+    *("model.dtype=bfloat16", "accumulation.order=vertical", "optimizer.in_backward=true"),
+    *("offload.parameters=stream", "offload.activations=inputs", "offload.optimizer=host"),
+    *("optimizer.master=split24", "optimizer.state=8bit"),
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((), id="two micro-batches"),
+        pytest.param(("training.gradient_accumulation_steps=1",), id="one micro-batch"),
+        pytest.param(("data.packing=true", "accumulation.order=vertical"), id="packed, vertical"),
+        pytest.param(STREAMED, id="streamed"),
+    ],
+)
+def test_the_longest_window_takes_what_the_estimate_of_its_shape_says_to_the_byte(settings, recipe):
+    wanted = recipe(*ALIKE, *settings)
+    found = rehearse(wanted, "rtx-4090")
+    longest = found.longest
+    data = dataclasses.replace(wanted.data, max_length=longest.shape.length)
+    estimate = estimate_memory(dataclasses.replace(wanted, data=data), "rtx-4090")
+    assert longest.is_exact
+    assert longest.at_step == 1
+    assert longest.peak_bytes == estimate.allocated_peak_bytes
+    assert found.worst.allocated_peak_bytes >= longest.peak_bytes
+
+
+def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(recipe, chats):
+    wanted = recipe(*ALIKE, f"data={chats([9] * 32)}")
+    found = rehearse(wanted, "rtx-4090")
+    length = found.longest.shape.length
+    data = dataclasses.replace(wanted.data, max_length=length)
+    estimate = estimate_memory(dataclasses.replace(wanted, data=data), "rtx-4090")
+    assert estimate.step is not None
+    assert found.estimate.step is not None
+    # The estimate's clock runs from one update's end to the next one's.
+    assert found.estimate.step.seconds == pytest.approx(estimate.step.seconds, rel=0.05)
+    assert found.time.steps == pytest.approx(found.num_steps * found.estimate.step.seconds)
+    assert found.rounding == 0
+
+
+def test_it_is_the_run_that_train_makes(recipe, tmp_path):
+    """Steps, tokens, evaluations, checkpoints: those of a real run on a CPU with the same settings."""
+    settings = ("training.save_total_limit=null",)
+    found = rehearse(recipe(*settings), "rtx-4090")
+    assert not (tmp_path / "run").exists()
+    result = train(recipe(*settings, "training.use_cpu=true"))
+    records = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert found.num_steps == found.rehearsed_steps == result.steps
+    assert found.tokens == steps[-1]["tokens"]
+    assert found.num_evaluations == sum("eval_loss" in record for record in records)
+    folders = sorted(result.output_dir.glob("checkpoint-*"), key=lambda folder: int(folder.name[11:]))
+    assert [saved.at_step for saved in found.checkpoints] == [int(folder.name[11:]) for folder in folders]
+    assert result.evaluation is not None
+
+    def size(folder, pattern="*"):
+        return sum(file.stat().st_size for file in folder.glob(pattern))
+
+    last, model = found.checkpoints[-1], found.model
+    assert model is not None
+    # safetensors has a header beside the bytes of its tensors.
+    assert 0 <= size(folders[-1], "model*.safetensors") - last.weight_bytes < 5_000
+    assert 0 <= size(folders[-1], "optimizer-*.safetensors") - last.optimizer_bytes < 10_000
+    assert 0 <= size(result.model_folder, "model*.safetensors") - model.weight_bytes < 5_000
+
+
+def test_a_part_of_the_run_stands_for_all_of_it(recipe):
+    whole, part = rehearse(recipe(), "rtx-4090"), rehearse(recipe(), "rtx-4090", steps=8)
+    assert (part.num_steps, part.rehearsed_steps) == (whole.num_steps, 8)
+    assert part.time.steps == pytest.approx(whole.time.steps, rel=0.1)
+    assert part.tokens == pytest.approx(whole.tokens, rel=0.1)
+    assert part.num_evaluations == whole.num_evaluations
+    assert part.num_checkpoints == whole.num_checkpoints
+
+
+def test_windows_of_other_lengths_are_traced_by_themselves_and_take_less(recipe, chats):
+    found = rehearse(recipe(*ALIKE, f"data={chats([2] * 30 + [40] * 10)}"), "rtx-4090")
+    lengths = {step.shape.length for step in found.steps}
+    assert len(lengths) > 1
+    assert found.longest.shape.length == max(lengths)
+    peaks = [step.peak_bytes for step in found.steps]
+    assert max(peaks) == found.longest.peak_bytes
+    assert sum(step.times for step in found.steps) == 3 * 10  # epochs of ten micro-batches
+
+
+def test_it_says_where_the_host_waits(recipe):
+    waits = rehearse(recipe(*ALIKE), "rtx-4090", steps=3).steps[-1].waits
+    files = {place.rpartition(":")[0] for place in waits}
+    assert "lowmem_ft/training/step.py" in files  # is the step finite?
+    assert not [place for place in waits if "estimator" in place or "torch/" in place]
+
+
+def test_warnings_of_the_run_are_told_once(recipe, chats):
+    file = chats([3] * 20 + [4000] * 10)  # whose answers are cut
+    found = rehearse(recipe(f"data={file}", "data.eval_size=null", "training.eval_steps=null"), "rtx-4090")
+    assert len(found.warnings) == len(set(found.warnings)) > 0
+    assert any("max_length" in warning for warning in found.warnings)
+
+
+def test_what_only_values_could_tell_is_no_warning(recipe):
+    found = rehearse(recipe("model.dtype=bfloat16", "optimizer.master=none"), "rtx-4090", steps=2)
+    assert [warning.partition(" beside")[0] for warning in found.warnings] == ["No master weights"]
+
+
+def test_a_run_goes_on_from_its_checkpoint(recipe):
+    train(recipe("training.use_cpu=true", "training.max_steps=14", "training.lr_scheduler_type=constant"))
+    longer = recipe(
+        "training.max_steps=20", "training.lr_scheduler_type=constant", "training.resume_from_checkpoint=auto"
+    )
+    found = rehearse(longer, "rtx-4090")
+    assert found.rehearsed_steps == 6
+    assert found.longest.at_step == 15
+    assert [warning.partition(":")[0] for warning in found.warnings] == ["Going on with other settings"]
+
+
+def test_a_folder_in_the_way_is_told_and_left_alone(recipe, tmp_path):
+    train(recipe("training.use_cpu=true", "training.max_steps=2"))
+    before = sorted((tmp_path / "run").rglob("*"))
+    found = rehearse(recipe(), "rtx-4090", steps=2)
+    assert any("holds another run" in warning for warning in found.warnings)
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+def test_memory_that_runs_out_is_told_with_step_and_data(recipe, chats):
+    wanted = recipe(
+        *ALIKE,
+        f"data={chats([40] * 64)}",
+        "training.per_device_train_batch_size=32",
+        "loss.chunk_tokens=null",
+        "checkpointing.mode=none",
+    )
+    needs = rehearse(wanted, "rtx-4090").estimate.process_peak_bytes
+    small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - 2**22, held_by_others_bytes=0)
+    found = rehearse(wanted, small)
+    assert not found.fits
+    failure = found.failure
+    assert failure is not None
+    assert failure.at_step == 1
+    assert failure.shape == found.longest.shape
+    assert len(failure.sample_ids) == 32
+
+
+def test_more_steps_than_the_run_has_are_refused(recipe):
+    with pytest.raises(UserError, match=r"22 is more than the 21 steps"):
+        rehearse(recipe(), "rtx-4090", steps=22)
+
+
+def test_several_processes_and_processors_are_refused(recipe):
+    with pytest.raises(UserError, match="A rehearsal is of one process"):
+        rehearse(recipe("distributed.strategy=fsdp2"), "8xrtx-4090")
+    with pytest.raises(UserError, match="A rehearsal is for a GPU"):
+        rehearse(recipe(), "cpu")
