@@ -367,13 +367,15 @@ class TrainingRun:
                 self.folder.path, self.session, self.runtime, self.tokenizer, self.progress
             )
         self.saved_step = self.progress.step
-        # While steps are skipped, the older checkpoints may be the only ones that are whole.
-        if self.runtime.is_main and not self.progress.skipped_in_a_row:
-            delete_old_checkpoints(
-                self.folder.path, self.recipe.training.save_total_limit, step=self.progress.step
-            )
+        self._delete_old_checkpoints()
         self.memory.write_measured(self.metrics, self.progress.step)
         logger.info("Saved %s.", self.checkpoint)
+
+    def _delete_old_checkpoints(self) -> None:
+        """But not while steps are skipped: they may be the only ones that are whole."""
+        if self.runtime.is_main and not self.progress.skipped_in_a_row:
+            keep = self.recipe.training.save_total_limit
+            delete_old_checkpoints(self.folder.path, keep, step=self.progress.step)
 
     def _stop_if_interrupted(self) -> None:
         """Save what is not saved yet and leave, in all processes, if a signal has come to one of them."""
@@ -414,8 +416,10 @@ class TrainingRun:
                 memory=self.memory.rows(),
                 upload=self.recipe.training.push_to_hub and not problems,
             )
-            if self.runtime.is_main and not problems:
-                log_finished_model(self.folder.model_folder, self.recipe)
+            if not problems:
+                self._delete_old_checkpoints()  # a process that was killed after its last save may have left them
+                if self.runtime.is_main:
+                    log_finished_model(self.folder.model_folder, self.recipe)
         file_bytes = self.session.host_memory.peak_file_bytes
         report_budget(self.recipe.budget, self.runtime.device, file_bytes=file_bytes)
         self.memory.log()

@@ -238,3 +238,14 @@ def test_no_more_checkpoints_are_kept_than_asked_for(tiny, tmp_path):
         "checkpoint-6",
         "checkpoint-8",
     ]
+
+
+def test_a_run_that_was_killed_before_it_deleted_the_oldest_deletes_it_at_its_end(tiny, tmp_path):
+    """A run that goes on from its last step saves no checkpoint any more."""
+    run, limit = tmp_path / "run", "training.save_total_limit=2"
+    steps = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null")
+    train(tiny(*steps, limit, output_dir=run))
+    oldest = run / "checkpoint-2"
+    shutil.copytree(run / "checkpoint-4", oldest)
+    train(tiny(*steps, limit, "training.resume_from_checkpoint=auto", output_dir=run))
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]

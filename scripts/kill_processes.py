@@ -1,0 +1,65 @@
+"""Kill one process of real runs of FSDP2 on CPUs at random moments, go on, and compare each end with a whole run's.
+
+python scripts/kill_processes.py --kills 30 --seed 0
+
+A run is killed one to three times in a row, then goes on to its end, where losses, norms, weights, optimizer state and
+files must be those of a run with as many processes that nothing has happened to. The moments come from the seed; what a
+run has done by then depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from ground_truth.killed_runs import KINDS, KilledRuns
+
+
+def main() -> int:
+    """Kill as often as asked; the number of problems found, at most 1, is the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=30, help="how many processes to kill (30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
+    parser.add_argument("--folder", type=Path, help="keep runs and their logs here")
+    parser.add_argument(
+        "--torchrun", action="store_true", help="launch each time anew, as a user does: ten times as slow"
+    )
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        runs = KilledRuns(
+            arguments.folder or Path(temporary),
+            random.Random(arguments.seed),
+            print_now,
+            by_torchrun=arguments.torchrun,
+        )
+        for kind in itertools.cycle(KINDS):
+            if runs.num_kills >= arguments.kills:
+                break
+            runs.kill_and_go_on(kind, most_kills=arguments.kills - runs.num_kills)
+    phases = ", ".join(f"{count} in {phase}" for phase, count in Counter(runs.phases).items())
+    print(
+        f"{runs.num_kills} kills ({phases}; {runs.num_cut_short} left a folder half written) of {runs.num_runs} runs, "
+        f"each launch ended within {runs.longest_seconds:.1f} s: {len(runs.problems)} problems "
+        f"({time.monotonic() - began:.0f} s)"
+    )
+    for problem in runs.problems:
+        print(problem)
+    return min(len(runs.problems), 1)
+
+
+def print_now(line: str) -> None:
+    """Progress, wherever it goes."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
