@@ -236,7 +236,7 @@ def test_an_estimate_says_what_it_chose_and_whether_it_fits(recipe_of, budget_of
     for budget, code, words in (
         (budget_of(NO_LAYER), 0, "checkpointing.mode=auto: none (fits"),
         (budget_of(leaving(2)), 0, ", skip_last_layers=2 (fits"),
-        (budget_of(leaving(0)), 0, "checkpointing.mode=auto: full"),
+        (budget_of(leaving(1)), 0, "faster than every layer checkpointed)"),
         (budget_of(leaving(0), 0.8), 3, "checkpointing.mode=auto: full (the least that it can choose"),
     ):
         assert main([*command, f"budget={budget}", "--json", "-"]) == code, words
