@@ -153,22 +153,36 @@ def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
 
 def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.catalog.gpus import load_gpus
-    from lowmem_ft.estimator import estimate_on_gpus
+    from lowmem_ft.estimator import estimate_on_gpus, estimate_on_several
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.memory.estimate import SCHEMA, MemoryEstimate
-    from lowmem_ft.reports.gpu_table import by_price, gpu_table
+    from lowmem_ft.reports.gpu_table import by_price, gpu_table, several_table
 
-    gpus = load_gpus()
+    gpus, kept = load_gpus(), KeptTraces.of_user()
     with progress_line(_tracing(recipe)):
-        results = estimate_on_gpus(recipe, list(gpus.values()), kept=KeptTraces.of_user())
+        results = estimate_on_gpus(recipe, list(gpus.values()), kept=kept)
     estimates = by_price([result for result in results if isinstance(result, MemoryEstimate)], gpus)
     refusals = [result for result in results if not isinstance(result, MemoryEstimate)]
     cannot_run = {refusal.gpu.name: " ".join(refusal.problems) for refusal in refusals}
     console = report_console(options)
     console.print(gpu_table(estimates, gpus, cannot_run))
+    with progress_line(f"{_name(recipe)}: trying several cards") as say:
+        several = estimate_on_several(
+            recipe,
+            [gpus[estimate.gpu.name] for estimate in estimates if not estimate.fits],
+            kept=kept,
+            on_number=lambda number: say(f"{_name(recipe)}: trying {number} cards of a kind"),
+        )
+    if several.tried or several.problems:
+        console.print("", several_table(several, gpus), sep="\n")
     values = {
         "schema": SCHEMA,
         "estimates": [estimate.to_json() for estimate in estimates],
+        "several_cards": {
+            "tried": several.tried,
+            "estimates": [estimate.to_json() for estimate in by_price(several.estimates, gpus)],
+            "problems": several.problems,
+        },
         "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],
     }
     return _conclude(estimates, values, _nearest(estimates).gpu.name, recipe, options, console)

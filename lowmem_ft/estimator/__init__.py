@@ -2,5 +2,14 @@
 
 from lowmem_ft.estimator.estimate import CannotRun, estimate_memory, estimate_on_gpus
 from lowmem_ft.estimator.methods import MethodEstimate, estimate_methods
+from lowmem_ft.estimator.several_cards import SeveralCards, estimate_on_several
 
-__all__ = ["CannotRun", "MethodEstimate", "estimate_memory", "estimate_methods", "estimate_on_gpus"]
+__all__ = [
+    "CannotRun",
+    "MethodEstimate",
+    "SeveralCards",
+    "estimate_memory",
+    "estimate_methods",
+    "estimate_on_gpus",
+    "estimate_on_several",
+]

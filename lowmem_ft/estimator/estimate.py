@@ -73,8 +73,14 @@ def estimate_memory(
         return estimate
     traced = _trace(recipe, spec, kept, estimate.processes.num_processes - 1)
     last = estimate_of_trace(recipe, traced, spec, budget, 0.0, reason)
+    return dataclasses.replace(_beside_last(estimate, last), trace_seconds=time.perf_counter() - start)
+
+
+def _beside_last(estimate: MemoryEstimate, last: MemoryEstimate) -> MemoryEstimate:
+    """The estimate of the first process, with the peak of the last, whose rows are others."""
+    assert estimate.processes is not None
     processes = dataclasses.replace(estimate.processes, last_peak_bytes=last.process_peak_bytes)
-    return dataclasses.replace(estimate, processes=processes, trace_seconds=time.perf_counter() - start)
+    return dataclasses.replace(estimate, processes=processes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,33 +115,77 @@ def estimate_on_gpus(
         UserError: if no GPU at all can run it: the problems of the first.
     """
     recipe, _ = on_cards(recipe, None)
-    budget = budget or recipe.budget
-    traces: dict[object, TracedRecipe | UserError] = {}
-    replays: dict[object, Replays] = {}
-    results: list[MemoryEstimate | CannotRun] = []
-    for gpu in gpus:
-        start = time.perf_counter()
-        shared = _kind(recipe, gpu) if kind is None else kind(gpu)
-        if shared not in traces:
-            traced = _trace_or_error(recipe, gpu, kept)
-            # Kernels that the GPUs could have chosen otherwise may be the same after all, and so are their replays.
-            traces[shared] = next((other for other in traces.values() if other == traced), traced)
-        traced = traces[shared]
-        if isinstance(traced, UserError):
-            results.append(CannotRun(gpu=gpu, problems=traced.problems))
-        else:
-            workspace = cublas_workspace_bytes(gpu.compute_capability)
-            alike = (id(traced), workspace)
-            if alike not in replays:
-                trace = with_workspaces(traced.trace, workspace)
-                replays[alike] = Replays(trace, allocator_config_of_runs())
-            on_gpu = dataclasses.replace(traced, trace=replays[alike].trace)
-            seconds = time.perf_counter() - start
-            results.append(estimate_of_trace(recipe, on_gpu, gpu, budget, seconds, "", replays[alike]))
-    errors = [trace for trace in traces.values() if isinstance(trace, UserError)]
-    if errors and len(errors) == len(traces):
+    shared = SharedTraces(recipe, budget=budget, kind=kind, kept=kept)
+    results = [shared.estimate(gpu) for gpu in gpus]
+    if errors := shared.errors_of_all:
         raise errors[0]
     return results
+
+
+class SharedTraces:
+    """Estimates of one recipe on one GPU after another, which share what can be shared.
+
+    Args:
+        recipe: what would be trained, with its processes as :func:`on_cards` fills them in.
+        budget: as for :func:`estimate_on_gpus`, and so are the others.
+        kind: likewise.
+        kept: likewise.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        budget: Budget | None = None,
+        kind: Callable[[Gpu], object] | None = None,
+        kept: KeptTraces | None = None,
+    ) -> None:
+        self._recipe = recipe
+        self._budget = budget or recipe.budget
+        self._kind = kind or functools.partial(_kind, recipe)
+        self._kept = kept
+        self._traces: dict[object, TracedRecipe | UserError] = {}
+        self._replays: dict[object, Replays] = {}
+        self._is_cut_unevenly = is_cut_unevenly(recipe)
+
+    def estimate(self, gpu: Gpu) -> MemoryEstimate | CannotRun:
+        """What it needs on a GPU, or why it cannot run there."""
+        estimate = self._of_process(gpu, 0)
+        if isinstance(estimate, CannotRun) or estimate.processes is None or not self._is_cut_unevenly:
+            return estimate
+        last = self._of_process(gpu, estimate.processes.num_processes - 1)
+        if isinstance(last, CannotRun):
+            return last
+        return _beside_last(estimate, last)
+
+    def _of_process(self, gpu: Gpu, process_index: int) -> MemoryEstimate | CannotRun:
+        start = time.perf_counter()
+        traced = self._trace(gpu, process_index)
+        if isinstance(traced, UserError):
+            return CannotRun(gpu=gpu, problems=traced.problems)
+        workspace = cublas_workspace_bytes(gpu.compute_capability)
+        alike = (id(traced), workspace)
+        if alike not in self._replays:
+            trace = with_workspaces(traced.trace, workspace)
+            self._replays[alike] = Replays(trace, allocator_config_of_runs())
+        on_gpu = dataclasses.replace(traced, trace=self._replays[alike].trace)
+        seconds = time.perf_counter() - start
+        return estimate_of_trace(self._recipe, on_gpu, gpu, self._budget, seconds, "", self._replays[alike])
+
+    @property
+    def errors_of_all(self) -> list[UserError]:
+        """Why nothing could be traced; empty if something could, or nothing was asked."""
+        errors = [trace for trace in self._traces.values() if isinstance(trace, UserError)]
+        return errors if len(errors) == len(self._traces) else []
+
+    def _trace(self, gpu: Gpu, process_index: int = 0) -> TracedRecipe | UserError:
+        kind = self._kind(gpu), process_index
+        if kind not in self._traces:
+            traced = _trace_or_error(self._recipe, gpu, self._kept, process_index)
+            # Kernels that the GPUs could have chosen otherwise may be the same after all, and so are their replays.
+            alike = (other for other in self._traces.values() if other == traced)
+            self._traces[kind] = next(alike, traced)
+        return self._traces[kind]
 
 
 def _kind(recipe: Recipe, gpu: Gpu) -> tuple[object, ...]:
@@ -145,9 +195,11 @@ def _kind(recipe: Recipe, gpu: Gpu) -> tuple[object, ...]:
     return gpu.compute_capability, num_splits
 
 
-def _trace_or_error(recipe: Recipe, gpu: Gpu, kept: KeptTraces | None) -> TracedRecipe | UserError:
+def _trace_or_error(
+    recipe: Recipe, gpu: Gpu, kept: KeptTraces | None, process_index: int
+) -> TracedRecipe | UserError:
     try:
-        return _trace(recipe, gpu, kept)
+        return _trace(recipe, gpu, kept, process_index)
     except UserError as error:
         return error
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.estimator.several_cards import SeveralCards
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
 from lowmem_ft.reports.prose import Prose
@@ -37,13 +38,7 @@ def gpu_table(
     Returns:
         Something that ``rich.print`` prints.
     """
-    table = UncutTable(
-        ("GPU", "verdict", "needs", "of", "host", "tok/s", "$/hour", "$/1M"),
-        [_row(estimate, gpus[estimate.gpu.name]) for estimate in by_price(estimates, gpus)],
-        left=("GPU", "verdict"),
-        wraps=VERDICT,
-        spare=("$/1M", "tok/s", "of", "host"),
-    )
+    table = _table([_row(estimate, gpus[estimate.gpu.name]) for estimate in by_price(estimates, gpus)])
     model = estimates[0].model
     num_fitting = sum(estimate.fits for estimate in estimates)
     num_tight = sum(estimate.tight for estimate in estimates)
@@ -59,6 +54,33 @@ def gpu_table(
     )
 
 
+def several_table(several: SeveralCards, gpus: Mapping[str, Gpu]) -> RenderableType:
+    """A line for each card that holds its part of a recipe as one of several: the fewest of it, the cheapest first.
+
+    Args:
+        several: what was tried.
+        gpus: the catalogue, by name.
+
+    Returns:
+        Something that ``rich.print`` prints.
+    """
+    if several.problems:
+        return Prose(f"Several cards cannot share it: {several.problems[0]}")
+    *fewer, most = map(str, several.tried)
+    numbers = f"{', '.join(fewer)} or {most}" if fewer else most
+    if not several.estimates:
+        return Prose(f"Of the others, {numbers} of a kind that share it by fsdp2 do not hold it.")
+    return Group(
+        Prose(f"Of the others, the fewest of {numbers} that hold it, shared by fsdp2:"),
+        "",
+        _table([_row(estimate, gpus[estimate.gpu.name]) for estimate in by_price(several.estimates, gpus)]),
+        Prose(
+            "\nGiB of each card; $/hour and tok/s of all. N cards take N times the rows a step: divide "
+            "training.gradient_accumulation_steps by N to keep them. `--gpu 8xNAME` shows one of them in full."
+        ),
+    )
+
+
 def by_price(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> list[MemoryEstimate]:
     """Estimates by the price of their GPU's hour; those without a price last, by memory.
 
@@ -69,7 +91,13 @@ def by_price(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> li
     Returns:
         The estimates in order.
     """
-    return sorted(estimates, key=lambda estimate: hourly_order(gpus[estimate.gpu.name]))
+    return sorted(estimates, key=lambda estimate: _order(estimate, gpus[estimate.gpu.name]))
+
+
+def _order(estimate: MemoryEstimate, gpu: Gpu) -> tuple[float, int]:
+    number = 1 if estimate.processes is None else estimate.processes.num_processes
+    price, memory = hourly_order(gpu)
+    return number * price, memory
 
 
 def hourly_order(gpu: Gpu) -> tuple[float, int]:
@@ -84,17 +112,29 @@ def format_gib(num_bytes: int) -> str:
     return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
+def _table(rows: Sequence[Sequence[str | Text]]) -> UncutTable:
+    return UncutTable(
+        ("GPU", "verdict", "needs", "of", "host", "tok/s", "$/hour", "$/1M"),
+        rows,
+        left=("GPU", "verdict"),
+        wraps=VERDICT,
+        spare=("$/1M", "tok/s", "of", "host"),
+    )
+
+
 def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
-    price, step = gpu.cheapest_price, estimate.step
+    price, step, processes = gpu.cheapest_price, estimate.step, estimate.processes
     cost = price_per_million_tokens(step, price) if estimate.fits else None
+    number = 1 if processes is None else processes.num_processes
+    peak = estimate.process_peak_bytes
     return [
-        estimate.gpu.name,
+        estimate.gpu.name if number == 1 else f"{number}x{estimate.gpu.name}",
         _verdict(estimate),
-        format_gib(estimate.process_peak_bytes),
+        format_gib(peak if processes is None else max(peak, processes.last_peak_bytes or 0)),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
-        f"{step.tokens_per_second:,.0f}" if step is not None and estimate.fits else "-",
-        f"{price.usd_per_hour:.2f}" if price else "-",
+        f"{number * step.tokens_per_second:,.0f}" if step is not None and estimate.fits else "-",
+        f"{number * price.usd_per_hour:.2f}" if price else "-",
         format_dollars(cost).removeprefix("$") if cost is not None else "-",
     ]
 
