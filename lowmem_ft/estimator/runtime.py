@@ -31,7 +31,7 @@ from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.shards import rows_of
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
-from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
+from lowmem_ft.training.gradient_averaging import copy_from_main_process, ddp_takes, sum_gradients
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.virtual_gpu.data_parallel import TracedDataParallel
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
@@ -127,7 +127,7 @@ class VirtualRuntime(MixedPrecision):
         self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else self.device
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         self._sharded: FullySharded | None = None
-        self._averages_after_backward = False
+        self._sums_after_backward = False
 
     def load_config(self, config: ModelConfig) -> PretrainedConfig:
         """From the catalogue where it has the model, gated ones too, without a network."""
@@ -220,17 +220,17 @@ class VirtualRuntime(MixedPrecision):
         if self.num_processes == 1 or self._is_sharded:
             return model, optimizer
         if not ddp_takes(model):
-            self._averages_after_backward = True
+            self._sums_after_backward = True
             copy_from_main_process(model)
             return model, optimizer
         wrapped = TracedDataParallel(model, self.device, self.machine.mark)
         self.machine.attribution.takes_for_outermost(wrapped)
         return wrapped, optimizer
 
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Those that DDP does not take, as in a run."""
-        if self._averages_after_backward:
-            average_gradients(parameters)
+        if self._sums_after_backward:
+            sum_gradients(parameters)
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:

@@ -65,7 +65,7 @@ class AttachedStep:
             The global norm before clipping; 0-d, float32.
         """
         runtime = self._runtime
-        runtime.average_gradients(
+        runtime.reduce_gradients(
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         )
         norm = self._techniques.clip_grad_norm(runtime.unscale)

@@ -244,7 +244,7 @@ def _changes_of_accelerator(
         def prepared(one: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
             if one is not model:
                 return prepare_model(one, device_placement=device_placement, evaluation_mode=evaluation_mode)
-            without_ddp = not evaluation_mode and runtime.goes_without_ddp(model)
+            without_ddp = not evaluation_mode and runtime.goes_without_ddp(model, takes_mean=True)
             return prepare_model(one, device_placement=False, evaluation_mode=evaluation_mode or without_ddp)
 
         return prepared

@@ -41,7 +41,13 @@ from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
-from lowmem_ft.training.gradient_averaging import average_gradients, copy_from_main_process, ddp_takes
+from lowmem_ft.training.gradient_averaging import (
+    average_gradients,
+    copy_from_main_process,
+    ddp_takes,
+    sum_bucket,
+    sum_gradients,
+)
 from lowmem_ft.training.meeting import Arrival, refusals
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.random_state import import_random_state
@@ -82,7 +88,7 @@ class AccelerateRuntime(MixedPrecision):
         self.process_index: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
         self.shows_progress = self.is_main
-        self._averages_after_backward = False
+        self._reduce_after_backward: Callable[[Iterable[nn.Parameter]], object] = lambda parameters: None
 
     @staticmethod
     def create(
@@ -193,31 +199,31 @@ class AccelerateRuntime(MixedPrecision):
 
         A launcher's single process is not wrapped either: Accelerate would, and DDP refuses float32 sums of gradients.
         """
-        if self.num_processes == 1 or self._is_sharded or self.goes_without_ddp(model):
+        if self.num_processes == 1 or self._is_sharded or self.goes_without_ddp(model, takes_mean=False):
             return model, optimizer
         # Weights are where they belong, on the host some of them.
         prepared = self.accelerator.prepare(model, device_placement=[False])
+        prepared.register_comm_hook(None, sum_bucket)
         # Or another Accelerator would take a model that this run is done with for prepared.
         vars(model).pop("_is_accelerate_prepared", None)
         return prepared, optimizer
 
-    def goes_without_ddp(self, model: nn.Module) -> bool:
-        """Whether this model's gradients are none that DDP takes: then they are averaged after backward from now on."""
+    def goes_without_ddp(self, model: nn.Module, *, takes_mean: bool) -> bool:
+        """Whether this model's gradients are none that DDP takes: then they are reduced after backward from now on.
+
+        Args:
+            model: in each process.
+            takes_mean: whether each loss will be taken times the number of processes; else they are parts of one.
+        """
         if self.num_processes == 1 or ddp_takes(model):
             return False
-        self._averages_after_backward = True
+        self._reduce_after_backward = average_gradients if takes_mean else sum_gradients
         copy_from_main_process(model)
         return True
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """As in one process; times the number of processes where gradients are going to be averaged over them."""
-        averaged = self.num_processes > 1 and not self._is_sharded
-        super().backward(loss * self.num_processes if averaged else loss)
-
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Those that DDP does not take: sums of 16-bit gradients in float32."""
-        if self._averages_after_backward:
-            average_gradients(parameters)
+        self._reduce_after_backward(parameters)
 
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """DDP's ``no_sync`` for all but the last micro-batch of a window, or FSDP2's."""

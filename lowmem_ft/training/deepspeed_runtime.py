@@ -149,7 +149,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
             self._first_micro_step
         )  # or the next would be added to what is left
 
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """The engine has."""
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

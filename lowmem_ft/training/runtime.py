@@ -75,8 +75,8 @@ class Runtime(Protocol):
         """What the step calls in place of the two: wrapped for several processes and for loss scaling."""
         ...
 
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The mean over all processes of finished gradients, where the prepared model has not made it in backward."""
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum finished gradients over all processes, where the prepared model has not done so in backward."""
         ...
 
     def autocast(self) -> AbstractContextManager[None]:

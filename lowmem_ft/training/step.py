@@ -109,7 +109,7 @@ class WindowPass:
             loss += micro_loss.detach()
         self.working_on = None
         loss = runtime.sum_over_processes(loss)
-        runtime.average_gradients(session.trainable_parameters())
+        runtime.reduce_gradients(session.trainable_parameters())
         grad_norm = session.clip_grad_norm()
         # Together, and before the update: the device works on it while the host prepares what comes next.
         loss_value, norm_value = runtime.fetch(loss, grad_norm)

@@ -44,7 +44,7 @@ class _WithoutTimes:
 
 
 class TracedDataParallel(DistributedDataParallel):
-    """A model whose gradients are averaged over processes that are not there.
+    """A model whose gradients are summed over processes that are not there, as in a run.
 
     What it leaves out is the copy of the first process's weights at the beginning, and the first backward's single
     bucket: buckets are those of every later one. Sums run on a stream of their own, as NCCL's do.

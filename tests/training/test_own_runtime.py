@@ -58,7 +58,7 @@ class PlainRuntime:
     def prepare(self, model, optimizer):
         return model, optimizer
 
-    def average_gradients(self, parameters):
+    def reduce_gradients(self, parameters):
         pass
 
     def autocast(self):
