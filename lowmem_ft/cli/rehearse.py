@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.estimate_files import report_console, write_json
 from lowmem_ft.cli.estimate_options import ALL_GPUS, CPU, Once, add_overwrite, gpu_problems, write_problem
@@ -15,6 +17,9 @@ from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.cli.stopping import if_stopped
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError
+
+if TYPE_CHECKING:
+    from lowmem_ft.recipe import Recipe
 
 _USAGE = (
     "lowmem-ft rehearse recipe=NAME|PATH [key=value ...] [--gpu NAME]\n"
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if it fits, else 3.
     """
-    with if_stopped("while rehearsing: nothing is written."):
+    with if_stopped("while rehearsing: nothing is kept."):
         return _rehearse(list(sys.argv[1:] if argv is None else argv))
 
 
@@ -96,8 +101,27 @@ def _rehearse(arguments: list[str]) -> int:
         console.print(
             "\nWhat would need less: `lowmem-ft estimate` with the same settings and --changes, or `lowmem-ft plan`."
         )
-    write_json(found.to_json(), options)
+    values = found.to_json()
+    console.print(_kept(recipe, values), soft_wrap=True)
+    write_json(values, options)
     return 0 if found.fits else EXIT_DOES_NOT_FIT
+
+
+def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
+    """Leave what was found in the run's folder, for ``lowmem-ft report``; what to say of that."""
+    from lowmem_ft.recipe.paths import run_folder_of
+    from lowmem_ft.training.atomic_io import write_whole_file
+    from lowmem_ft.training.replaced_run import REHEARSAL_FILE
+
+    file = run_folder_of(recipe) / REHEARSAL_FILE
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole_file(file, json.dumps(values))
+    except OSError as error:
+        return f"\nNot kept for `lowmem-ft report`: {file} cannot be written ({error.strerror})."
+    return (
+        f"\nKept in {file}: after the run, `lowmem-ft report {file.parent}` sets it beside what was measured."
+    )
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
@@ -78,9 +78,30 @@ def _read(path: Path) -> RunRecord:
         recipe=load_recipe(str(path / RECIPE_FILE)),
         metrics=folder.read_metrics(),
         is_finished=folder.model_folder.is_dir(),
+        rehearsal=_rehearsal_in(path),
     )
     run.check()
     return run
+
+
+def _rehearsal_in(path: Path) -> dict[str, Any] | None:
+    """What ``lowmem-ft rehearse`` has left for this report; None: it was not rehearsed.
+
+    Raises:
+        UserError: if the file is none of ours.
+    """
+    from lowmem_ft.training.replaced_run import REHEARSAL_FILE
+
+    file = path / REHEARSAL_FILE
+    if not file.is_file():
+        return None
+    try:
+        values = json.loads(file.read_text("utf-8"))
+        return {key: values[key] for key in ("peaks", "run", "recipe")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{file} is of no rehearsal. Delete it, or rehearse the run again with `lowmem-ft rehearse`."
+        ) from error
 
 
 def _parser() -> Parser:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.errors import Interrupted, ModelError, UserError
+from lowmem_ft.errors import Interrupted, ModelError, RaceError, UserError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.estimate import estimate_of_trace
 from lowmem_ft.estimator.kept_traces import KeptTraces
@@ -47,7 +47,7 @@ def rehearse(
 
     The recipe's data is read, tokenized and batched as in training; the model comes by its config alone and lives on a
     virtual GPU. A step is traced for each shape of data, see ``rehearsal/shapes.py``; the others of its shape are
-    counted. Nothing is written but into a temporary folder, which goes.
+    counted. Races between streams are looked for. Nothing is written but into a temporary folder, which goes.
 
     Args:
         recipe: what would be trained.
@@ -66,6 +66,7 @@ def rehearse(
     began = time.perf_counter()
     check_recipe(recipe)
     refuse_unplanned(recipe)
+    asked = recipe
     recipe, spec = _on_one_gpu(recipe, gpu)
     if steps is not None and steps < 1:
         raise UserError(f"A rehearsal takes at least one step, got steps={steps}.")
@@ -75,7 +76,8 @@ def rehearse(
     with _warnings_heard() as warnings, tempfile.TemporaryDirectory(prefix="lowmem_ft-rehearsal-") as folder:
         run, machine = _run(recipe, spec, _folder_of(recipe, Path(folder), warnings), steps, on_step)
     estimate, findings = _estimated(recipe, spec, run, machine)
-    return findings.rehearsal(estimate, worst, tuple(warnings), time.perf_counter() - began)
+    found = findings.rehearsal(estimate, worst, tuple(warnings), time.perf_counter() - began)
+    return dataclasses.replace(found, recipe=asked)
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,15 @@ def _run(
     steps: int | None,
     on_step: Callable[[int, int], None],
 ) -> tuple[RehearsedRun, VirtualGPU]:
-    machine = VirtualGPU(gpu)
+    machine = VirtualGPU(gpu, check_streams=True)
     runtime = RehearsalRuntime(machine, recipe, on_step)
-    with deterministic_kernels(recipe.training.full_determinism), machine:
+    found: RehearsedRun | None = None
+    # Races are part of what is found, and end nothing.
+    with (
+        contextlib.suppress(RaceError),
+        deterministic_kernels(recipe.training.full_determinism),
+        machine,
+    ):
         try:
             with machine.during("load"):
                 run = TrainingRun.build(recipe, folder, runtime)
@@ -176,6 +184,7 @@ def _run(
             raise KeyboardInterrupt("while rehearsing: nothing is written.") from stop
         finally:
             lift_cap(recipe.budget)
+    assert found is not None, "races are told at the end of the block"
     return found, machine
 
 
@@ -195,7 +204,8 @@ def _estimated(
     estimate = estimate_of_trace(
         recipe, traced, gpu, recipe.budget, machine.trace_seconds, "", findings.replays
     )
-    return dataclasses.replace(estimate, step=findings.mean_step(estimate)), findings
+    step = findings.mean_step(estimate)
+    return dataclasses.replace(estimate, step=step, races=machine.races), findings
 
 
 @contextlib.contextmanager

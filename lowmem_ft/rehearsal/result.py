@@ -8,6 +8,7 @@ from typing import Any
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.category import Phase
+from lowmem_ft.memory.comparison import estimated_peaks
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.rehearsal.runtime import Saved
@@ -161,6 +162,7 @@ class Rehearsal:
             "fits": self.fits,
             "worst_case": self.worst.to_json(),
             "recipe": recipe_to_yaml(self.recipe),
+            "peaks": estimated_peaks(self.estimate).to_json(),
             "run": {
                 "steps": self.num_steps,
                 "rehearsed_steps": self.rehearsed_steps,
@@ -183,7 +185,7 @@ class Rehearsal:
             "shapes": [asdict(shape) for shape in self.steps],
             "evaluation_shapes": [asdict(shape) for shape in self.evaluations],
             "failure": self.failure and asdict(self.failure),
-            "races": None,
+            "races": list(map(str, self.estimate.races)),
             "warnings": list(self.warnings),
             "rehearsal_seconds": self.seconds,
         }

@@ -73,6 +73,9 @@ def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     yield from _time(rehearsal)
     yield from _files(rehearsal)
     yield from _waits(rehearsal.longest.waits)
+    races = estimate.races
+    yield "races", "none between streams" if not races else f"{len(races)}, each a bug of the program"
+    yield from (("", str(race)) for race in races)
     warnings = rehearsal.warnings
     for index, warning in enumerate(warnings[:MOST_WARNINGS]):
         yield "" if index else "warnings", warning

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from rich.text import Text
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.comparison import Peaks, Row, compared
-from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe import Recipe, recipe_to_yaml
+from lowmem_ft.reports.prose import Prose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +28,14 @@ class RunRecord:
         recipe: as it was run.
         metrics: the lines of its ``metrics.jsonl``.
         is_finished: whether its model is there.
+        rehearsal: its ``peaks``, ``run`` and ``recipe``; None: it was not rehearsed.
     """
 
     path: Path
     recipe: Recipe
     metrics: Sequence[Mapping[str, Any]]
     is_finished: bool
+    rehearsal: Mapping[str, Any] | None = None
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
@@ -82,6 +85,7 @@ class RunRecord:
             "eval_loss": self.last("eval_loss"),
             "estimated": estimated and estimated.to_json(),
             "measured": measured and measured.to_json(),
+            "rehearsed": self.rehearsal and {name: self.rehearsal[name] for name in ("peaks", "run")},
             "errors": {row.name: row.error for row in compared(estimated, measured)},
         }
 
@@ -98,7 +102,7 @@ def run_report(runs: Sequence[RunRecord]) -> RenderableType:
     return Group(_SideBySide(runs), *_notes(runs))
 
 
-NAME, MEMORY = "", "estimated / measured"
+NAME, MEMORY, REHEARSED = "", "estimated / measured", "rehearsed / measured"
 """Rows that are headings: what a run is called, and what comes below."""
 
 GAP = 2
@@ -113,11 +117,17 @@ class _SideBySide:
             {row.name: _cell(row) for row in compared(run.peaks("estimated"), run.peaks("measured"))}
             for run in runs
         ]
+        rehearsed = [dict(_rehearsed(run)) for run in runs]
         names = dict.fromkeys(name for of_run in facts for name in of_run)
         if any(memory):
             names |= dict.fromkeys((MEMORY, *(name for of_run in memory for name in of_run)))
+        if any(rehearsed):
+            names |= dict.fromkeys((REHEARSED, *(name for of_run in rehearsed for name in of_run)))
         self._rows = list(names)
-        self._columns = [{**one, MEMORY: "", **other} for one, other in zip(facts, memory, strict=True)]
+        self._columns = [
+            {**one, MEMORY: "", **other, REHEARSED: "", **last}
+            for one, other, last in zip(facts, memory, rehearsed, strict=True)
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = options.max_width - max(map(len, self._rows))
@@ -136,7 +146,7 @@ class _SideBySide:
         for _ in columns:
             table.add_column(justify="right", overflow="fold")
         for name in self._rows:
-            style = "bold" if name in (NAME, MEMORY) else ""
+            style = "bold" if name in (NAME, MEMORY, REHEARSED) else ""
             table.add_row(name, *(column.get(name, "-") for column in columns), style=style)
         return table
 
@@ -149,6 +159,22 @@ def _width(column: Mapping[str, str]) -> int:
 def _cell(row: Row) -> str:
     error = "" if row.error is None else f"\n{row.error:+.1%}"
     return f"{row.text(row.estimated)} / {row.text(row.measured)}{error}"
+
+
+def _rehearsed(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """What was rehearsed of a run beside what it came to; nothing of a run that was not."""
+    if run.rehearsal is None:
+        return
+    of_run, steps = run.rehearsal["run"], run.steps
+    if steps:
+        yield "steps of the run", f"{of_run['steps']:,} / {steps[-1]['step']:,}"
+        yield "tokens of the run", f"{of_run['tokens']:,} / {steps[-1]['tokens']:,}"
+    measured = run.peaks("measured")
+    if measured is None or measured.reserved_bytes is None:
+        return  # a processor's run has other quantities than a GPU's
+    for row in compared(Peaks.from_json(run.rehearsal["peaks"]), measured):
+        if not row.is_part and row.estimated is not None:
+            yield f"{row.name}, real batches", _cell(row)
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
@@ -173,7 +199,27 @@ def _facts(run: RunRecord) -> dict[str, str]:
     return facts
 
 
-def _notes(runs: Sequence[RunRecord]) -> list[Text]:
+def _notes(runs: Sequence[RunRecord]) -> list[RenderableType]:
+    return [*_without_estimate(runs), *_rehearsed_otherwise(runs)]
+
+
+def _rehearsed_otherwise(runs: Sequence[RunRecord]) -> list[RenderableType]:
+    """Of which runs the rehearsal was one of other settings."""
+    others = [
+        run.path.name
+        for run in runs
+        if run.rehearsal is not None and run.rehearsal["recipe"] != recipe_to_yaml(run.recipe)
+    ]
+    if not others:
+        return []
+    return [
+        Prose(
+            f"\nWhat was rehearsed of {', '.join(others)} has other settings than the run: compare with care."
+        )
+    ]
+
+
+def _without_estimate(runs: Sequence[RunRecord]) -> list[Text]:
     unknown = [run.path.name for run in runs if run.peaks("estimated") is None]
     if not unknown:
         return []

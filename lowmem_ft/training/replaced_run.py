@@ -23,6 +23,8 @@ from lowmem_ft.user_paths import expand_user
 logger = logging.getLogger(__name__)
 
 RECIPE_FILE, METRICS_FILE, LOGS_FOLDER = "recipe.yaml", "metrics.jsonl", "logs"
+REHEARSAL_FILE = "rehearsal.json"
+"""Of the command ``rehearse``, for the report of the run to come: no run replaces it."""
 _CHECKPOINT = re.compile(rf"checkpoint-\d+(\.incomplete|{re.escape(SUSPECT)})?")
 _ALLOCATOR = re.compile(r"out-of-memory(-\d+)?\.json(\.incomplete)?")
 _REPLACED = re.compile(r"replaced-(\d+)")

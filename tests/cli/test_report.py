@@ -102,3 +102,26 @@ def test_all_that_are_no_runs_are_named(tmp_path, capsys):
     errors = capsys.readouterr().err
     assert "has no recipe.yaml and no metrics.jsonl" in errors
     assert "nowhere, which is no folder" in errors
+
+
+def test_what_was_rehearsed_stands_beside_what_was_measured(finished, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    rehearsed = {
+        "peaks": {**PEAKS, "peak_bytes": 8 * 2**30},
+        "run": {"steps": 3, "tokens": 900},
+        "recipe": "",
+    }
+    (Path(finished) / "rehearsal.json").write_text(json.dumps(rehearsed))
+    assert main(["report", finished]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.split("  ")[0]: line for line in shown.splitlines()}
+    assert "3 / 2" in lines["steps of the run"]
+    assert "900 / 1,000" in lines["tokens of the run"]
+    assert "8.00 GiB / 10.0 GiB" in lines["peak of tensors, real batches"]
+    assert "has other settings than the run" in shown
+
+
+def test_a_file_that_is_of_no_rehearsal_is_refused(finished, capfd):
+    (Path(finished) / "rehearsal.json").write_text("[]")
+    assert main(["report", finished]) == 2
+    assert "rehearsal.json is of no rehearsal" in capfd.readouterr().err

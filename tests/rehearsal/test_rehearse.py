@@ -8,8 +8,10 @@ import json
 import pytest
 
 from lowmem_ft.catalog import find_gpu
+from lowmem_ft.cli import main
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.training import train
 
@@ -169,3 +171,39 @@ def test_several_processes_and_processors_are_refused(recipe):
         rehearse(recipe("distributed.strategy=fsdp2"), "8xrtx-4090")
     with pytest.raises(UserError, match="A rehearsal is for a GPU"):
         rehearse(recipe(), "cpu")
+
+
+def test_races_are_found_in_a_rehearsal(recipe, monkeypatch):
+    streamed = recipe(*ALIKE, *STREAMED)
+    assert rehearse(streamed, "rtx-4090", steps=3).estimate.races == ()
+    monkeypatch.setattr("lowmem_ft.virtual_gpu.streams.VirtualStream.wait_event", lambda self, event: None)
+    monkeypatch.setattr("lowmem_ft.virtual_gpu.streams.VirtualEvent.wait", lambda self, stream=None: None)
+    assert rehearse(streamed, "rtx-4090", steps=3).to_json()["races"]
+
+
+def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys):
+    folder = tmp_path / "run"
+    settings = [
+        "recipe=tiny",
+        f"training.output_dir={folder}",
+        "training.use_cpu=true",
+        "training.max_steps=3",
+    ]
+    assert main(["rehearse", *settings, "--gpu", "rtx-4090"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines()[:-1])) <= 80
+    train(load_recipe("tiny", settings[1:]))
+    assert main(["report", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "steps of the run" in shown
+    assert "3 / 3" in shown
+    assert "other settings" not in shown
+    assert main(["report", str(folder), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["rehearsed"]["run"]["steps"] == run["steps"] == 3
+
+
+def test_a_gpu_that_is_too_small_ends_the_command_with_3(tmp_path, capsys):
+    settings = ["recipe=tiny", f"training.output_dir={tmp_path / 'run'}", "training.max_steps=2"]
+    assert main(["rehearse", *settings, "--gpu", "rtx-4090", "budget=430MiB"]) == 3
+    assert "Memory runs out while the model is loaded" in capsys.readouterr().out
