@@ -8,7 +8,7 @@ SPREAD := -n auto --maxprocesses 8 # a process takes up to 2 GiB
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-deepspeed check format gpu-check bench clean
+.PHONY: help setup demo test test-all test-deepspeed test-triton check format gpu-check bench clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 16
@@ -35,6 +35,10 @@ test-all: setup ## All tests but those marked gpu
 test-deepspeed: setup ## Install DeepSpeed beside the rest (it compiles with g++ at first use), and run its tests
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_deepspeed*.py
+
+test-triton: setup ## Install Triton beside the rest (Linux), and run its kernel's tests without a GPU
+	$(BIN)/python -m pip install --quiet 'triton>=3.4'
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/optimizers/test_triton_*.py
 
 check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter)
 	$(BIN)/ruff format --check .

@@ -16,7 +16,8 @@ class AdamW:
     """Adam with decoupled weight decay, operation by operation as torch computes it.
 
     Equals: ``torch.optim.AdamW`` in float32: bit for bit with ``foreach=False, fused=False``, on CUDA with
-    ``fused=True``, whose kernel it calls.
+    ``fused=True``, whose kernel it calls. Where the Triton kernel updates, every operation is rounded alone, and
+    last bits differ.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """

@@ -27,6 +27,9 @@ from lowmem_ft.optimizers.slice_update import ChunkUpdate, SliceUpdate
 from lowmem_ft.optimizers.state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
+from lowmem_ft.optimizers.triton_choice import Kernel
+from lowmem_ft.optimizers.triton_trial import in_kernel
+from lowmem_ft.optimizers.triton_update import launch
 from lowmem_ft.optimizers.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
 from lowmem_ft.repetition import rounds
 from lowmem_ft.shards import first_element, is_sharded, local_part
@@ -61,6 +64,8 @@ class ChunkedOptimizer(Optimizer):
     Attributes:
         home: where state waits; set it before state is allocated.
         chunk_elements: elements updated at a time, a multiple of 256; None: by the device's kind.
+        kernel: ``auto`` updates by one Triton kernel a chunk on an NVIDIA GPU where that works, and else operation by
+            operation, as ``eager`` does everywhere; ``triton`` demands it. See ``triton_choice``.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class ChunkedOptimizer(Optimizer):
         self.seed = seed
         self.home: StateStorage = DeviceStorage()
         self.chunk_elements: int | None = None
+        self.kernel: Kernel = "auto"
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._first_elements: dict[nn.Parameter, int] = {}
@@ -316,6 +322,7 @@ class ChunkedOptimizer(Optimizer):
             update.step = self._measured_step(update, self.rule)
         else:
             update.step = self.rule.step(update.number, update.hyperparameters)
+            update.in_kernel = in_kernel(self, update)
         return update
 
     def _check(self, finished: GradientSlice) -> None:
@@ -390,16 +397,33 @@ class ChunkedOptimizer(Optimizer):
         weight = here.get("weight", update.weight[chunk.start : chunk.stop])
         if chunk.start == update.start:
             update.after = self._call_hooks(update)
+        random = self.random_of(parameter, update.number, chunk.start)
+        if update.in_kernel is not None:
+            launch(
+                update.in_kernel,
+                master=self.master_format,
+                state=self.state_format,
+                averages=list(self.averages_of(parameter)),
+                weight=weight,
+                gradient=chunk.gradient_as_it_is(),
+                clip=update.scale,
+                kept=here,
+                random=random,
+            )
+        else:
+            self._update_by_operations(chunk, weight, random)
+        if chunk.stop == update.stop:
+            self._after(update)
+
+    def _update_by_operations(self, chunk: ChunkUpdate, weight: Tensor, random: CounterRandom) -> None:
+        parameter, here = chunk.update.parameter, chunk.here
         master = self.master_of(parameter)
         value = master.read(weight, here)
         values = self._values(chunk)
-        update.step(value, values)
-        random = self.random_of(parameter, update.number, chunk.start)
+        chunk.update.step(value, values)
         for stream, (name, form) in enumerate(self.averages_of(parameter).items(), start=1):
             form.write(values.averages[name], here, name, random, stream)
         master.write(value, weight, here, random)
-        if chunk.stop == update.stop:
-            self._after(update)
 
     def _call_hooks(self, update: SliceUpdate) -> list[Callable[[], None]]:
         weight = update.weight[update.start : update.stop]

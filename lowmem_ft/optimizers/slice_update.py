@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowmem_ft.optimizers.triton_update import RuleInKernel
 from lowmem_ft.optimizers.update_rule import Step
 
 
@@ -23,6 +24,7 @@ class SliceUpdate:
     number: int
     hyperparameters: Mapping[str, Any]
     step: Step = field(init=False)
+    in_kernel: RuleInKernel | None = None
     after: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -49,6 +51,10 @@ class ChunkUpdate:
 
     def gradient(self) -> Tensor:
         """In float32, scaled."""
+        gradient, scale = self.gradient_as_it_is().float(), self.update.scale
+        return gradient if scale is None else gradient * scale
+
+    def gradient_as_it_is(self) -> Tensor:
+        """In its own type, not scaled; a view."""
         update = self.update
-        gradient = update.gradient[self.start - update.start : self.stop - update.start].float()
-        return gradient if update.scale is None else gradient * update.scale
+        return update.gradient[self.start - update.start : self.stop - update.start]

@@ -1,0 +1,94 @@
+"""Whether the Triton kernel updates on a device: answered once for each format, by trying it there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Hashable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.devices import compute_capability, is_virtual, kernels_of
+from lowmem_ft.errors import UserError
+from lowmem_ft.packages import is_installed
+
+logger = logging.getLogger(__name__)
+
+Kernel = Literal["auto", "eager", "triton", "untried"]
+"""What an optimizer is told to update by; ``untried`` is the Triton kernel without a trial, as in the trial itself."""
+
+Trial = Callable[[Kernel], Mapping[str, Tensor]]
+"""Makes a few steps with a kernel and returns weights and averages after them, in float32."""
+
+_OLDEST = (8, 0)
+"""The kernel is compiled and its registers are counted for Ampere and later."""
+
+_works: dict[Hashable, bool] = {}
+_told: set[str] = set()
+
+
+def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: Trial) -> bool:
+    """Whether to update by the kernel rather than operation by operation.
+
+    Args:
+        kernel: ``auto`` takes it on CUDA where it is there and agrees with the operations; ``triton`` demands it.
+        device: where the update runs.
+        formats: everything that the kernel is compiled for.
+        trial: run twice for new formats.
+
+    Raises:
+        UserError: if it is demanded and does not work.
+    """
+    if kernel == "eager" or (kernel == "auto" and (kernels_of(device) != "cuda" or is_virtual(device))):
+        return False
+    if kernel == "untried":
+        return True
+    key = (kernel, device, formats)
+    if key not in _works:
+        problem = _problem_of(device) or _problem_of_trial(trial)
+        if problem is not None and kernel == "triton":
+            raise UserError(f"The update by Triton was asked for, and {problem} Set kernel to auto or eager.")
+        if problem is not None and problem not in _told:
+            _told.add(problem)
+            logger.warning(
+                "Weights are updated by many small kernels, which takes longer than one in Triton: %s",
+                problem,
+            )
+        _works[key] = problem is None
+    return _works[key]
+
+
+def _problem_of(device: torch.device) -> str | None:
+    if not is_installed("triton"):
+        return "Triton is not installed. `pip install triton` brings it."
+    if kernels_of(device) == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if kernels_of(device) != "cuda" or is_virtual(device) or torch.version.cuda is None:
+        return f"it needs an NVIDIA GPU, got {device}."
+    if compute_capability(device) < _OLDEST:
+        return (
+            f"it needs compute capability {_OLDEST[0]}.{_OLDEST[1]}, "
+            f"{device} has {'.'.join(map(str, compute_capability(device)))}."
+        )
+    return None
+
+
+def _problem_of_trial(trial: Trial) -> str | None:
+    expected = trial("eager")
+    try:
+        found = trial("untried")
+    except Exception as error:  # a compiler, a driver and a cache folder are behind it
+        text = str(error).strip().splitlines()
+        return (
+            f"its kernel does not run here ({type(error).__name__}: {text[0] if text else 'no message'}). "
+            "`pip install` the version of Triton that belongs to torch's."
+        )
+    for name, value in expected.items():
+        off = (found[name] - value).abs()
+        is_near = (off <= value.abs() * 2**-12).double().mean().item() >= 0.99
+        # No value is off by more than the coarsest format rounds, an eighth and the block's floor.
+        if not is_near or not bool((off <= value.abs() / 4 + value.abs().max() * 2**-14).all()):
+            return f"its kernel computes another {name} than torch's operations do. Please report it."
+    return None

@@ -1,0 +1,204 @@
+"""The update of a chunk as one Triton kernel: reads weight, master, averages and gradient once, and writes them once.
+
+Multiplications and additions are those of the rules' own files, each rounded by itself; nothing is fused.
+"""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from lowmem_ft.optimizers.triton_formats import (
+    as_bits,
+    as_float,
+    codes_of,
+    noise,
+    read_codes,
+    row_scales,
+    upper_half,
+)
+
+ROWS = 4
+"""Rows of 256 in a tile: 1024 elements to 128 threads, a warp to each row."""
+
+WARPS = 4
+
+
+@triton.jit
+def lerp(
+    start: tl.tensor, end: tl.tensor, part: tl.float32, rest: tl.float32, FROM_END: tl.constexpr
+) -> tl.tensor:
+    """``torch.lerp`` by ``part``, of which ``rest`` is what is left to 1; FROM_END: part is a half or more."""
+    return end - (end - start) * rest if FROM_END else start + part * (end - start)
+
+
+@triton.jit
+def read_average(
+    values: tl.tensor,
+    scales: tl.tensor,
+    lane: tl.tensor,
+    inside: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    STATE: tl.constexpr,
+    OCTAVES: tl.constexpr,
+    SIGNED: tl.constexpr,
+) -> tl.tensor:
+    """A running average in float32; 0 past the end."""
+    if STATE == "fp32":
+        return tl.load(values + lane, inside, 0.0)
+    kept = tl.load(values + lane, inside, 0).to(tl.int32)
+    if STATE == "bf16":
+        return as_float(kept << 16)
+    return read_codes(kept, tl.load(scales + row, is_row, 0.0), OCTAVES, SIGNED)
+
+
+@triton.jit
+def write_average(
+    value: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    lane: tl.tensor,
+    inside: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    first: tl.tensor,
+    key: tl.tensor,
+    STATE: tl.constexpr,
+    OCTAVES: tl.constexpr,
+    SIGNED: tl.constexpr,
+) -> None:
+    """Keep a running average."""
+    if STATE == "fp32":
+        tl.store(values + lane, value, inside)
+    elif STATE == "bf16":
+        tl.store(values + lane, upper_half(as_bits(value), noise(lane, first, key, 1)), inside)
+    else:
+        value = tl.where(inside, value, 0.0)
+        scale = row_scales(value)
+        codes = codes_of(value, scale, noise(lane, first, key, 1), OCTAVES, SIGNED)
+        tl.store(values + lane, codes.to(tl.int8 if SIGNED else tl.uint8), inside)
+        tl.store(scales + row, scale, is_row)
+
+
+@triton.jit
+def update_chunk(
+    weight: tl.tensor,  # float32, or bfloat16 as int16
+    beside: tl.tensor,  # the master's tensor, if it has one
+    gradient: tl.tensor,  # bfloat16 as int16
+    clip: tl.tensor,  # one float32
+    values_0: tl.tensor,  # first average; bfloat16 as int16
+    scales_0: tl.tensor,
+    values_1: tl.tensor,
+    scales_1: tl.tensor,
+    num_elements: tl.tensor,
+    element: tl.int64,
+    key_of_weight: tl.int64,
+    key_0: tl.int64,
+    key_1: tl.int64,
+    c0: tl.float32,  # c0 to c7: the rule's constants, named where it uses them
+    c1: tl.float32,
+    c2: tl.float32,
+    c3: tl.float32,
+    c4: tl.float32,
+    c5: tl.float32,
+    c6: tl.float32,
+    c7: tl.float32,
+    RULE: tl.constexpr,
+    MASTER: tl.constexpr,
+    STATE: tl.constexpr,
+    AVERAGES: tl.constexpr,
+    IS_HALF_GRADIENT: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    FROM_END_0: tl.constexpr,
+    FROM_END_1: tl.constexpr,
+    SIGNED_OCTAVES: tl.constexpr,
+    UNSIGNED_OCTAVES: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Update ``ROWS * 256`` elements of a chunk; ``triton_update.py`` says what each argument is."""
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    offset = first_row * 256
+    weight += offset
+    beside += offset
+    gradient += offset
+    values_0 += offset
+    values_1 += offset
+    scales_0 += first_row
+    scales_1 += first_row
+    row = tl.arange(0, ROWS)
+    lane = row[:, None] * 256 + tl.arange(0, 256)[None, :]
+    inside = offset + lane < num_elements
+    is_row = offset + row * 256 < num_elements
+    first = element + offset
+
+    if MASTER == "weight":
+        w = tl.load(weight + lane, inside, 0.0)
+    elif MASTER == "fp32":
+        w = tl.load(beside + lane, inside, 0.0)
+    else:
+        bits = tl.load(weight + lane, inside, 0).to(tl.int32) << 16
+        if MASTER == "split16":
+            bits += tl.load(beside + lane, inside, 0).to(tl.int32)
+        elif MASTER == "split24":
+            bits += tl.load(beside + lane, inside, 0).to(tl.int32) << 8
+        w = as_float(bits)
+
+    if IS_HALF_GRADIENT:
+        g = as_float(tl.load(gradient + lane, inside, 0).to(tl.int32) << 16)
+    else:
+        g = tl.load(gradient + lane, inside, 0.0).to(tl.float32)
+    if HAS_CLIP:
+        g = g * tl.load(clip)
+    a = g
+    if AVERAGES >= 1:
+        a = read_average(values_0, scales_0, lane, inside, row, is_row, STATE, SIGNED_OCTAVES, True)
+
+    if RULE == "adamw":
+        # decay, 1 - beta1, beta1, beta2, 1 - beta2, root of the second correction, eps, minus the step's length
+        b = read_average(values_1, scales_1, lane, inside, row, is_row, STATE, UNSIGNED_OCTAVES, False)
+        a = lerp(a, g, c1, c2, FROM_END_0)
+        b = b * c3 + (c4 * g) * g
+        divisor = tl.full(b.shape, 1.0, tl.float32) * c5
+        w = w * c0 + tl.math.div_rn(c7 * a, tl.math.div_rn(tl.math.sqrt_rn(b), divisor) + c6)
+        write_average(
+            b, values_1, scales_1, lane, inside, row, is_row, first, key_1, STATE, UNSIGNED_OCTAVES, False
+        )
+    elif RULE == "lion":
+        # decay, beta of the step, what is left to 1, beta of the momentum, what is left to 1, learning rate
+        direction = lerp(g, a, c1, c2, FROM_END_0)
+        direction = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0))
+        w = w * c0 - direction * c5
+        a = lerp(g, a, c3, c4, FROM_END_1)
+    else:
+        # weight decay, momentum, minus the learning rate
+        direction = g + c0 * w
+        if AVERAGES >= 1:
+            direction = a * c1 + direction
+            a = direction
+        w = w + c2 * direction
+
+    if AVERAGES >= 1:
+        write_average(
+            a, values_0, scales_0, lane, inside, row, is_row, first, key_0, STATE, SIGNED_OCTAVES, True
+        )
+
+    bits = as_bits(w)
+    if MASTER == "weight":
+        tl.store(weight + lane, w, inside)
+    else:
+        if MASTER == "fp32":
+            tl.store(beside + lane, w, inside)
+            addend = tl.full(bits.shape, 0x8000, tl.int32)
+        elif MASTER == "split16":
+            tl.store(beside + lane, bits.to(tl.int16), inside)
+            addend = tl.full(bits.shape, 0x8000, tl.int32)
+        elif MASTER == "split24":
+            bits8 = noise(lane, first, key_of_weight, 2)
+            tl.store(beside + lane, ((bits + bits8) >> 8).to(tl.int8), inside)
+            addend = bits8 + 0x8000
+        elif MASTER == "stochastic_rounding":
+            addend = noise(lane, first, key_of_weight, 1)
+        else:
+            addend = tl.full(bits.shape, 0x8000, tl.int32)
+        tl.store(weight + lane, upper_half(bits, addend), inside)

@@ -1,0 +1,73 @@
+"""A small update by each kernel, before one of them is trusted with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_ft.gradient_slice import GradientSlice
+from lowmem_ft.optimizers.operators import BLOCK
+from lowmem_ft.optimizers.slice_update import SliceUpdate
+from lowmem_ft.optimizers.triton_choice import Kernel, uses_kernel
+from lowmem_ft.optimizers.triton_update import RuleInKernel, rule_in_kernel
+
+if TYPE_CHECKING:
+    from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+
+_NUM_STEPS = 2
+
+
+def in_kernel(optimizer: ChunkedOptimizer, update: SliceUpdate) -> RuleInKernel | None:
+    """The update as the Triton kernel takes it; None: it is made operation by operation."""
+    if optimizer.kernel == "eager":
+        return None
+    rule = rule_in_kernel(optimizer.rule, update.number, update.hyperparameters)
+    if rule is None:
+        return None
+    weight, gradient = update.weight, update.gradient
+    num_averages = len(optimizer.averages_of(update.parameter))
+    formats = (rule.name, rule.from_end, optimizer.master_format, optimizer.state_format, num_averages)
+    trial = partial(_values_after, optimizer, weight.dtype, gradient, update.hyperparameters)
+    is_used = uses_kernel(optimizer.kernel, gradient.device, (*formats, weight.dtype, gradient.dtype), trial)
+    return rule if is_used else None
+
+
+def _values_after(
+    optimizer: ChunkedOptimizer,
+    dtype: torch.dtype,
+    like: Tensor,
+    hyperparameters: Mapping[str, Any],
+    kernel: Kernel,
+) -> dict[str, Tensor]:
+    """Weight and averages of a small parameter after steps with an optimizer's rule and formats.
+
+    Args:
+        optimizer: whose update is tried; it stays as it is.
+        dtype: of weights.
+        like: a gradient, for device and type.
+        hyperparameters: of the group.
+        kernel: to update by.
+    """
+    values = torch.randn(1 + _NUM_STEPS, 5 * BLOCK + 77, generator=torch.Generator().manual_seed(0))
+    weight, *gradients = values.to(like.device)
+    parameter = nn.Parameter(weight.to(dtype))
+    twin = type(optimizer)(
+        [{**hyperparameters, "params": [parameter]}],
+        optimizer.rule,
+        optimizer.defaults,
+        state=optimizer.state_format,
+        master=optimizer.master_format,
+    )
+    twin.kernel = kernel
+    scale = torch.full((), 0.5, device=like.device)
+    for gradient in gradients:
+        twin.update([GradientSlice(parameter, gradient.to(like.dtype))], scale=scale)
+    state = twin.state[parameter]
+    found = {
+        name: form.read(state, name, parameter.numel()) for name, form in twin.averages_of(parameter).items()
+    }
+    return found | {"weight": twin.master_of(parameter).read(parameter.detach(), state)}

@@ -1,0 +1,175 @@
+"""What the Triton kernel of the update costs on each generation of GPUs, by compiling it; no GPU is needed.
+
+    python scripts/triton_kernel.py --archs 80 89 90
+
+Bytes are those of the global loads and stores in the compiled kernel, over the elements of its tile. Every thread of a
+warp loads the scale of its row, which comes over the bus once; it is counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowmem_ft.optimizers.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
+
+AVERAGES = {"adamw": 2, "lion": 1, "sgd": 1}
+MASTERS = {"weight": 0, "fp32": 4, "split16": 2, "split24": 1, "stochastic_rounding": 0, "none": 0}
+STATES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / BLOCK}
+_POINTERS = {
+    ("master", "weight"): "*fp32",
+    ("master", "fp32"): "*fp32",
+    ("master", "split24"): "*i8",
+    ("state", "fp32"): "*fp32",
+    ("state", "bf16"): "*i16",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The kernel for one architecture, rule and formats.
+
+    Args:
+        registers: of a thread.
+        spilled_bytes: of a thread, stored in memory for want of registers.
+        fused: how many multiplications and additions are one operation.
+        moved_bytes: an element.
+        least_bytes: an element, that the formats themselves make: all read and written once, the gradient read.
+    """
+
+    registers: int
+    spilled_bytes: int
+    fused: int
+    moved_bytes: float
+    least_bytes: float
+
+
+def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
+    """Compile the kernel with bfloat16 gradients and clipping, for aligned tensors.
+
+    Args:
+        arch: compute capability without its point, such as 89.
+        rule: ``adamw``, ``lion`` or ``sgd``.
+        master: a format, or ``weight`` for float32 weights.
+        state: format of the averages.
+    """
+    import triton  # pyright: ignore[reportMissingImports]
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+
+    from lowmem_ft.optimizers.triton_kernel import ROWS, WARPS, update_chunk
+
+    constants = {
+        "RULE": rule,
+        "MASTER": master,
+        "STATE": state,
+        "AVERAGES": AVERAGES[rule],
+        "IS_HALF_GRADIENT": True,
+        "HAS_CLIP": True,
+        "FROM_END_0": rule == "lion",
+        "FROM_END_1": rule == "lion",
+        "SIGNED_OCTAVES": SIGNED_OCTAVES,
+        "UNSIGNED_OCTAVES": UNSIGNED_OCTAVES,
+        "ROWS": ROWS,
+    }
+    types = {
+        "weight": "*fp32" if master == "weight" else "*i16",
+        "beside": _POINTERS.get(("master", master), "*i16"),
+        "gradient": "*i16",
+        "clip": "*fp32",
+        "values_0": _POINTERS.get(("state", state), "*i8"),
+        "scales_0": "*fp32",
+        "values_1": _POINTERS.get(("state", state), "*u8"),
+        "scales_1": "*fp32",
+        "num_elements": "i32",
+        **dict.fromkeys(("element", "key_of_weight", "key_0", "key_1"), "i64"),
+        **{f"c{number}": "fp32" for number in range(8)},
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    names = list(types)
+    aligned = [n for n in names if types[n].startswith("*") or n == "num_elements"]
+    source = ASTSource(
+        update_chunk,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
+    usage = _usage(ptx, arch)
+    per_weight = 2 * (4 if master == "weight" else 2 + MASTERS[master])
+    return Compiled(
+        registers=int(_found(r"Used (\d+) registers", usage)),
+        spilled_bytes=int(_found(r"(\d+) bytes spill stores", usage)),
+        fused=len(re.findall(r"\bfma\.", ptx)),
+        moved_bytes=_moved_bytes(ptx, ROWS, 32 * WARPS),
+        least_bytes=per_weight + 2 + 2 * AVERAGES[rule] * STATES[state],
+    )
+
+
+def _usage(ptx: str, arch: int) -> str:
+    """What ptxas says of registers and spills."""
+    import triton  # pyright: ignore[reportMissingImports]
+
+    ptxas = (
+        Path(str(triton.__file__)).parent
+        / "backends/nvidia/bin"
+        / ("ptxas-blackwell" if arch >= 90 else "ptxas")
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        target = _found(r"\.target (\w+)", ptx) or f"sm_{arch}"
+        command = [
+            ptxas,
+            "-v",
+            "--fmad=false",
+            f"--gpu-name={target}",
+            source,
+            "-o",
+            f"{folder}/kernel.cubin",
+        ]
+        child = subprocess.run(command, capture_output=True, text=True)
+    if child.returncode != 0:
+        raise RuntimeError(f"ptxas ended with {child.returncode}: {child.stderr.strip()}")
+    return child.stderr
+
+
+def _moved_bytes(ptx: str, rows: int, threads: int) -> float:
+    """Bytes of global loads and stores, an element."""
+    total = 0
+    for vector, bits in re.findall(r"\b(?:ld|st)\.global(?:\.v(\d))?\.b(\d+)\s", ptx):
+        # A thread has 8 elements and reads them 8 bytes at a time or more; 4 alone are a scale, or the clip factor.
+        total += int(vector) * int(bits) // 8 * threads if vector else rows * 4
+    return total / (rows * BLOCK)
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"Nothing like {pattern} in what the compiler said: {text[:500]}")
+    return match[1]
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--archs", nargs="+", type=int, default=[80, 89, 90])
+    parser.add_argument("--rules", nargs="+", default=list(AVERAGES), choices=list(AVERAGES))
+    given = parser.parse_args()
+    print("arch rule  master              state registers spills fma   bytes  least")
+    for arch, rule, master, state in itertools.product(given.archs, given.rules, MASTERS, STATES):
+        found = compiled(arch, rule, master, state)
+        print(
+            f"{arch:4} {rule:5} {master:19} {state:5} {found.registers:9} {found.spilled_bytes:6} {found.fused:3} "
+            f"{found.moved_bytes:7.2f} {found.least_bytes:6.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

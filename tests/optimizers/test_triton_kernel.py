@@ -1,0 +1,203 @@
+"""The Triton kernel in Triton's interpreter, beside the optimizer that runs without it."""
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lowmem_ft.gradient_slice import GradientSlice
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
+from lowmem_ft.optimizers.adamw import AdamW
+from lowmem_ft.optimizers.lion import Lion
+from lowmem_ft.optimizers.sgd import SGD
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off: make test-triton"
+)
+pytest.importorskip("triton", reason="triton is not installed: make test-triton")
+
+MASTERS = ("weight", "fp32", "split16", "split24", "stochastic_rounding", "none")
+STATES = ("fp32", "bf16", "8bit")
+
+
+def lerp(start, end, part):
+    part = torch.tensor(part, dtype=torch.float32)
+    if part < 0.5:
+        return start + (end - start) * part
+    return end - (end - start) * (1 - part)
+
+
+def adamw(weight, chunk, number, hp):
+    g, m, v = chunk.gradient, chunk.averages["exp_avg"], chunk.averages["exp_avg_sq"]
+    beta1, beta2 = hp["betas"]
+    m.copy_(lerp(m, g, 1 - beta1))
+    v.copy_(v * beta2 + (g * (1 - beta2)) * g)
+    root = torch.from_numpy(np.sqrt(v.numpy()))  # torch's, from MKL, is not always the nearest
+    denominator = root / (1 - beta2**number) ** 0.5 + hp["eps"]
+    step = m * -(hp["lr"] / (1 - beta1**number)) / denominator
+    weight.copy_(weight * (1 - hp["lr"] * hp["weight_decay"]) + step)
+
+
+def lion(weight, chunk, number, hp):
+    g, m = chunk.gradient, chunk.averages["momentum"]
+    direction = lerp(g, m, hp["betas"][0]).sign()
+    weight.copy_(weight * (1 - hp["lr"] * hp["weight_decay"]) - direction * hp["lr"])
+    m.copy_(lerp(g, m, hp["betas"][1]))
+
+
+def sgd(weight, chunk, number, hp):
+    direction = chunk.gradient + weight * hp["weight_decay"]
+    if "momentum_buffer" in chunk.averages:
+        direction = chunk.averages["momentum_buffer"].mul_(hp["momentum"]).add_(direction)
+    weight.copy_(weight + direction * -hp["lr"])
+
+
+class Unfused:
+    """A rule whose every operation is rounded by itself, as the kernel's are: torch's on the CPU fuse some of them."""
+
+    def __init__(self, rule):
+        self.rule = rule
+
+    def averages(self, shape, hyperparameters):
+        return self.rule.averages(shape, hyperparameters)
+
+    def step(self, number, hyperparameters):
+        update = {AdamW: adamw, Lion: lion, SGD: sgd}[type(self.rule)]
+        return lambda weight, chunk: update(weight, chunk, number, hyperparameters)
+
+
+def build(name, state, master, num_elements, kernel, unfused=True, seed=2**40 + 9, **hyperparameters):
+    generator = torch.Generator().manual_seed(1)
+    dtype = torch.float32 if master == "weight" else torch.bfloat16
+    parameters = [
+        nn.Parameter((torch.randn(n, generator=generator) * 0.02).to(dtype)) for n in (3, num_elements)
+    ]
+    rule = OPTIMIZERS[name].update_rule()
+    defaults = {"lr": 1e-3, "weight_decay": 0.1, **OPTIMIZERS[name].hyperparameters, **hyperparameters}
+    optimizer = ChunkedOptimizer(
+        parameters,
+        Unfused(rule) if kernel == "eager" and unfused else rule,
+        defaults,
+        state=state,
+        master="fp32" if master == "weight" else master,
+        seed=seed,
+    )
+    optimizer.kernel = kernel
+    return optimizer
+
+
+def train(optimizer, steps=3, dtype=torch.bfloat16, clip=0.37):
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in optimizer.param_groups[0]["params"]:
+            size = torch.randn(parameter.shape, generator=generator) * 4
+            gradient = (
+                (torch.randn(parameter.shape, generator=generator) * 2.0**size).clamp(-6e4, 6e4).to(dtype)
+            )
+            scale = None if clip is None else torch.tensor(clip)
+            optimizer.update([GradientSlice(parameter, gradient)], scale=scale)
+    return optimizer
+
+
+def kept(optimizer):
+    for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        yield f"{number}.weight", parameter.detach()
+        for name, value in optimizer.state[parameter].items():
+            yield f"{number}.{name}", torch.as_tensor(value)
+
+
+def assert_equal(found, expected):
+    found, expected = dict(kept(found)), dict(kept(expected))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("name,state,master", itertools.product(("adamw", "lion", "sgd"), STATES, MASTERS))
+def test_every_rule_and_format_gives_the_bits_of_the_operations(name, state, master):
+    for num_elements in (1, 255, 256, 257, 4 * 1024 + 300):
+        found, expected = (
+            build(name, state, master, num_elements, kernel) for kernel in ("untried", "eager")
+        )
+        assert_equal(train(found), train(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gradients_of_any_type_with_and_without_clipping(dtype):
+    for clip in (None, 0.5):
+        found, expected = (build("adamw", "8bit", "split24", 700, kernel) for kernel in ("untried", "eager"))
+        assert_equal(train(found, dtype=dtype, clip=clip), train(expected, dtype=dtype, clip=clip))
+
+
+@pytest.mark.parametrize(
+    "name,hyperparameters",
+    [
+        ("adamw", {"betas": (0.3, 0.9), "weight_decay": 0.0}),
+        ("adamw", {"betas": (0.0, 0.0)}),
+        ("lion", {"betas": (0.2, 0.4)}),
+        ("sgd", {"momentum": 0.0}),
+    ],
+)
+def test_hyperparameters_that_take_another_way(name, hyperparameters):
+    pair = (build(name, "fp32", "split16", 600, kernel, **hyperparameters) for kernel in ("untried", "eager"))
+    found, expected = pair
+    assert_equal(train(found), train(expected))
+
+
+def test_chunks_change_no_bit():
+    whole = train(build("adamw", "8bit", "split24", 4 * 1024 + 300, "untried"))
+    chunked = build("adamw", "8bit", "split24", 4 * 1024 + 300, "untried")
+    chunked.chunk_elements = 768
+    assert_equal(train(chunked), whole)
+
+
+def test_nan_stays_in_its_block():
+    found, expected = (build("adamw", "8bit", "split24", 1000, kernel) for kernel in ("untried", "eager"))
+    for optimizer in (found, expected):
+        parameter = optimizer.param_groups[0]["params"][1]
+        gradient = torch.ones(1000, dtype=torch.bfloat16)
+        gradient[300] = float("nan")
+        optimizer.update([GradientSlice(parameter, gradient)])
+    first, second = (optimizer.param_groups[0]["params"][1].detach() for optimizer in (found, expected))
+    assert torch.isnan(first).nonzero().tolist() == [[300]]
+    assert torch.equal(first.isnan(), second.isnan())
+    for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+        scale = found.state[found.param_groups[0]["params"][1]][name]
+        assert scale.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_torchs_fused_operations_differ_by_last_bits_alone(name):
+    found = train(build(name, "fp32", "split16", 5000, "untried"), steps=1)
+    expected = train(build(name, "fp32", "split16", 5000, "eager", unfused=False), steps=1)
+    pairs = zip(kept(found), kept(expected), strict=True)
+    for (key, first), (_, second) in pairs:
+        if key.endswith(("weight", "low", "step")):
+            continue
+        # One rounding of one term, which may be larger than the sum of two: 2**-22 of the largest.
+        assert (first - second).abs().max() <= 2**-22 * second.abs().max(), key
+    for first, second in zip(
+        found.param_groups[0]["params"], expected.param_groups[0]["params"], strict=True
+    ):
+        master = found.master_of(first)
+        one = master.read(first.detach(), found.state[first])
+        other = master.read(second.detach(), expected.state[second])
+        assert (one - other).abs().max() <= 2**-22 * other.abs().max()
+
+
+def test_a_checkpoint_goes_on_with_the_other_kernel():
+    def steps(*kernels):
+        optimizer = build("adamw", "8bit", "split24", 900, "untried")
+        for kernel in kernels:
+            optimizer.kernel = kernel
+            train(optimizer, steps=1)
+        return optimizer
+
+    one, other = steps("untried", "eager", "untried"), steps("eager", "untried", "eager")
+    first, second = (o.param_groups[0]["params"][1] for o in (one, other))
+    close = (first.float() - second.float()).abs() <= 2**-7 * second.float().abs()
+    assert close.all()
+    assert (first == second).double().mean() > 0.99
