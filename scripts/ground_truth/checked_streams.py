@@ -1,26 +1,32 @@
-"""Runs of :mod:`copy_cases` on a virtual GPU that looks for races, and what it finds when an ordering is left out.
+"""Runs that copy, on a virtual GPU that looks for races, and what it finds when an ordering is left out.
 
-    PYTHONPATH=scripts python -m ground_truth.checked_streams    # all cases, each ordering in turn; minutes
+    PYTHONPATH=scripts python -m ground_truth.checked_streams    # all runs, each ordering in turn; minutes
 
-An ordering is a pair of lines: where an event was recorded and where a stream, or the host, waits for it; of several
-waits of one line in a row, each is one. A virtual GPU's trace does not depend on them. So each case is traced once, and
-what its checker was told is told to a new one again, without the one ordering. One whose absence makes no race in any
-case needs a reason; it is *implied* where whoever waits came after the event anyway, each time.
+Runs are the cases of :mod:`copy_cases` and the visits of :mod:`small_visits`. An ordering is a pair of places: where
+events are recorded, and where a stream, or the host, waits for them. What a virtual GPU's program does next does not
+depend on them. So each run is traced once, and what its checker was told is told to a new one again, without the one
+ordering. Where that makes a race in no run, the ordering should be *implied* by others, which is shown, too: with it
+and without, at each access to memory, whoever makes it comes after the same work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import linecache
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
 
-from ground_truth.copy_cases import CASES, CopyCase, in_small_pieces, make_model
+import torch
+from ground_truth import small_visits
+from ground_truth.copy_cases import CASES, CopyCase, in_small_pieces, make_model, steady
+from torch import Tensor
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.errors import RaceError
@@ -29,7 +35,9 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.races import checker
+from lowmem_ft.virtual_gpu.races.happens_before import Clock, Span
 from lowmem_ft.virtual_gpu.races.stream_order import StreamOrder
+from lowmem_ft.virtual_gpu.values.questions import Questions
 
 ENGINE = "memory/host_copies.py"
 GPU = "rtx-4090"
@@ -44,18 +52,15 @@ class Edge:
     Args:
         recorded: the lines by which the event came.
         waited: the lines by which somebody waits for it.
-        number: of the waits of these lines in a row.
         by_host: whether the host waits.
     """
 
     recorded: Site
     waited: Site
-    number: int
     by_host: bool
 
     def __str__(self) -> str:
-        nth = f" ({self.number + 1})" if self.number else ""
-        return f"{'the host at ' if self.by_host else ''}{self.waited}{nth} waits for {self.recorded}"
+        return f"{'the host at ' if self.by_host else ''}{self.waited} waits for {self.recorded}"
 
 
 @dataclass(slots=True)
@@ -73,15 +78,14 @@ class KeptOrder(StreamOrder):
 
     Attributes:
         told: the calls.
-        implied: orderings that have never added anything to what was known.
+        edges: the orderings.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.told: list[Told] = []
-        self.implied: dict[Edge, bool] = {}
+        self.edges: set[Edge] = set()
         self._recorded_at: dict[int, Site] = {}
-        self._in_a_row = 0
 
     def record_event(self, event: int, stream: int) -> None:
         """See :class:`StreamOrder`."""
@@ -89,20 +93,17 @@ class KeptOrder(StreamOrder):
         self.told.append(Told("record_event", (event, stream)))
         super().record_event(event, stream)
 
-    def wait_event(self, event: int, stream: int | None) -> bool:
+    def wait_event(self, event: int, stream: int | None) -> None:
         """See :class:`StreamOrder`."""
-        site, before = _site(), self._last_wait()
-        self._in_a_row = self._in_a_row + 1 if before is not None and before.waited == site else 0
-        edge = Edge(self._recorded_at.get(event, "nothing"), site, self._in_a_row, stream is None)
+        edge = Edge(self._recorded_at.get(event, "nothing"), _site(), stream is None)
         self.told.append(Told("wait_event", (event, stream), edge=edge))
-        is_needed = super().wait_event(event, stream)
-        self.implied[edge] = self.implied.get(edge, True) and not is_needed
-        return is_needed
+        self.edges.add(edge)
+        super().wait_event(event, stream)
 
-    def wait_stream(self, other: int, stream: int | None) -> bool:
+    def wait_stream(self, other: int, stream: int | None) -> None:
         """See :class:`StreamOrder`."""
         self.told.append(Told("wait_stream", (other, stream)))
-        return super().wait_stream(other, stream)
+        super().wait_stream(other, stream)
 
     def allocated(self, index: int, num_bytes: int, stream: int | None) -> None:
         """See :class:`StreamOrder`."""
@@ -119,22 +120,36 @@ class KeptOrder(StreamOrder):
         self.told.append(Told("access", args, kwargs))
         super().access(*args, **kwargs)
 
-    def _last_wait(self) -> Edge | None:
-        """The call before, if it was a wait; an event that is recorded for a wait is passed over."""
-        for told in reversed(self.told[-2:]):
-            if told.name != "record_event":
-                return told.edge
-        return None
-
     def makes_race_without(self, edge: Edge) -> bool:
         """Whether the same program makes a race if an ordering is left out."""
-        order = StreamOrder()
+        return any(order.conflicts for order in self._again(edge))
+
+    def is_same_without(self, edge: Edge) -> bool:
+        """Whether whoever touches memory comes after the same work if an ordering is left out."""
+        pairs = zip(self._again(None), self._again(edge), strict=True)
+        return all(with_it.known == without.known for with_it, without in pairs)
+
+    def _again(self, left_out: Edge | None) -> Iterator[_Known]:
+        """Tell all but one ordering to another; it is given back after each access to memory."""
+        order = _Known()
         for told in self.told:
-            if told.edge != edge or edge is None:
+            if left_out is None or told.edge != left_out:
                 getattr(order, told.name)(*told.args, **told.kwargs)
-                if order.conflicts:
-                    return True
-        return False
+            if told.name == "access":
+                yield order
+
+
+class _Known(StreamOrder):
+    """Judges as ever; ``known`` is what was over when memory was last touched, as whoever did it knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: Clock = {}
+
+    def access(self, index: int, stream: int | None, span: Span, *, writes: bool, what: object) -> None:
+        """See :class:`StreamOrder`."""
+        super().access(index, stream, span, writes=writes, what=what)
+        self.known = self.clock(stream)
 
 
 def checked_gpu(case: CopyCase, folder: Path, disk_folder: Path) -> VirtualGPU:
@@ -153,53 +168,105 @@ def checked_gpu(case: CopyCase, folder: Path, disk_folder: Path) -> VirtualGPU:
         ],
     )
     gpu = VirtualGPU(GPU, check_streams=True)
-    pins = contextlib.nullcontext() if case.pins else mock.patch.object(HostMemory, "_pinned", _refused)
-    with in_small_pieces(), pins, contextlib.suppress(RaceError):
+    with in_small_pieces(), _pinning(case.pins), contextlib.suppress(RaceError):
         trace_layers(recipe, load_model_config(recipe.model, architecture_only=True), gpu)
     return gpu
 
 
-def kept_order(case: CopyCase, folder: Path, disk_folder: Path) -> KeptOrder:
-    """What the checker of such a run was told."""
+def visited_gpu(visit: Callable[[Any], None], *, pins: bool) -> VirtualGPU:
+    """A virtual GPU that a visit was made on; what the visit asserts of values is taken for true."""
+    gpu = VirtualGPU(GPU, check_streams=True)
+    allocate = HostMemory.allocate
+
+    def allocate_on_host(*args: Any, **kwargs: Any) -> Tensor:
+        with torch.device("cpu"):
+            return allocate(*args, **kwargs)
+
+    with (
+        in_small_pieces(),
+        _pinning(pins),
+        mock.patch.object(HostMemory, "allocate", allocate_on_host),
+        mock.patch.object(Questions, "answer", return_value=True),
+        mock.patch.object(small_visits, "DEVICE", gpu.device),
+        contextlib.suppress(RaceError),
+        gpu,
+        torch.device(gpu.device),
+    ):
+        for count in (2**10, 2**20):  # memory that is used again, in both of the allocator's pools
+            torch.ones(count)
+        visit(None)
+    return gpu
+
+
+@contextlib.contextmanager
+def orders_kept() -> Iterator[None]:
+    """Let virtual GPUs that are made in a block keep what their checkers are told, for :func:`kept_by`."""
     with mock.patch.object(checker, "StreamOrder", KeptOrder):
-        order = checked_gpu(case, folder, disk_folder).recorder.checker.order  # type: ignore[union-attr]
-    assert isinstance(order, KeptOrder)
-    return order
+        yield
+
+
+def kept_by(gpu: VirtualGPU) -> KeptOrder:
+    """What a virtual GPU's checker was told."""
+    assert gpu.recorder.checker is not None
+    assert isinstance(gpu.recorder.checker.order, KeptOrder), "see orders_kept"
+    return gpu.recorder.checker.order
+
+
+def orders_of_visits() -> Iterator[KeptOrder]:
+    """Of each visit, with pinned memory and with pageable."""
+    with orders_kept():
+        for pins, visit in itertools.product((True, False), small_visits.VISITS):
+            yield kept_by(visited_gpu(visit, pins=pins))
+
+
+def orders_of_cases(cases: Iterable[CopyCase], folder: Path) -> Iterator[KeptOrder]:
+    """Of runs."""
+    with orders_kept():
+        for case in cases:
+            yield kept_by(checked_gpu(case, folder, folder))
 
 
 @dataclass
 class Findings:
-    """What leaving out each ordering of some cases has shown.
+    """What leaving out each ordering of some runs has shown.
 
     Args:
-        false_alarms: races of cases with all of their orderings.
+        num_runs: how many there were.
+        num_accesses: that were judged in them as they are.
+        num_false_alarms: races of runs with all of their orderings.
         found: orderings whose absence makes a race.
-        implied: those whose absence makes none, as whoever waits came after the event anyway.
-        unneeded: the rest.
-        num_accesses: that were judged in all cases as they are.
+        implied: those whose absence makes none, and changes nothing.
+        missed: the rest: whoever waits comes after more than without, and no run has shown what for.
     """
 
-    false_alarms: int = 0
+    num_runs: int = 0
+    num_accesses: int = 0
+    num_false_alarms: int = 0
     found: set[Edge] = field(default_factory=set)
     implied: set[Edge] = field(default_factory=set)
-    unneeded: set[Edge] = field(default_factory=set)
-    num_accesses: int = 0
+    missed: set[Edge] = field(default_factory=set)
 
 
-def leave_out_each(cases: Sequence[CopyCase], folder: Path, disk_folder: Path) -> Findings:
-    """Leave out each ordering of some cases in turn, in each case until one makes a race."""
-    findings, implied = Findings(), dict[Edge, bool]()
-    for case in cases:
-        order = kept_order(case, folder, disk_folder)
-        findings.false_alarms += len(order.conflicts)
+def leave_out_each(orders: Iterable[KeptOrder]) -> Findings:
+    """Leave out each ordering of some runs in turn, in each run until one makes a race."""
+    findings, needed = Findings(), set[Edge]()
+    for order in orders:
+        findings.num_runs += 1
+        findings.num_false_alarms += len(order.conflicts)
         findings.num_accesses += sum(told.name == "access" for told in order.told)
-        for edge, is_implied in order.implied.items():
-            implied[edge] = implied.get(edge, True) and is_implied
-            if edge not in findings.found and not is_implied and order.makes_race_without(edge):
+        for edge in order.edges - findings.found:
+            if order.makes_race_without(edge):
                 findings.found.add(edge)
-    for edge in implied.keys() - findings.found:
-        (findings.implied if implied[edge] else findings.unneeded).add(edge)
+            elif edge not in needed and not order.is_same_without(edge):
+                needed.add(edge)
+            findings.implied.add(edge)
+    findings.missed = needed - findings.found
+    findings.implied -= needed | findings.found
     return findings
+
+
+def _pinning(pins: bool) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if pins else mock.patch.object(HostMemory, "_pinned", _refused)
 
 
 def _refused(memory: HostMemory, num_bytes: int) -> None:
@@ -207,31 +274,39 @@ def _refused(memory: HostMemory, num_bytes: int) -> None:
 
 
 def _site() -> Site:
-    """The lines of the package that lead here, the engine's own and the two of its callers."""
-    lines = []
-    for file, line in _package_lines(sys._getframe(2)):
-        lines.append(f"{file.rpartition('/')[2]}:{line}")
-        if file != ENGINE:
-            break
-    return " < ".join(lines) or "the program"
+    """The functions of the engine that lead here, and the line that calls it."""
+    steps = []
+    for frame in _package_frames(sys._getframe(2)):
+        code = frame.f_code
+        source = linecache.getline(code.co_filename, frame.f_lineno).strip()
+        if not code.co_filename.endswith(ENGINE):
+            file = code.co_filename.rpartition("/")[2]
+            return f"{' < '.join(steps)} < {file} {code.co_name}: {source}"
+        steps.append(code.co_name if steps else source)
+    return " < ".join([*steps, "the program"])
 
 
-def _package_lines(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+def _package_frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         _, found, file = frame.f_code.co_filename.rpartition("/lowmem_ft/")
         if found and not file.startswith("virtual_gpu/"):
-            yield file, frame.f_lineno
+            yield frame
         frame = frame.f_back
 
 
 def main() -> None:
     """Print what was found."""
     with tempfile.TemporaryDirectory() as folder:
-        findings = leave_out_each(list(CASES.values()), Path(folder), Path(folder))
-    for name in ("found", "implied", "unneeded"):
+        orders = itertools.chain(
+            orders_of_visits(), orders_of_cases(map(steady, CASES.values()), Path(folder))
+        )
+        findings = leave_out_each(orders)
+    for name in ("found", "implied", "missed"):
         edges = sorted(map(str, getattr(findings, name)))
         print(f"{len(edges)} {name}", *edges, sep="\n  ", end="\n\n")
-    print(f"{len(CASES)} runs, {findings.num_accesses:,} accesses, {findings.false_alarms} false alarms")
+    print(
+        f"{findings.num_runs} runs, {findings.num_accesses:,} accesses, {findings.num_false_alarms} false alarms"
+    )
 
 
 if __name__ == "__main__":

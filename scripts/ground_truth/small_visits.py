@@ -1,6 +1,7 @@
 """What no run of :mod:`copy_cases` does, or does in time: each part that copies, by itself, as hard as it may be used.
 
-Each is called with a :class:`LateDevice` that stands in, and makes no race.
+Each is called with a :class:`LateDevice` that stands in, or on a virtual GPU (:mod:`checked_streams`); none makes a
+race.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def rows_read_right_after_their_update(device: LateDevice) -> None:
     home = HostStorage(memory)
     table, linear = nn.Embedding(ROWS, COLUMNS), nn.Linear(COLUMNS, ROWS, bias=False)
     for part in (table, linear):
-        part.weight.data = memory.allocate(part.weight.shape, torch.float32, "parameter")
+        part.weight = nn.Parameter(memory.allocate(part.weight.shape, torch.float32, "parameter"))
     head = StreamedHead(linear, DEVICE, memory, is_tied=False)
     embedding = StreamedEmbedding(table, DEVICE, lambda: None)
 
@@ -182,6 +183,7 @@ def _stream_layers(num_layers: int, updates: _AddsOne) -> None:
         for index, layer in enumerate(layers):
             stream.visit(index, then=index + 1, in_backward=False)
             assert layer.weight.detach().eq(expected).all()
+            layer.weight.detach().sum()  # which the host does not ask for
         for index in reversed(range(len(layers))):
             stream.visit(index, then=index - 1, in_backward=True)
             if updates.updates_at_once:
@@ -190,6 +192,7 @@ def _stream_layers(num_layers: int, updates: _AddsOne) -> None:
         if expected == 1:
             stream.flush()
             for slab in slabs:
+                slab.memory.copy_(slab.memory.clone())  # a virtual GPU's parameters stay where they are
                 slab.materialize()
                 slab.parameters[0].data.add_(10)
                 slab.evict()
@@ -197,10 +200,31 @@ def _stream_layers(num_layers: int, updates: _AddsOne) -> None:
     stream.flush()
 
 
+def a_layer_that_nobody_comes_for(device: LateDevice) -> None:
+    """A forward ends early, and the host changes what was on its way."""
+    slabs = [LayerSlab(nn.Linear(COLUMNS, ROWS), lambda _: True, _host(), torch.zeros_like) for _ in range(3)]
+    stream = LayerStream(slabs, CopyEngine(DEVICE), DEVICE)
+    stream.visit(0, then=1, in_backward=False)
+    stream.flush()
+    slabs[1].memory.fill_(0)
+
+
+def a_chunk_that_nobody_comes_for(device: LateDevice) -> None:
+    """The same of an update of two chunks that ends after the first."""
+    home = HostStorage(_host())
+    states = [home.allocate(64, torch.float32, DEVICE) for _ in range(NUM_SLOTS)]
+    visits = home.visit([{"average": state} for state in states], DEVICE)
+    next(visits)
+    visits.close()
+    home.synchronize()
+    for state in states:
+        state.fill_(0)
+
+
 def a_tile_that_nobody_comes_for(device: LateDevice) -> None:
     """The loss ends early: the next tile is on its way, and the next loss begins with the first."""
     linear = nn.Linear(COLUMNS, ROWS, bias=False)
-    linear.weight.data = _host().allocate(linear.weight.shape, torch.float32, "parameter")
+    linear.weight = nn.Parameter(_host().allocate(linear.weight.shape, torch.float32, "parameter"))
     head = StreamedHead(linear, DEVICE, _host(), is_tied=False)
     for _ in range(2):
         head.weight(slice(0, 4))
@@ -232,6 +256,8 @@ VISITS = (
     rows_read_right_after_their_update,
     a_tied_gradient,
     a_tile_that_nobody_comes_for,
+    a_layer_that_nobody_comes_for,
+    a_chunk_that_nobody_comes_for,
     gradients_that_wait_for_their_norm,
     layers_that_are_updated_at_once,
     layers_that_are_updated_later,

@@ -155,17 +155,15 @@ class HappensBefore:
         clock[agent] += 1
         return snapshot
 
-    def wait(self, agent: int, event: Clock) -> bool:
-        """Let what an agent does from now on come after an event; whether it did not do so anyway."""
-        clock = self._launched(agent)
-        is_needed = False
-        for other, epoch in event.items():
-            if clock.get(other, 0) < epoch:
-                clock[other] = epoch
-                is_needed = True
-        if agent == HOST and is_needed:
+    def wait(self, agent: int, event: Clock) -> None:
+        """Let what an agent does from now on come after an event."""
+        _join(self._launched(agent), event)
+        if agent == HOST:
             self._host_version += 1
-        return is_needed
+
+    def clock(self, agent: int) -> Clock:
+        """What an agent knows to be over, itself included."""
+        return dict(self._launched(agent))
 
     def access(self, agent: int, memory: Memory, span: Span, *, writes: bool, what: object) -> None:
         """Note an access, and every conflict of it with those before."""
@@ -204,10 +202,14 @@ class HappensBefore:
         clock = self._clocks[agent]
         if agent != HOST and self._seen_of_host[agent] != self._host_version:
             self._seen_of_host[agent] = self._host_version
-            for other, epoch in self._clocks[HOST].items():
-                if clock.get(other, 0) < epoch:
-                    clock[other] = epoch
+            _join(clock, self._clocks[HOST])
         return clock
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for agent, epoch in other.items():
+        if clock.get(agent, 0) < epoch:
+            clock[agent] = epoch
 
 
 def _knows(clock: Clock, access: Access) -> bool:

@@ -54,22 +54,23 @@ class StreamOrder:
         """The event stands behind all that the stream has been given."""
         self._events[event] = self._judge.record(self._agent(stream))
 
-    def wait_event(self, event: int, stream: int | None) -> bool:
-        """A stream, or the host, goes on after the event; whether that adds to what it waited for already.
+    def wait_event(self, event: int, stream: int | None) -> None:
+        """A stream, or the host, goes on after the event; one that was never recorded is over, as CUDA has it."""
+        self._judge.wait(self._agent(stream), self._events.get(event, {}))
 
-        One that was never recorded is over, as CUDA has it.
-        """
-        return self._judge.wait(self._agent(stream), self._events.get(event, {}))
-
-    def wait_stream(self, other: int, stream: int | None) -> bool:
-        """A stream, or the host, goes on after all that another stream has been given; whether that adds anything."""
-        return self._judge.wait(self._agent(stream), self._judge.record(self._agent(other)))
+    def wait_stream(self, other: int, stream: int | None) -> None:
+        """A stream, or the host, goes on after all that another stream has been given."""
+        self._judge.wait(self._agent(stream), self._judge.record(self._agent(other)))
 
     def synchronize(self) -> None:
         """The host goes on after all that every stream has been given."""
         for stream in list(self._agents):
             if stream is not None:
                 self.wait_stream(stream, None)
+
+    def clock(self, stream: int | None) -> Clock:
+        """What a stream, or the host, knows to be over."""
+        return self._judge.clock(self._agent(stream))
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
