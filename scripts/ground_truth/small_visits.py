@@ -215,7 +215,7 @@ def a_chunk_that_nobody_comes_for(device: LateDevice) -> None:
     states = [home.allocate(64, torch.float32, DEVICE) for _ in range(NUM_SLOTS)]
     visits = home.visit([{"average": state} for state in states], DEVICE)
     next(visits)
-    visits.close()
+    del visits
     home.synchronize()
     for state in states:
         state.fill_(0)
