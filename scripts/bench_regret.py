@@ -129,8 +129,8 @@ def _spaces(draw: random.Random, model: str, gpu: str, most: int) -> Iterator[tu
 
 def _drawn(draw: random.Random, model: str, plain: Recipe) -> Recipe:
     """A recipe with random values of some knobs, and two to four things that a plan may choose: rows are always one."""
-    keys = [key for key in planned_keys(plain.plan) if key.tries and not asks_consent(key)]
-    others = [key.path for key in planned_keys(plain.plan) if key.tries and asks_consent(key)]
+    keys = [key for key in planned_keys(plain) if key.tries and not asks_consent(key)]
+    others = [key.path for key in planned_keys(plain) if key.tries and asks_consent(key)]
     free = {key.path for key in draw.sample(keys, draw.randint(1, 3))}
     settings = [
         key.setting(draw.choice(key.tries)) for key in keys if key.path not in free and draw.random() < 0.3

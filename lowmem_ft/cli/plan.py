@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, asked)
-        recipe, options.gpu = on_cards(recipe, options.gpu)
+        recipe, options.gpu = on_cards(recipe, options.gpu, is_planned=True)
         is_open = options.gpu is None and recipe.budget.device is None and not recipe.training.use_cpu
         check_budget_of_plan(recipe, options.gpu)
         check_model_files(recipe, architecture_only=True)
@@ -108,10 +108,8 @@ def _shared(recipe: Recipe) -> list[str]:
     config = recipe.distributed
     if config.num_processes in (None, 1):
         return []
-    return [
-        f"distributed.strategy={config.strategy}",
-        f"distributed.num_processes={config.num_processes}",
-    ]
+    strategy = [] if config.strategy is None else [f"distributed.strategy={config.strategy}"]
+    return [*strategy, f"distributed.num_processes={config.num_processes}"]
 
 
 def _for_no_device(arguments: Sequence[str]) -> str:
@@ -138,7 +136,7 @@ def _report(
 ) -> int:
     from lowmem_ft.recipe import recipe_to_yaml
     from lowmem_ft.reports.filling import shell_lines
-    from lowmem_ft.reports.plan_table import plan_table, planned_for, train_command
+    from lowmem_ft.reports.plan_table import launched, plan_table, planned_for, train_command
 
     console = report_console(options)
     console.print(plan_table(plan, recipe))
@@ -148,14 +146,14 @@ def _report(
         console.print("\nTrain it:", *lines, sep="\n", soft_wrap=True)
     if options.write is not None and plan.fits:
         with writing("write", options.write) as path:
-            trains = shlex.join(["lowmem-ft", "train", f"recipe={path}", *data])
+            trains = shlex.join([*launched(plan.recipe), f"recipe={path}", *data])
             head = f"# {trains}\n# {planned_for(plan)}\n"
             path.write_text(head + recipe_to_yaml(plan.recipe), encoding="utf-8")
         console.print(f"\nWritten: {path}. Train it:\n  {trains}", soft_wrap=True)
     elif options.write is not None:
         console.print(f"\n{options.write} is not written, as nothing fits.")
     elif plan.fits and command is None:  # train would plan a model alone anew
-        trains = shlex.join(["lowmem-ft", "train", "recipe=my.yaml", *data])
+        trains = shlex.join([*launched(plan.recipe), "recipe=my.yaml", *data])
         console.print(f"\nTo train it, plan with --write my.yaml, then:\n  {trains}")
     write_json(plan.to_json(), options)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT

@@ -25,7 +25,7 @@ from lowmem_ft.techniques.activation_offload import SMALLEST_BYTES
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.clock import host_link_rate, matmul_rate
 
-BYTES_KEYS = ("model", "adapter", "optimizer", "offload", "accumulation", "training")
+BYTES_KEYS = ("model", "adapter", "optimizer", "offload", "accumulation", "training", "distributed")
 """Groups that bounds of the device's bytes read; those of seconds, of the host and of activations read the next too."""
 
 STEP_KEYS = (*BYTES_KEYS, "checkpointing", "data")
@@ -143,15 +143,19 @@ def device_bytes(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
 
 def bytes_after_backward(recipe: Recipe, shape: ModelShape) -> float:
     """Weights, state and gradients, at the end of the last backward pass."""
+    if recipe.distributed.cpu_offload:
+        return 0.0
     return _weights(recipe, shape) + _state(recipe, shape) + _gradients(recipe, shape)
 
 
 def bytes_before_backward(recipe: Recipe, shape: ModelShape) -> float:
     """Weights, state, and gradients of the micro-batches before, at the end of the last forward pass."""
+    if recipe.distributed.cpu_offload:
+        return _gathered(recipe, shape)
     before = 0.0
     if _sums_over_passes(recipe) and not recipe.optimizer.in_backward:
         before = _gradients(recipe, shape)
-    return _weights(recipe, shape) + _state(recipe, shape) + before
+    return _weights(recipe, shape) + _gathered(recipe, shape) + _state(recipe, shape) + before
 
 
 def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
@@ -205,6 +209,9 @@ def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
     begins = share_again(recipe, shape) * begin_bytes(recipe, shape, on_host=True)
     weights = _waiting_weight_bytes(recipe, shape)
     waiting = weights + (_state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0)
+    if recipe.distributed.cpu_offload:
+        waits = _weights(recipe, shape) + _state_bytes(recipe, shape) + _gradients(recipe, shape)
+        return PROCESS_BESIDE_GPU_BYTES + begins + waits
     if recipe.offload.optimizer == "host" and _gradients_wait(recipe):
         waiting += _kept_share(recipe) * shape.parameters * shape.dtype_of(recipe).itemsize
     if recipe.offload.folder is not None:
@@ -234,7 +241,9 @@ def copied_state_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def copied_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Of the layers, to the device in each pass."""
+    """Of the layers, to the device in each pass; of FSDP2's offload this process's part, at least once."""
+    if recipe.distributed.cpu_offload:
+        return _weights(recipe, shape)
     return _streamed_bytes(recipe, shape) if recipe.offload.parameters == "stream" else 0.0
 
 
@@ -300,6 +309,13 @@ def _weights(recipe: Recipe, shape: ModelShape) -> float:
         return layers * (staying + max(0.0, slots))
     whole = layers + (shape.parameters - shape.layer_parameters) * shape.dtype_of(recipe).itemsize
     return _kept_share(recipe) * whole
+
+
+def _gathered(recipe: Recipe, shape: ModelShape) -> float:
+    """Whole layers beside a process's part of them, from forward to backward."""
+    config = recipe.distributed
+    stays = config.strategy == "fsdp2" and not config.reshards
+    return _layer_weight_bytes(recipe, shape) if stays else 0.0
 
 
 def _state_bytes(recipe: Recipe, shape: ModelShape) -> float:

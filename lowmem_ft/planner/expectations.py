@@ -12,6 +12,7 @@ from lowmem_ft.planner import bounds
 from lowmem_ft.planner.bounds import ModelShape
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.virtual_gpu.replay.clock import host_link_rate
+from lowmem_ft.virtual_gpu.replay.links import link_between
 
 _KEPT_SHARE = 2.2
 """Of what its matrices give, that a layer keeps for its backward pass."""
@@ -55,7 +56,28 @@ def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
     products *= (1.07 if recipe.tiling.mlp > 1 else 1.0) * (1.02 if recipe.tiling.head > 1 else 1.0)
     passes = training.gradient_accumulation_steps if recipe.accumulation.order == "horizontal" else 1
     copied = bounds.copied_state_bytes(recipe, shape) + 2 * passes * bounds.copied_weight_bytes(recipe, shape)
-    return max(products, copied / host_link_rate(gpu))
+    return max(
+        products, copied / host_link_rate(gpu), _sent_bytes(recipe, shape) / _sending_rate(recipe, gpu)
+    )
+
+
+def _sent_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """By a process to the others: weights that are gathered for each pass, and gradients."""
+    config = recipe.distributed
+    if config.strategy not in ("ddp", "fsdp2"):
+        return 0.0
+    others = 1 - 1 / (config.num_processes or 1)
+    whole = shape.parameters * shape.dtype_of(recipe).itemsize
+    trained = shape.parameters if recipe.adapter.name == "none" else 0
+    if config.strategy == "ddp":
+        return others * 2 * trained * shape.dtype_of(recipe).itemsize
+    is_horizontal = recipe.accumulation.order == "horizontal"
+    passes = recipe.training.gradient_accumulation_steps if is_horizontal else 1
+    return others * passes * ((2 if config.reshards else 1) * whole + 4 * trained)
+
+
+def _sending_rate(recipe: Recipe, gpu: Gpu) -> float:
+    return link_between(gpu, recipe.distributed.num_machines).bytes_per_second
 
 
 def effort(recipe: Recipe) -> float:

@@ -18,6 +18,7 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.knob import COSTS, FIDELITIES, NO_EFFECT, Effect
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.conflicts import CONFLICTS
+from lowmem_ft.recipe.engine_rules import problems_of_key, settings_work_with_the_strategy
 from lowmem_ft.recipe.keys import RecipeKey, recipe_groups, recipe_keys
 from lowmem_ft.recipe.plan_config import INCLUDED, PlanConfig
 from lowmem_ft.training.remediations import Remediation
@@ -146,11 +147,18 @@ def space_of(recipe: Recipe, *, num_layers: int, has_bfloat16: bool, rules: Sequ
     return Space(recipe=recipe, dimensions=dimensions, combinations=tuple(enumeration), refused=dict(refused))
 
 
-def planned_keys(plan: PlanConfig) -> list[RecipeKey]:
-    """What a plan chooses: the rows of a micro-batch, together or not at all, and all knobs with values to try."""
+def planned_keys(recipe: Recipe) -> list[RecipeKey]:
+    """What a plan chooses: the rows of a micro-batch, together or not at all, and all knobs with values to try.
+
+    Of ``distributed`` what a recipe of several processes leaves open: the rest is how it will be launched.
+    """
+    plan, processes = recipe.plan, recipe.distributed.num_processes or 1
 
     def may_change(path: str) -> bool:
-        return path not in plan.keep and path.partition(".")[0] not in plan.keep
+        group = path.partition(".")[0]
+        if group == "distributed" and (processes == 1 or operator.attrgetter(path)(recipe) is not None):
+            return False
+        return path not in plan.keep and group not in plan.keep
 
     rows = ROWS if all(map(may_change, ROWS)) else ()
     return [key for path, key in recipe_keys().items() if path in rows or (key.tries and may_change(path))]
@@ -168,11 +176,25 @@ def recipe_rules() -> tuple[Rule, ...]:
         for group, config in recipe_groups().items()
         if hasattr(config, "problems")
     ]
-    return (*own, *(Rule(keys=rule.keys, problems=rule.problems) for rule in CONFLICTS))
+    across = (rule for rule in CONFLICTS if rule is not settings_work_with_the_strategy)
+    return (*own, *(Rule(keys=rule.keys, problems=rule.problems) for rule in across), *_engine_rules())
+
+
+def _engine_rules() -> Iterator[Rule]:
+    """What works with a strategy, key by key: one rule for all would be asked of every combination."""
+
+    def rule_of(key: RecipeKey) -> Rule:
+        def problems(recipe: Recipe) -> Sequence[str]:
+            strategy = recipe.distributed.strategy
+            return [] if strategy in (None, "none") else list(problems_of_key(key, recipe, strategy))
+
+        return Rule(keys=("distributed.strategy", key.path), problems=problems)
+
+    return (rule_of(key) for key in recipe_keys().values() if key.effects is not None)
 
 
 def _dimensions(recipe: Recipe, *, num_layers: int, has_bfloat16: bool) -> Iterator[Dimension]:
-    keys = planned_keys(recipe.plan)
+    keys = planned_keys(recipe)
     if any(key.path in ROWS for key in keys):
         yield _rows(recipe)
     for key in keys:
@@ -206,7 +228,7 @@ def _values(key: RecipeKey, recipe: Recipe, num_layers: int, has_bfloat16: bool)
 
 def _is_open(key: RecipeKey, value: Any) -> bool:
     """Whether the value leaves the choice to a plan, and so is none to choose; the last one then starts the search."""
-    return key.path == "checkpointing.mode" and value == "auto"
+    return (key.path, value) in (("checkpointing.mode", "auto"), ("distributed.strategy", None))
 
 
 def _may_try(key: RecipeKey, value: Any, recipe: Recipe, num_layers: int, has_bfloat16: bool) -> bool:
@@ -272,7 +294,24 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
         )
         return ["accumulation.order=vertical gains nothing with a single micro-batch."] if is_idle else []
 
+    def gathered(changed: Recipe) -> Sequence[str]:
+        config = changed.distributed
+        is_idle = (
+            recipe.distributed.reshard_after_forward is None and not config.reshards and config.cpu_offload
+        )
+        return (
+            [
+                "distributed.reshard_after_forward=false leaves there what distributed.cpu_offload=true takes off."
+            ]
+            if is_idle
+            else []
+        )
+
     return (
+        Rule(
+            keys=("distributed.reshard_after_forward", "distributed.cpu_offload"),
+            problems=gathered,
+        ),
         Rule(keys=("model.dtype", "training.mixed_precision"), problems=autocast),
         Rule(keys=("accumulation.order", ROWS[1]), problems=order),
     )

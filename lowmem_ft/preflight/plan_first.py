@@ -143,7 +143,7 @@ def _as_planned(recipe: Recipe, saved: Recipe) -> Recipe:
     if recipe.checkpointing.mode == "auto":
         planned = dataclasses.replace(planned, checkpointing=saved.checkpointing)
     if recipe.plan.mode == "auto":
-        chosen = planned_keys(recipe.plan)
+        chosen = planned_keys(recipe)
         planned = with_settings(planned, {key.path: key.value_in(saved) for key in chosen})
     return dataclasses.replace(planned, plan=dataclasses.replace(recipe.plan, mode="none"))
 

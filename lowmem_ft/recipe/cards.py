@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from lowmem_ft.catalog.gpus import split_count
 from lowmem_ft.errors import RecipeError
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.techniques.config import DistributedConfig
+from lowmem_ft.techniques.config import DistributedConfig, Strategy
 
 
-def on_cards(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str | None]:
+def on_cards(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tuple[Recipe, str | None]:
     """The recipe with ``distributed`` as it would be launched, one process a card, and the card's own name.
 
     Cards that are counted share the model by fsdp2 where the recipe leaves that open. A number of processes without a
@@ -20,6 +20,7 @@ def on_cards(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str | None]:
     Args:
         recipe: what is to be estimated.
         gpu: such as ``8xrtx-4090`` or ``rtx-4090``, or None.
+        is_planned: a strategy that is open stays so, for a plan to choose, unless ``plan.keep`` holds it.
 
     Returns:
         Both; a recipe for one process is left as it is.
@@ -35,7 +36,9 @@ def on_cards(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str | None]:
     num_processes = count or config.num_processes or 1
     if num_processes == 1:
         return recipe, name
-    left_open = "ddp" if count is None else "fsdp2"
+    left_open: Strategy | None = "ddp" if count is None else "fsdp2"
+    if is_planned and not {"distributed", "distributed.strategy"} & {*recipe.plan.keep}:
+        left_open = None
     strategy = left_open if config.strategy in (None, "none") else config.strategy
     filled = dataclasses.replace(config, strategy=strategy, num_processes=num_processes)
     return dataclasses.replace(recipe, distributed=filled), name

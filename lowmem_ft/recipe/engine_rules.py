@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowmem_ft.knob import Effect, Engine
-from lowmem_ft.recipe.keys import memory_knobs, recipe_keys
+from lowmem_ft.recipe.keys import RecipeKey, memory_knobs, recipe_keys
 from lowmem_ft.recipe.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
 
 def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
     """What of a recipe does not work with an engine: for each setting the rule, the values seen and the way out."""
-    for key, value, effect in memory_knobs(recipe):
-        if engine not in effect.engines:
-            yield (
-                f"{key.setting(value)} works in one process{_or_with(effect)}, got distributed.strategy={engine}. Set "
-                f"{key.setting(key.default)}, or start one process{_or_choose(effect)}."
-            )
-
+    for key, _, _ in memory_knobs(recipe):
+        yield from problems_of_key(key, recipe, engine)
     if engine in ("zero2", "zero3"):
         yield from _beside_deepspeed(recipe, engine)
+
+
+def problems_of_key(key: RecipeKey, recipe: Recipe, engine: Engine) -> Iterator[str]:
+    """What one key's value lacks to work with an engine."""
+    value = key.value_in(recipe)
+    effect = key.effect_of(value)
+    if engine not in effect.engines:
+        yield (
+            f"{key.setting(value)} works in one process{_or_with(effect)}, got distributed.strategy={engine}. Set "
+            f"{key.setting(key.default)}, or start one process{_or_choose(effect)}."
+        )
 
 
 _BESIDE_DEEPSPEED: dict[str, tuple[object, ...]] = {

@@ -58,7 +58,19 @@ def train_command(plan: MemoryPlan, command: Sequence[str]) -> list[str]:
         The command's words.
     """
     kept = [word for word in command if word.partition("=")[0] not in plan.overrides]
-    return ["lowmem-ft", "train", *kept, *plan.settings]
+    return [*launched(plan.recipe), *kept, *plan.settings]
+
+
+def launched(recipe: Recipe) -> list[str]:
+    """The words before the settings that train a recipe: torchrun starts several processes."""
+    config = recipe.distributed
+    processes, machines = config.num_processes or 1, config.num_machines
+    if processes == 1:
+        return ["lowmem-ft", "train"]
+    where = ["--standalone"]
+    if machines > 1:
+        where = [f"--nnodes={machines}", "--node_rank=RANK", "--master_addr=FIRST_MACHINE"]
+    return ["torchrun", *where, f"--nproc_per_node={processes // machines}", "-m", "lowmem_ft", "train"]
 
 
 def planned_for(plan: MemoryPlan) -> str:

@@ -293,6 +293,7 @@ class DistributedConfig:
             "zero2": Effect(cost="time"),
             "zero3": Effect(cost="time"),
         },
+        tries=("ddp", "fsdp2"),
     )
     num_processes: int | None = knob(
         None, "Processes on all machines together, one a device; null: as many as are launched."
@@ -305,6 +306,7 @@ class DistributedConfig:
         frees="true: all weights but one or two layers' between forward and backward",
         costs="true: the weights cross the link once more",
         effects={True: Effect(cost="time"), None: Effect(cost="time")},
+        tries=(False, None),
     )
     cpu_offload: bool | None = knob(
         None,
@@ -313,6 +315,7 @@ class DistributedConfig:
         frees="true: each process's part of weights, gradients and state on its device",
         costs="true: the part crosses PCIe for each gathering, and the host's processor makes the updates",
         effects={True: Effect(cost="host link")},
+        tries=(None, True),
     )
     sync_each_batch: bool = knob(
         True,
