@@ -315,7 +315,6 @@ class DistributedConfig:
         frees="true: each process's part of weights, gradients and state on its device",
         costs="true: the part crosses PCIe for each gathering, and the host's processor makes the updates",
         effects={True: Effect(cost="host link")},
-        tries=(None, True),
     )
     sync_each_batch: bool = knob(
         True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -14,8 +15,6 @@ from lowmem_ft.models.loading import weights_dtype
 from lowmem_ft.planner import bounds
 from lowmem_ft.planner.space import Space, space_of
 from lowmem_ft.recipe.cards import on_cards
-
-NAMES = ("strategy", "reshard_after_forward", "cpu_offload")
 
 STILL = "plan.keep=[model,adapter,data,training,optimizer,offload,accumulation,loss,tiling,checkpointing]"
 
@@ -41,7 +40,6 @@ def test_ways_to_share_a_model_that_is_open(space_on_two):
         ("ddp", True, False),
         ("fsdp2", True, False),
         ("fsdp2", False, False),
-        ("fsdp2", True, True),
     }
     own = space.recipe_of(space.own).distributed
     assert (own.strategy, own.reshards, own.cpu_offload, own.num_processes) == ("fsdp2", True, None, 2)
@@ -61,13 +59,32 @@ def test_of_one_process_nothing_is_to_be_shared(make_recipe):
 
 
 def test_a_strategy_excludes_what_its_engine_refuses(space_on_two):
-    """Adafactor measures whole parameters, which only ddp has; host offload of ours excludes FSDP2's."""
+    """Adafactor measures whole parameters, which only ddp has."""
     assert {way[0] for way in ways(space_on_two(STILL, "optimizer.name=adafactor"))} == {"ddp"}
-    assert all(not offloads for _, _, offloads in ways(space_on_two(STILL, "offload.optimizer=host")))
+
+
+def test_rows_wait_on_the_host_where_a_recipe_says_so(space_on_two):
+    """A plan does not choose it: no GPU has shown it yet. Weights that stay gathered would take back what it frees."""
+    assert ways(space_on_two(STILL, "distributed.cpu_offload=true")) == {("fsdp2", True, True)}
+
+
+def test_a_process_holds_its_part_of_a_large_model(space_on_two):
+    """By fsdp2 on two, half of weights, gradients and state; all weights besides where they stay gathered."""
+    space = space_on_two(STILL)
+    shape = dataclasses.replace(shape_in(space.recipe), parameters=10**9)
+    held = {}
+    for combination in space.combinations:
+        recipe = space.recipe_of(combination)
+        config = recipe.distributed
+        held[config.strategy, config.reshards] = bounds.bytes_after_backward(recipe, shape)
+    assert held["ddp", True] >= 16 * 10**9
+    assert held["fsdp2", True] == held["fsdp2", False] == pytest.approx(held["ddp", True] / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    "settings", [[], ["model.dtype=bfloat16", "optimizer.master=split16"]], ids=["float32", "split16"]
+    "settings",
+    [[], ["model.dtype=bfloat16", "optimizer.master=split16"], ["distributed.cpu_offload=true"]],
+    ids=["float32", "split16", "on-host"],
 )
 def test_bounds_hold_for_each_way(space_on_two, settings):
     space = space_on_two(STILL, "loss.chunk_tokens=256", *settings)
