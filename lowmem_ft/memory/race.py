@@ -90,7 +90,7 @@ def race_error(races: Sequence[Race]) -> RaceError:
         "Streams must be put in order where they use the same memory, and here they are not "
         f"({len(races)} {'race' if len(races) == 1 else 'races'}). Let the one wait for the other: "
         "`stream.wait_stream(other)`, `stream.wait_event(event)`; the host by `event.synchronize()`; before memory "
-        "goes that another stream has used, `tensor.record_stream(stream)`.",
+        "goes that another stream has used, the tensor's own `record_stream`.",
         *(str(race) for race in races[:MOST_SHOWN]),
         *more,
     )

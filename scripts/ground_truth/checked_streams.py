@@ -1,12 +1,11 @@
 """Runs that copy, on a virtual GPU that looks for races, and what it finds when an ordering is left out.
 
-    PYTHONPATH=scripts python -m ground_truth.checked_streams    # all runs, each ordering in turn; minutes
-
-Runs are the cases of :mod:`copy_cases` and the visits of :mod:`small_visits`. An ordering is a pair of places: where
-events are recorded, and where a stream, or the host, waits for them. What a virtual GPU's program does next does not
-depend on them. So each run is traced once, and what its checker was told is told to a new one again, without the one
-ordering. Where that makes a race in no run, the ordering should be *implied* by others, which is shown, too: with it
-and without, at each access to memory, whoever makes it comes after the same work.
+``scripts/leave_out_orderings.py`` prints it. Runs are the cases of :mod:`copy_cases` and the visits of
+:mod:`small_visits`. An ordering is a pair of places: where events are recorded, and where a stream, or the host,
+waits for them. What a virtual GPU's program does next does not depend on them. So each run is traced once, and what
+its checker was told is told to a new one again, without the one ordering. Where that makes a race in no run, the
+ordering should be *implied* by others, which is shown, too: with it and without, at each access to memory, whoever
+makes it comes after the same work.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import contextlib
 import itertools
 import linecache
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +23,7 @@ from unittest import mock
 
 import torch
 from ground_truth import small_visits
-from ground_truth.copy_cases import CASES, CopyCase, in_small_pieces, make_model, steady
+from ground_truth.copy_cases import CopyCase, in_small_pieces, make_model
 from torch import Tensor
 
 from lowmem_ft import VirtualGPU
@@ -292,22 +290,3 @@ def _package_frames(frame: FrameType | None) -> Iterator[FrameType]:
         if found and not file.startswith("virtual_gpu/"):
             yield frame
         frame = frame.f_back
-
-
-def main() -> None:
-    """Print what was found."""
-    with tempfile.TemporaryDirectory() as folder:
-        orders = itertools.chain(
-            orders_of_visits(), orders_of_cases(map(steady, CASES.values()), Path(folder))
-        )
-        findings = leave_out_each(orders)
-    for name in ("found", "implied", "missed"):
-        edges = sorted(map(str, getattr(findings, name)))
-        print(f"{len(edges)} {name}", *edges, sep="\n  ", end="\n\n")
-    print(
-        f"{findings.num_runs} runs, {findings.num_accesses:,} accesses, {findings.num_false_alarms} false alarms"
-    )
-
-
-if __name__ == "__main__":
-    main()

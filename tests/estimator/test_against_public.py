@@ -76,6 +76,12 @@ def is_quantised(row: Mapping[str, Any]) -> bool:
     return row["settings"]["quantization"] != "none"
 
 
+@pytest.fixture(autouse=True)
+def _as_they_were_run(monkeypatch):
+    """With torch's own settings for its allocator, where our runs let segments grow."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_a_few_public_runs_are_met(name):
     hold_together([ROWS[name]], QUANTISED if is_quantised(ROWS[name]) else PLAIN)
