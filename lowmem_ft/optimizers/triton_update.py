@@ -134,7 +134,7 @@ def launch(
 
 def _rest(part: float) -> float:
     """What is left to 1 of a share that torch has rounded to float32."""
-    return 1 - torch.tensor(part, dtype=torch.float32).item()
+    return 1 - torch.tensor(part, dtype=torch.float32, device="cpu").item()
 
 
 def _raw(tensor: Tensor) -> Tensor:
