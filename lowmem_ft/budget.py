@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowmem_ft.knob import knob
+from lowmem_ft.units import parse_bytes
 
 DRIVER_SHARE = 0.05
 """Of a card's nominal memory: a card sold with 24 GB hands out 23.6 GiB, one with 8 GB 7.65 GiB (4.4 % less)."""
@@ -15,7 +16,11 @@ class Budget:
     """Memory that a run may use, as text such as ``24GiB`` (2**30 bytes each) or ``24GB`` (10**9)."""
 
     device: str | None = knob(None, "Device memory the run may use, such as 24GiB; null: all there is.")
-    host: str | None = knob(None, "Host memory the run may use, such as 64GiB; null: no limit.")
+    host: str | None = knob(
+        None,
+        "Memory of a machine's host that the run may use, such as 64GiB; its processes there share it evenly; null: no "
+        "limit.",
+    )
     enforce: bool = knob(
         True,
         "A run above budget.device fails: on CUDA the caching allocator is capped at it, less what the process holds "
@@ -32,6 +37,22 @@ class Budget:
         "A step that runs out of device memory before any weight has changed starts over with its micro-batches cut in "
         "two, and so does the rest of the run. false: the run ends there.",
     )
+
+    def host_bytes(self, num_processes: int = 1) -> int | None:
+        """What one process may take of the host's memory; None: no limit.
+
+        Args:
+            num_processes: on the machine.
+
+        Raises:
+            UserError: if the budget is no size.
+        """
+        return None if self.host is None else parse_bytes(self.host) // num_processes
+
+    def host_in_words(self, num_processes: int = 1) -> str:
+        """The same in words, such as ``budget.host=64GiB shared by 8 processes``."""
+        shared = "" if num_processes == 1 else f" shared by {num_processes} processes"
+        return f"budget.host={self.host}{shared}"
 
 
 def is_of_size(device_bytes: int, budget_bytes: int) -> bool:

@@ -243,10 +243,9 @@ def estimate_of_trace(
         sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
         not_modelled=() if recipe.offload.folder is None else ("time that the disk of offload.folder takes",),
     )
+    allowed = limits(gpu, budget, recipe.distributed.per_machine)
     if gpu is None:
-        estimate = estimate_on_cpu(
-            traced.trace, processor_name(), limits(None, budget), surroundings, trace_seconds
-        )
+        estimate = estimate_on_cpu(traced.trace, processor_name(), allowed, surroundings, trace_seconds)
     else:
         outside = process_overhead_bytes(
             gpu,
@@ -256,9 +255,7 @@ def estimate_of_trace(
         surroundings = dataclasses.replace(
             surroundings, outside_bytes=outside, allowed_bytes=capped_bytes(budget, outside)
         )
-        estimate = estimate_on_gpu(
-            traced.trace, gpu, limits(gpu, budget), surroundings, trace_seconds, replays
-        )
+        estimate = estimate_on_gpu(traced.trace, gpu, allowed, surroundings, trace_seconds, replays)
     choices = [
         reason,
         budget_beyond(gpu, budget),

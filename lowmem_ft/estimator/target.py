@@ -54,8 +54,13 @@ def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple
     return None, "device: this machine's processor, as it has no GPU"
 
 
-def limits(gpu: Gpu | None, budget: Budget) -> BudgetVerdict:
-    """What a run may take: the budget, and never more than the device has beside what others hold.
+def limits(gpu: Gpu | None, budget: Budget, num_processes: int = 1) -> BudgetVerdict:
+    """What a process may take: the budget, and never more than the device has beside what others hold.
+
+    Args:
+        gpu: the device; None: this machine's processor.
+        budget: of the run.
+        num_processes: on the machine, which share its host evenly.
 
     Raises:
         UserError: if a budget is no size.
@@ -63,9 +68,7 @@ def limits(gpu: Gpu | None, budget: Budget) -> BudgetVerdict:
     device = None if budget.device is None else parse_bytes(budget.device)
     if gpu is not None:
         device = gpu.available_bytes if device is None else min(device, gpu.available_bytes)
-    return BudgetVerdict(
-        device_bytes=device, host_bytes=None if budget.host is None else parse_bytes(budget.host)
-    )
+    return BudgetVerdict(device_bytes=device, host_bytes=budget.host_bytes(num_processes))
 
 
 def capped_bytes(budget: Budget, overhead: Mapping[str, int]) -> int | None:

@@ -69,12 +69,16 @@ class Target:
         gpu, _ = choose_gpu(name, recipe.budget, use_cpu=recipe.training.use_cpu)
         is_here = gpu is None or (name is None and torch.cuda.is_available())
         budget = recipe.budget
-        problems = [*beyond_device(budget, gpu), *beyond_host(budget, gpu, is_here=is_here)]
+        per_machine = recipe.distributed.per_machine
+        problems = [
+            *beyond_device(budget, gpu),
+            *beyond_host(budget, gpu, is_here=is_here, num_processes=per_machine),
+        ]
         if problems:
             raise UserError(*problems)
         if budget.host is None and is_here:
             budget = dataclasses.replace(budget, host=f"{tightest_host_limit(None).available_bytes}B")
-        verdict = limits(gpu, budget)
+        verdict = limits(gpu, budget, per_machine)
         hf_config = load_model_config(recipe.model, architecture_only=True)
         model = model_on_meta(recipe.model, hf_config)
         shape = shape_of(model, row_length(recipe, hf_config), weights_dtype(recipe.model, hf_config))

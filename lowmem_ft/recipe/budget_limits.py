@@ -50,7 +50,12 @@ def check_budget_of_plan(recipe: Recipe, gpu: str | None) -> None:
         card = None if gpu in (None, "cpu") else find_gpu(gpu)
         problems = [
             *beyond_device(recipe.budget, card),
-            *beyond_host(recipe.budget, card, is_here=card is None),
+            *beyond_host(
+                recipe.budget,
+                card,
+                is_here=card is None,
+                num_processes=recipe.distributed.per_machine,
+            ),
         ]
     if problems:
         raise UserError(*problems)
@@ -98,22 +103,26 @@ def beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
     return ()
 
 
-def beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool) -> Sequence[str]:
+def beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool, num_processes: int = 1) -> Sequence[str]:
     """The same of the host's memory.
 
     Args:
         budget: what may be taken.
         gpu: the device; None: this machine's processor.
         is_here: whether the host is this machine.
+        num_processes: that share it.
     """
     if budget.host is None:
         return ()
     wanted, there = parse_bytes(budget.host), psutil.virtual_memory().total
-    least = LIBRARIES_BYTES if gpu is None else PROCESS_BESIDE_GPU_BYTES
+    least = num_processes * (LIBRARIES_BYTES if gpu is None else PROCESS_BESIDE_GPU_BYTES)
     if wanted <= least:
+        who = (
+            "the process itself takes" if num_processes == 1 else f"{num_processes} processes themselves take"
+        )
         return (
-            f"budget.host={budget.host} is less than the process itself takes, {format_bytes(least)} with its "
-            "libraries and before any tensor. Raise it.",
+            f"budget.host={budget.host} is less than {who}, {format_bytes(least)} with "
+            f"{'its' if num_processes == 1 else 'their'} libraries and before any tensor. Raise it.",
         )
     if is_here and wanted > there:
         return (f"budget.host={budget.host} is more than this machine has, {format_bytes(there)}. Lower it.",)

@@ -102,6 +102,7 @@ class RehearsalRuntime(VirtualRuntime):
     """
 
     process_index = 0
+    num_processes_here = 1
     is_main = True
     shows_progress = False
 

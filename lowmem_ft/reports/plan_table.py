@@ -14,7 +14,7 @@ from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typ
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.reports.prose import Pairs, Prose
-from lowmem_ft.reports.wording import host_need, verdict
+from lowmem_ft.reports.wording import for_each, host_need, verdict
 from lowmem_ft.units import format_bytes
 
 MOST_REJECTED = 4
@@ -80,7 +80,7 @@ def planned_for(plan: MemoryPlan) -> str:
     with_device = "" if device is None else f" with {format_bytes(device)} of device memory"
     beside = "any amount" if host is None else format_bytes(host)
     return (
-        f"Planned for {estimate.gpu.name}{with_device} and {beside} of host memory; it takes "
+        f"Planned for {estimate.gpu.name}{with_device} and {beside} of host memory{for_each(estimate)}; it takes "
         f"{format_bytes(estimate.process_peak_bytes)} and {host_need(estimate)}."
     )
 
@@ -150,6 +150,7 @@ def _limit_words(plan: MemoryPlan) -> str:
         else f"{format_bytes(budget.device_bytes)} of {plan.estimate.gpu.name}"
     )
     host = "" if budget.host_bytes is None else f"{format_bytes(budget.host_bytes)} of host memory"
+    host += for_each(plan.estimate) if host else ""
     return " and ".join(part for part in (device, host) if part) or plan.estimate.gpu.name
 
 

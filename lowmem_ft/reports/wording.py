@@ -94,6 +94,11 @@ def host_need(estimate: MemoryEstimate) -> str:
     )
 
 
+def for_each(estimate: MemoryEstimate) -> str:
+    """What is said of a process's share of the host; nothing where there is one process."""
+    return "" if estimate.processes is None else " for each process"
+
+
 def tightness(estimate: MemoryEstimate) -> str:
     """Why a verdict is tight, and what to do; empty if it is not."""
     if not estimate.tight:
@@ -130,5 +135,5 @@ def shortfall(estimate: MemoryEstimate) -> str:
     ):
         over.append(f"up to {format_bytes(estimate.process_high_bytes - estimate.budget.device_bytes)} over")
     if host_limit is not None and estimate.host_peak_bytes > host_limit:
-        over.append(f"host {format_bytes(estimate.host_peak_bytes - host_limit)} over")
+        over.append(f"host {format_bytes(estimate.host_peak_bytes - host_limit)} over{for_each(estimate)}")
     return ", ".join(over) or "out of memory"

@@ -326,6 +326,11 @@ class DistributedConfig:
     )
 
     @property
+    def per_machine(self) -> int:
+        """Processes on each machine; 1 where nothing says how many there are."""
+        return (self.num_processes or 1) // self.num_machines or 1
+
+    @property
     def reshards(self) -> bool:
         """Whether gathered weights are freed after forward."""
         return self.reshard_after_forward is not False

@@ -48,6 +48,7 @@ from lowmem_ft.training.gradient_averaging import (
     sum_bucket,
     sum_gradients,
 )
+from lowmem_ft.training.launch import processes_here
 from lowmem_ft.training.meeting import Arrival, refusals
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.random_state import import_random_state
@@ -56,7 +57,6 @@ from lowmem_ft.training.session import Session
 from lowmem_ft.training.session_files import load_session, save_session, save_trained
 from lowmem_ft.training.sharded_files import save_gathered, save_shards
 from lowmem_ft.training.step import StepResult
-from lowmem_ft.units import parse_bytes
 from lowmem_ft.user_paths import expand_user
 
 
@@ -85,6 +85,7 @@ class AccelerateRuntime(MixedPrecision):
         self._sharded: FullySharded | None = None
         self.accelerator = accelerator
         self.num_processes: int = accelerator.num_processes
+        self.num_processes_here = processes_here(self.num_processes)
         self.process_index: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
         self.shows_progress = self.is_main
@@ -172,7 +173,7 @@ class AccelerateRuntime(MixedPrecision):
         """What the machine, its container and ``budget.host`` leave, and what the disk of ``folder`` does."""
         return HostMemory(
             self.device,
-            budget_bytes=None if budget.host is None else parse_bytes(budget.host),
+            budget_bytes=budget.host_bytes(self.num_processes_here),
             files=None if folder is None else MappedFiles(expand_user(folder)),
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import torch
 
@@ -23,7 +22,12 @@ LOW_BYTES = 256 * MIB
 
 
 def apply_budget(
-    budget: Budget, device: torch.device, *, uses_bitsandbytes: bool = False, num_processes: int = 1
+    budget: Budget,
+    device: torch.device,
+    *,
+    uses_bitsandbytes: bool = False,
+    num_processes: int = 1,
+    num_processes_here: int = 1,
 ) -> None:
     """Cap torch's caching allocator so that the process stays within ``budget.device``, as it would on such a card.
 
@@ -36,16 +40,17 @@ def apply_budget(
         device: where it is trained.
         uses_bitsandbytes: whether its kernels are called.
         num_processes: GPUs of the run.
+        num_processes_here: those of this machine, which share its host.
 
     Raises:
         UserError: if the device has less memory than the budget.
         DoesNotFitError: if the process holds more already than a budget allows, on the host or outside the allocator.
     """
     now_bytes = read_host_memory().now_bytes
-    for key, limit in _limits_of_host(budget, device):
-        if now_bytes > parse_bytes(limit) and budget.enforce:
+    for words, limit_bytes in _limits_of_host(budget, device, num_processes_here).items():
+        if now_bytes > limit_bytes and budget.enforce:
             raise DoesNotFitError(
-                f"{key}={limit} is less than this process holds before the model is loaded, "
+                f"{words} is less than this process holds before the model is loaded, "
                 f"{format_bytes(now_bytes)}: the libraries alone. Raise it, or leave it out."
             )
     if budget.device is None or device.type != "cuda":
@@ -104,11 +109,12 @@ class BudgetWatch:
     Args:
         budget: what is allowed.
         device: where it is trained.
+        num_processes: of this machine, which share its host.
     """
 
-    def __init__(self, budget: Budget, device: torch.device) -> None:
+    def __init__(self, budget: Budget, device: torch.device, num_processes: int = 1) -> None:
         self._budget = budget
-        self._limits = dict(_limits_of_host(budget, device))
+        self._limits = _limits_of_host(budget, device, num_processes)
         self._is_first = True
         self._has_warned_of_machine = False
 
@@ -123,16 +129,16 @@ class BudgetWatch:
         """
         self._warn_of_machine(file_bytes)
         peak_bytes = host_peak_bytes(file_bytes) if self._limits else 0
-        for key, limit in list(self._limits.items()):
-            if peak_bytes <= parse_bytes(limit):
+        for words, limit_bytes in list(self._limits.items()):
+            if peak_bytes <= limit_bytes:
                 continue
-            if self._is_first and self._budget.enforce and key == "budget.device":
+            if self._is_first and self._budget.enforce and words.startswith("budget.device"):
                 raise DoesNotFitError(
-                    f"{key}={limit} is less than this process took for one step, {format_bytes(peak_bytes)}. Raise it; "
+                    f"{words} is less than this process took for one step, {format_bytes(peak_bytes)}. Raise it; "
                     "or set budget.enforce=false to go on and only be told."
                 )
-            logger.warning("Host memory has grown to %s, above %s=%s.", format_bytes(peak_bytes), key, limit)
-            del self._limits[key]
+            logger.warning("Host memory has grown to %s, above %s.", format_bytes(peak_bytes), words)
+            del self._limits[words]
         self._is_first = False
 
     def _warn_of_machine(self, file_bytes: int) -> None:
@@ -148,12 +154,15 @@ class BudgetWatch:
         )
 
 
-def _limits_of_host(budget: Budget, device: torch.device) -> Iterator[tuple[str, str]]:
-    """The budgets that the host's memory counts for; a CPU's memory is the host's."""
+def _limits_of_host(budget: Budget, device: torch.device, num_processes: int) -> dict[str, int]:
+    """The budgets that the host's memory counts for, in words and in bytes; a CPU's memory is the host's."""
+    limits = {}
     if budget.device is not None and device.type == "cpu":
-        yield "budget.device", budget.device
-    if budget.host is not None:
-        yield "budget.host", budget.host
+        limits[f"budget.device={budget.device}"] = parse_bytes(budget.device)
+    host_bytes = budget.host_bytes(num_processes)
+    if host_bytes is not None:
+        limits[budget.host_in_words(num_processes)] = host_bytes
+    return limits
 
 
 def host_peak_bytes(file_bytes: int) -> int:
@@ -166,25 +175,29 @@ def host_peak_bytes(file_bytes: int) -> int:
     return max(memory.now_bytes, memory.peak_bytes - dropped_bytes)
 
 
-def report_budget(budget: Budget, device: torch.device, *, file_bytes: int = 0) -> None:
+def report_budget(
+    budget: Budget, device: torch.device, *, num_processes: int = 1, file_bytes: int = 0
+) -> None:
     """Log the measured peaks beside the budget; on a CPU the device's memory is the host's.
 
     Args:
         budget: what was allowed.
         device: where it was trained.
+        num_processes: of this machine, which shared its host.
         file_bytes: the most that files of ``offload.folder`` held: they count for no budget, as the system takes them
             back when there is no room.
     """
-    peaks = [("host", budget.host, host_peak_bytes(file_bytes))]
-    if device.type == "cuda":
-        peaks.insert(0, ("device", budget.device, read_device_memory(device).peak_bytes))
-    elif budget.device is not None:
-        peaks.insert(0, ("device", budget.device, host_peak_bytes(file_bytes)))
-    for name, limit, peak_bytes in peaks:
+    on_host = host_peak_bytes(file_bytes)
+    peaks = [("host", budget.host_bytes(num_processes), budget.host_in_words(num_processes), on_host)]
+    if device.type == "cuda" or budget.device is not None:
+        limit_bytes = None if budget.device is None else parse_bytes(budget.device)
+        peak_bytes = read_device_memory(device).peak_bytes if device.type == "cuda" else on_host
+        peaks.insert(0, ("device", limit_bytes, f"budget.device={budget.device}", peak_bytes))
+    for name, limit_bytes, words, peak_bytes in peaks:
         peak = format_bytes(peak_bytes)
-        if limit is None:
+        if limit_bytes is None:
             logger.info("Peak %s memory: %s.", name, peak)
-        elif peak_bytes > parse_bytes(limit):
-            logger.warning("Peak %s memory: %s, above budget.%s=%s.", name, peak, name, limit)
+        elif peak_bytes > limit_bytes:
+            logger.warning("Peak %s memory: %s, above %s.", name, peak, words)
         else:
-            logger.info("Peak %s memory: %s, within budget.%s=%s.", name, peak, name, limit)
+            logger.info("Peak %s memory: %s, within %s.", name, peak, words)

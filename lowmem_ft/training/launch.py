@@ -35,6 +35,16 @@ class Launch:
     refused: tuple[str, ...] = ()
 
 
+def processes_here(num_processes: int, environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes of a run are on this machine, by what a launcher says; all of them if it says nothing.
+
+    Args:
+        num_processes: on all machines together.
+        environment: the variables.
+    """
+    return max(1, min(num_processes, int(environment.get("LOCAL_WORLD_SIZE") or num_processes)))
+
+
 def read_launch(*, use_cpu: bool, environment: Mapping[str, str] = os.environ) -> Launch:
     """What this process was told by its launcher; one process without one.
 
@@ -46,8 +56,7 @@ def read_launch(*, use_cpu: bool, environment: Mapping[str, str] = os.environ) -
     if not use_cpu and int(environment.get("LOCAL_RANK") or -1) == -1:
         return Launch()
     num_processes = int(environment.get("WORLD_SIZE") or 1)
-    num_local = int(environment.get("LOCAL_WORLD_SIZE") or num_processes)
-    num_machines = max(1, num_processes // max(1, num_local))
+    num_machines = max(1, num_processes // processes_here(num_processes, environment))
     if _is_true(environment, "ACCELERATE_USE_FSDP"):
         return Launch(
             num_processes=num_processes,

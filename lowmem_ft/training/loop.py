@@ -200,8 +200,9 @@ class TrainingRun:
                 runtime.device,
                 uses_bitsandbytes=recipe.uses_bitsandbytes,
                 num_processes=runtime.num_processes,
+                num_processes_here=runtime.num_processes_here,
             )
-            budget_watch = BudgetWatch(recipe.budget, runtime.device)
+            budget_watch = BudgetWatch(recipe.budget, runtime.device, runtime.num_processes_here)
             built = launched if resume_from is None else resumed(launched, resume_from)
             plan = plan_session(built, runtime)
             tokenizer = load_tokenizer(built.model)
@@ -421,7 +422,12 @@ class TrainingRun:
                 if self.runtime.is_main:
                     log_finished_model(self.folder.model_folder, self.recipe)
         file_bytes = self.session.host_memory.peak_file_bytes
-        report_budget(self.recipe.budget, self.runtime.device, file_bytes=file_bytes)
+        report_budget(
+            self.recipe.budget,
+            self.runtime.device,
+            num_processes=self.runtime.num_processes_here,
+            file_bytes=file_bytes,
+        )
         self.memory.log()
         self.memory.write_measured(self.metrics, self.progress.step)
         number = self._signal_number()

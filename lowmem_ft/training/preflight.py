@@ -176,14 +176,18 @@ def _of_each(estimate: MemoryEstimate) -> str:
 
 def _missing(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
     """By how much which limits are exceeded."""
+    budget = recipe.budget
+    per_machine = 1 if estimate.processes is None else estimate.processes.per_machine
+    device = None if budget.device is None else f"budget.device={budget.device}"
+    host = None if budget.host is None else budget.host_in_words(per_machine)
     needs = [
-        (estimate.process_peak_bytes, estimate.budget.device_bytes, "device", recipe.budget.device),
-        (estimate.host_peak_bytes, estimate.budget.host_bytes, "host", recipe.budget.host),
+        (estimate.process_peak_bytes, estimate.budget.device_bytes, "device", device),
+        (estimate.host_peak_bytes, estimate.budget.host_bytes, "host", host),
     ]
     missing = []
     for needed, limit, part, budget in needs:
         if limit is not None and needed > limit:
-            has = f"budget.{part}={budget} allows" if budget else f"the {format_bytes(limit)} of this {part}"
+            has = f"{budget} allows" if budget else f"the {format_bytes(limit)} of this {part}"
             missing.append(f"{format_bytes(needed - limit)} more than {has}")
     return missing
 

@@ -128,6 +128,7 @@ class RunRuntime(Runtime, Protocol):
     """What the loop of a run asks beyond its steps: the other processes, trackers, saving and going on."""
 
     process_index: int
+    num_processes_here: int
     is_main: bool
     """Whether this process writes what is written once: the first of all."""
     shows_progress: bool

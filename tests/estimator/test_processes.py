@@ -8,14 +8,17 @@ import json
 
 import pytest
 
+from lowmem_ft.budget import Budget
 from lowmem_ft.catalog import find_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.tracing import is_cut_unevenly, trace_layers
 from lowmem_ft.models import load_model_config
+from lowmem_ft.planner import plan
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.cards import on_cards
 from lowmem_ft.shards import rows_of
+from lowmem_ft.units import GIB
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.replay.links import link_between
@@ -34,6 +37,7 @@ import json, sys, tempfile
 from pathlib import Path
 from lowmem_ft.estimator.worst_batch import worst_batch
 from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.planner import plan
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.shards import local_part
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
@@ -258,3 +262,17 @@ def test_the_bounds_of_a_plan_are_those_of_a_process_that_shares_the_model():
     model = model_on_meta(alone.model, config)
     shape = shape_of(model, 2048, next(model.parameters()).dtype)
     assert bytes_after_backward(shared, shape) == pytest.approx(bytes_after_backward(alone, shape) / 8)
+
+
+def test_the_host_of_a_machine_is_shared_by_its_processes():
+    recipe, card = on_cards(load_recipe("8b-fsdp2", ["distributed.num_machines=2"]), "8xrtx-4090")
+    estimate = estimate_memory(recipe, card, budget=Budget(host="64GiB"))
+    assert estimate.budget.host_bytes == 64 * GIB / 4
+    together = estimate.machine_host_bytes
+    assert together == 4 * estimate.host_peak_bytes
+    assert estimate_memory(recipe, card, budget=Budget(host=f"{together}B")).fits
+    assert not estimate_memory(recipe, card, budget=Budget(host=f"{together - 4}B")).fits
+    with pytest.raises(
+        UserError, match=r"less than 4 processes themselves take, 9\.\d+ GiB with their libraries"
+    ):
+        plan(recipe, Budget(host="4GiB"), card)

@@ -184,6 +184,21 @@ def test_growing_beyond_a_budget_later_is_said_once_and_at_once(caplog, monkeypa
     assert caplog.messages == ["Host memory has grown to 1.95 KiB, above budget.device=1KiB."]
 
 
+def test_processes_of_a_machine_share_its_host(caplog, monkeypatch):
+    monkeypatch.setattr(budget_cap, "read_host_memory", lambda: MemoryReading(2 * GIB, 2 * GIB))
+    monkeypatch.setattr(budget_cap, "resident_file_bytes", lambda: 0)
+    budget = Budget(host="6GiB")
+    apply_budget(budget, CPU, num_processes_here=3)
+    with pytest.raises(DoesNotFitError, match=r"^budget\.host=6GiB shared by 4 processes is less than"):
+        apply_budget(budget, CPU, num_processes_here=4)
+    BudgetWatch(budget, CPU, 4).after_step()
+    report_budget(budget, CPU, num_processes=4)
+    assert caplog.messages == [
+        "Host memory has grown to 2.00 GiB, above budget.host=6GiB shared by 4 processes.",
+        "Peak host memory: 2.00 GiB, above budget.host=6GiB shared by 4 processes.",
+    ]
+
+
 def test_pages_of_files_and_a_gpus_budget_do_not_count_for_the_host(peak_of_8_with_2_left):
     BudgetWatch(Budget(device="3GiB"), CPU).after_step(file_bytes=6 * GIB)
     BudgetWatch(Budget(device="1KiB"), torch.device("cuda", 0)).after_step()

@@ -25,7 +25,7 @@ class PlainRuntime:
     """One process on a CPU in plain torch, which keeps the optimizer's state in a file of its own."""
 
     device = torch.device("cpu")
-    num_processes, process_index, is_main, shows_progress = 1, 0, True, True
+    num_processes, num_processes_here, process_index, is_main, shows_progress = 1, 1, 0, True, True
 
     def __init__(self):
         self.logged = []

@@ -14,6 +14,7 @@ from lowmem_ft.memory.estimate import (
     DeviceLimit,
     MemoryEstimate,
     ModelSize,
+    Processes,
     ProcessRange,
     StepTime,
 )
@@ -108,6 +109,15 @@ def test_what_may_not_fit_is_warned_of_and_trained(estimate, caplog):
                 an_estimate(fits=False), budget=BudgetVerdict(device_bytes=None, host_bytes=3 * GIB)
             ),
             "1.00 GiB more than budget.host=3GiB allows",
+        ),
+        (
+            Budget(host="12GiB"),
+            dataclasses.replace(
+                an_estimate(fits=False),
+                budget=BudgetVerdict(device_bytes=None, host_bytes=3 * GIB),
+                processes=Processes(strategy="fsdp2", num_processes=8, num_machines=2),
+            ),
+            "1.00 GiB more than budget.host=12GiB shared by 4 processes allows",
         ),
     ],
 )
