@@ -31,12 +31,14 @@ if TYPE_CHECKING:
 
 _USAGE = (
     "lowmem-ft plan recipe=NAME|PATH | model=NAME [key=value ...] [--gpu NAME]\n"
-    "       [--write FILE.yaml] [--json FILE|-] [--overwrite]"
+    "       [--max-cards N] [--write FILE.yaml] [--json FILE|-] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
   lowmem-ft plan model=llama-3.1-8b budget=24GiB budget.host=64GiB
   lowmem-ft plan recipe=7b-bf16 --gpu rtx-4090 --write my.yaml
+  lowmem-ft plan recipe=8b-bf16 --gpu 8xrtx-4090             # each card takes the recipe's batch
+  lowmem-ft plan model=llama-3.1-70b --gpu h100-80gb --max-cards 8    # how many? they share the rows of a step
   lowmem-ft plan recipe=7b-bf16 budget=8GiB 'plan.keep=[optimizer.state]' 'plan.allow=[lora,qlora]'
 
 The rows of a step and the mathematics stay (unbiased rounding may come): plan.allow=[...] names what may go, the least
@@ -93,7 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     take_over_library_logs()
     with progress_line(f"{short_name(recipe.model.name_or_path or '')}: planning") as say:
         plan = lowmem_ft.planner.plan(
-            recipe, gpu=options.gpu, on_progress=lambda progress: say(_words(progress))
+            recipe,
+            gpu=options.gpu,
+            max_cards=int(options.max_cards or 1),
+            on_progress=lambda progress: say(_words(progress)),
         )
     where = [place for place in (recipe.budget.device, options.gpu) if place is not None]
     named = named_as_planned(plan.recipe, settings, *(where or [plan.estimate.gpu.name.partition(" ")[0]]))
@@ -165,6 +170,8 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(
             "A plan is for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or a budget."
         )
+    if options.max_cards is not None and not options.max_cards.isdecimal():
+        problems.append(f"--max-cards is a number of cards, got {options.max_cards}.")
     for name in ("write", "json"):
         file = getattr(options, name)
         if file is None or (name, file) == ("json", "-"):
@@ -193,6 +200,12 @@ def _parser() -> Parser:
         metavar="NAME",
         action=Once,
         help="a GPU of `lowmem-ft gpus`, or cpu; without: this machine's GPU, or one of the budget's size",
+    )
+    parser.add_argument(
+        "--max-cards",
+        metavar="N",
+        action=Once,
+        help="where one card does not do, try 2, 4, ... up to N of them, at most 8, that share the recipe",
     )
     parser.add_argument(
         "--write", metavar="FILE.yaml", action=Once, help="write the plan as a recipe that trains as it is"

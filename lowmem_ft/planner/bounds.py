@@ -162,13 +162,13 @@ def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """What autograd keeps at the least, at the end of the last forward pass.
 
     A trained matrix keeps what it multiplies, and a checkpointed layer what it begins with; in vertical order of all
-    micro-batches. A model's own loss holds all logits of a micro-batch.
+    micro-batches. A model's own loss holds all logits of these tokens.
     """
     begins, again = begin_bytes(recipe, shape), share_again(recipe, shape)
     is_kept = recipe.adapter.name == "none" and recipe.tiling.mlp == 1 and recipe.offload.activations != "all"
     kept = kept_tokens(recipe, shape) * activation_itemsize(recipe, shape) * shape.widths if is_kept else 0.0
     has_logits = recipe.loss.chunk_tokens is None and recipe.tiling.head == 1
-    logits = _LOGIT_BYTES * micro_batch_tokens(recipe, shape) * shape.vocab_size if has_logits else 0.0
+    logits = _LOGIT_BYTES * kept_tokens(recipe, shape) * shape.vocab_size if has_logits else 0.0
     return again * begins + (1.0 - again) * kept + logits
 
 

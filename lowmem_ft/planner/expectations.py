@@ -31,7 +31,8 @@ def device_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """Of the process at its peak, without its context."""
     tokens, chunk = bounds.micro_batch_tokens(recipe, shape), recipe.loss.chunk_tokens
     token_bytes = _kept_of_a_token(recipe, shape)
-    logits = _LOGIT_BYTES[chunk is None] * shape.vocab_size * min(tokens, chunk or tokens)
+    at_once = bounds.kept_tokens(recipe, shape) if chunk is None else min(tokens, chunk)
+    logits = _LOGIT_BYTES[chunk is None] * shape.vocab_size * at_once
     working = max(tokens * token_bytes, logits) + _layers_at_work(recipe, shape)
     again, offloads_all = bounds.share_again(recipe, shape), recipe.offload.activations == "all"
     kept = bounds.kept_tokens(recipe, shape) * shape.num_layers * token_bytes * (0.1 if offloads_all else 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.planner.cards import DEALT
 from lowmem_ft.planner.memory_plan import (
     NOT_ESTIMATED,
     Binding,
@@ -20,6 +22,7 @@ from lowmem_ft.planner.memory_plan import (
 )
 from lowmem_ft.planner.search import Candidates, Limits, Need, Search, Searched
 from lowmem_ft.planner.space import Combination, Space
+from lowmem_ft.recipe import Recipe
 from lowmem_ft.units import format_bytes
 
 MOST_ALTERNATIVES = 4
@@ -28,16 +31,24 @@ MOST_REJECTED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """A search and what it was about."""
+    """A search and what it was about.
 
+    Args:
+        asked: the recipe that the plan is for; that of the space may be dealt out among several cards.
+    """
+
+    asked: Recipe
     space: Space
     candidates: Candidates
     limits: Limits
     found: Searched
 
     def changes(self, place: int) -> dict[str, Any]:
-        """What a combination changes of the recipe."""
-        return self.space.changes(self.space.combinations[place])
+        """What a combination changes of the recipe that was asked for."""
+        changed = self.space.recipe_of(self.space.combinations[place])
+        keys = (*DEALT, *(key for dimension in self.space.dimensions for key in dimension.keys))
+        values = {key: operator.attrgetter(key)(changed) for key in keys}
+        return {key: value for key, value in values.items() if value != operator.attrgetter(key)(self.asked)}
 
     def choice(self, place: int) -> Choice:
         """A combination with what it needs."""

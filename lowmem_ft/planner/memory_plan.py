@@ -126,6 +126,8 @@ class MemoryPlan:
         missing_host_bytes: likewise of the host.
         smallest_gpu: where it does not fit: the smallest card of the catalogue that would do, of several as large
             the cheapest to rent; None: not known.
+        num_cards: that share the recipe, where their number was searched for; else 1.
+        too_few_cards: numbers of them on which nothing was found to fit.
         given_up: words of ``plan.allow`` that the plan uses.
         seconds: how long planning took.
     """
@@ -147,6 +149,8 @@ class MemoryPlan:
     missing_device_bytes: int = 0
     missing_host_bytes: int = 0
     smallest_gpu: str | None = None
+    num_cards: int = 1
+    too_few_cards: tuple[int, ...] = ()
     given_up: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -184,6 +188,7 @@ class MemoryPlan:
             "interrupted": self.interrupted,
             "missing": {"device_bytes": self.missing_device_bytes, "host_bytes": self.missing_host_bytes},
             "smallest_gpu": self.smallest_gpu,
+            "too_few_cards": list(self.too_few_cards),
             "seconds": self.seconds,
         }
 

@@ -7,8 +7,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
@@ -19,6 +19,7 @@ from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
 from lowmem_ft.planner.candidates import Bytes, candidates_of, expected_bytes, prior_of
+from lowmem_ft.planner.cards import numbers_up_to, on_number
 from lowmem_ft.planner.ctrl_c import CtrlC
 from lowmem_ft.planner.explain import Findings, Neighbours, nearest
 from lowmem_ft.planner.memory_plan import Counts, MemoryPlan
@@ -91,6 +92,7 @@ def plan(
     *,
     allow: Sequence[Consent] = (),
     keep: Sequence[str] = (),
+    max_cards: int = 1,
     on_progress: OnProgress = lambda progress: None,
 ) -> MemoryPlan:
     """The memory knobs with which a step of a recipe is fastest inside a budget of device and host memory.
@@ -108,6 +110,8 @@ def plan(
         gpu: where, as for :func:`lowmem_ft.estimate_memory`.
         allow: what may be given up, the least missed first, beside the recipe's ``plan.allow``.
         keep: keys or groups that stay as they are, beside the recipe's ``plan.keep``.
+        max_cards: where one card does not do, 2, 4 and up to as many as 8 share the rows of a step; the plan is for the
+            fewest on which something was found to fit, before anything of ``allow`` is given up.
         on_progress: called before each estimate.
 
     Returns:
@@ -115,22 +119,23 @@ def plan(
 
     Raises:
         RecipeError: if the recipe has conflicts, or a word or key does not exist.
-        UserError: if a budget is no size or cannot be had, or no combination runs on the device.
+        UserError: if a budget is no size or cannot be had, no combination runs on the device, or several cards cannot
+            share the recipe.
         ModelError: if the model cannot be found or traced.
         KeyboardInterrupt: if the user ends it before anything was found.
     """
     start = time.perf_counter()
     recipe = _asked(recipe, budget, allow, keep)
     check_recipe(recipe)
-    target = Target.of(recipe, gpu)
+    places = _places(recipe, gpu, numbers_up_to(max_cards, recipe))
     tiers: list[MemoryPlan] = []
     is_interrupted, smallest_gpu = False, None
     try:
-        for tier in _tiers(recipe, target, on_progress):
+        for tier in _tiers(recipe, places, on_progress):
             tiers.append(tier)
         result = min(tiers, key=_missing)
         if not result.fits and not tiers[-1].interrupted:
-            smallest_gpu = smallest_card(result, target)
+            smallest_gpu = smallest_card(result, places[result.num_cards])
     except KeyboardInterrupt:
         if not tiers:
             raise
@@ -138,7 +143,8 @@ def plan(
     return dataclasses.replace(
         result,
         recipe=_trains_as_it_is(result.recipe, recipe),
-        counts=_counts(tiers),
+        counts=_all_counts(tiers),
+        too_few_cards=tuple(number for number in places if number < result.num_cards),
         left_seconds=min((tier.left_seconds for tier in tiers if tier.counts.left), default=0.0),
         interrupted=is_interrupted or tiers[-1].interrupted,
         smallest_gpu=smallest_gpu,
@@ -156,17 +162,46 @@ def _asked(recipe: Recipe, budget: Budget | None, allow: Sequence[Consent], keep
     return dataclasses.replace(recipe, plan=merged, budget=recipe.budget if budget is None else budget)
 
 
-def _tiers(recipe: Recipe, target: Target, on_progress: OnProgress) -> Iterator[MemoryPlan]:
-    """The best without giving anything up, then with one word of ``plan.allow`` after the other, until one fits."""
+def _places(recipe: Recipe, gpu: str | Gpu | None, numbers: Sequence[int]) -> dict[int, Target]:
+    """Where to look, by the number of cards; several only where their processes fit on a host at all."""
+    places = {1: Target.of(recipe, gpu)}
+    if places[1].gpu is None and len(numbers) > 1:
+        raise UserError(
+            "Several cards are GPUs, and this plan is for a processor. Name one, such as rtx-4090."
+        )
+    for number in numbers[1:]:
+        with contextlib.suppress(UserError):
+            places[number] = Target.of(on_number(recipe, number), gpu)
+    return places
+
+
+def _tiers(recipe: Recipe, places: Mapping[int, Target], on_progress: OnProgress) -> Iterator[MemoryPlan]:
+    """The best without giving anything up, then with one word of ``plan.allow`` after the other, until one fits.
+
+    Of each, on the fewest cards first: what is given up is dearer than a card.
+    """
     for granted in range(len(recipe.plan.allow) + 1):
-        tier = _tier(recipe, granted)
-        space = _space(tier, target, must_use=recipe.plan.allow[granted - 1] if granted else None)
-        if granted and not space.combinations:
-            continue
-        best = _plan_in(space, target, on_progress)
-        yield best
-        if best.fits or best.interrupted:
-            return
+        hopeless: list[tuple[float, int, Space, Candidates]] = []
+        for number, target in places.items():
+            tier = on_number(_tier(recipe, granted), number)
+            must_use = recipe.plan.allow[granted - 1] if granted else None
+            space = _space(tier, target, must_use=must_use, may_be_empty=granted > 0 or number > 1)
+            if not space.combinations:
+                continue
+            candidates = candidates_of(space, target.shape, target.gpu)
+            if len(places) > 1 and not candidates.may_fit(target.limits).any():
+                missing = number * candidates.least_missing(target.limits)
+                hopeless.append((missing, number, space, candidates))
+                continue
+            best = _plan_in(space, candidates, target, recipe, on_progress)
+            yield dataclasses.replace(best, num_cards=number)
+            if best.fits or best.interrupted:
+                return
+        for _, number, space, candidates in sorted(hopeless, key=lambda row: row[:2])[
+            :1
+        ]:  # what it lacks is told
+            best = _plan_in(space, candidates, places[number], recipe, on_progress)
+            yield dataclasses.replace(best, num_cards=number)
 
 
 def _tier(recipe: Recipe, granted: int) -> Recipe:
@@ -176,11 +211,11 @@ def _tier(recipe: Recipe, granted: int) -> Recipe:
     )
 
 
-def _space(recipe: Recipe, target: Target, *, must_use: str | None) -> Space:
+def _space(recipe: Recipe, target: Target, *, must_use: str | None, may_be_empty: bool) -> Space:
     """The combinations of one tier: those that use its last word, as the others have been searched before.
 
     Raises:
-        UserError: if there is none in the first tier.
+        UserError: if there is none and there has to be one.
     """
 
     def unused(changed: Recipe) -> Sequence[str]:
@@ -192,7 +227,7 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None) -> Space:
     space = space_of(
         recipe, num_layers=target.shape.num_layers, has_bfloat16=target.has_bfloat16, rules=rules
     )
-    if not space.combinations and must_use is None:
+    if not space.combinations and not may_be_empty:
         # Not even the recipe as it is, whose own rules have been asked: it is the device's that refuse it.
         reasons = [problem for rule in target.rules for problem in rule.problems(recipe)]
         if recipe.plan.keep:
@@ -201,18 +236,25 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None) -> Space:
     return space
 
 
-def _plan_in(space: Space, target: Target, on_progress: OnProgress) -> MemoryPlan:
-    """The best of a space, explained; Ctrl-C ends the search."""
+def _plan_in(
+    space: Space, candidates: Candidates, target: Target, asked: Recipe, on_progress: OnProgress
+) -> MemoryPlan:
+    """The best of a space, explained against the recipe that was asked for; Ctrl-C ends the search."""
     others = EstimatesAhead(num_processes_ahead(), target.gpu, target.budget)
     with CtrlC() as ctrl_c, contextlib.closing(others) as ahead:
-        return _searched(space, target, on_progress, ctrl_c, ahead)
+        return _searched(space, candidates, target, asked, on_progress, ctrl_c, ahead)
 
 
 def _searched(
-    space: Space, target: Target, on_progress: OnProgress, ctrl_c: CtrlC, ahead: EstimatesAhead
+    space: Space,
+    candidates: Candidates,
+    target: Target,
+    asked: Recipe,
+    on_progress: OnProgress,
+    ctrl_c: CtrlC,
+    ahead: EstimatesAhead,
 ) -> MemoryPlan:
     """The best of a space, explained."""
-    candidates = candidates_of(space, target.shape, target.gpu)
 
     def recipe_of(place: int) -> Recipe:
         return space.recipe_of(space.combinations[place])
@@ -256,7 +298,9 @@ def _searched(
             target.limits,
             lambda place: expected_bytes(recipe_of(place), target.shape, target.gpu),
         )
-    findings = Findings(space=space, candidates=candidates, limits=target.limits, found=search.conclude())
+    findings = Findings(
+        asked=asked, space=space, candidates=candidates, limits=target.limits, found=search.conclude()
+    )
     return _explained(findings, neighbours)
 
 
@@ -343,8 +387,15 @@ def _missing(result: MemoryPlan) -> tuple[bool, int]:
     return not result.fits, result.missing_device_bytes + result.missing_host_bytes
 
 
+def _all_counts(tiers: Sequence[MemoryPlan]) -> Counts:
+    """Of all tiers on all numbers of cards together."""
+    numbers = dict.fromkeys(tier.num_cards for tier in tiers)
+    each = [asdict(_counts([tier for tier in tiers if tier.num_cards == number])) for number in numbers]
+    return Counts(**{name: sum(counts[name] for counts in each) for name in each[0]})
+
+
 def _counts(tiers: Sequence[MemoryPlan]) -> Counts:
-    """Of all tiers together. Each refuses again what those before it refused, and what they searched."""
+    """Of all tiers on one number of cards. Each refuses again what those before it refused, and what they searched."""
     *before, last = [tier.counts for tier in tiers]
     searched = [counts.considered - counts.refused + counts.left for counts in before]
     all_counts = [*before, last]

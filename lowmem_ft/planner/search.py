@@ -56,6 +56,11 @@ class Candidates:
         is_beyond = (self.device_bytes_N > limits.device_bytes) | (self.host_bytes_N > limits.host_bytes)
         return ~is_beyond
 
+    def least_missing(self, limits: Limits) -> float:
+        """Bytes of device and host that are missing at the least, for the one that misses fewest, by their bounds."""
+        over_N = np.maximum(0.0, self.device_bytes_N - limits.device_bytes)
+        return float((over_N + np.maximum(0.0, self.host_bytes_N - limits.host_bytes)).min())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Need:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
@@ -97,13 +98,24 @@ def _headline(plan: MemoryPlan) -> Prose:
         )
     else:
         lines.append(
-            f"{estimate.step.seconds:.3g} s a step of {estimate.step.tokens:,} tokens, bound by "
+            f"{estimate.step.seconds:.3g} s a step of {_tokens(estimate)}, bound by "
             f"{estimate.step.bound_by}; what keeps it from being faster: "
             f"{' and '.join(BINDING_WORDS[binding] for binding in plan.binds)}"
         )
+    if plan.too_few_cards:
+        numbers = " or ".join(map(str, plan.too_few_cards))
+        lines.append(f"Nothing was found to fit on {numbers}. The cards share the rows of a step.")
     if plan.given_up:
         lines.append(f"It gives up what plan.allow names: {', '.join(plan.given_up)}.")
     return Prose("\n".join(lines), "green")
+
+
+def _tokens(estimate: MemoryEstimate) -> str:
+    """Of a step of all processes."""
+    each = 0 if estimate.step is None else estimate.step.tokens
+    if estimate.processes is None:
+        return f"{each:,} tokens"
+    return f"{estimate.processes.num_processes * each:,} tokens, {each:,} in each process"
 
 
 def _shortfall(plan: MemoryPlan) -> Prose:
@@ -125,6 +137,8 @@ def _shortfall(plan: MemoryPlan) -> Prose:
             f"The smallest card of the catalogue that would do: {plan.smallest_gpu}, with {size}; of several as large, "
             "the cheapest to rent."
         )
+    if estimate.processes is None and not estimate.is_of_cpu:
+        lines.append("--max-cards 8 tries 2, 4 and 8 such cards that share the rows of a step.")
     if keep:
         lines.append(f"plan.keep holds {', '.join(keep)}: without it more can be chosen.")
     if plan.recipe.plan.allow and not plan.interrupted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch.distributed
@@ -32,6 +33,7 @@ def one_of_several(num_processes: int, process_index: int) -> Iterator[None]:
         )
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
+    excepthook = sys.excepthook  # torch's own puts the process's number before what any later error says
     torch.distributed.init_process_group(
         "fake", rank=process_index, world_size=num_processes, store=HashStore()
     )
@@ -39,3 +41,4 @@ def one_of_several(num_processes: int, process_index: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+        sys.excepthook = excepthook

@@ -212,6 +212,7 @@ def test_where_torch_finds_no_gpu_it_asks_for_one(folder, capsys, monkeypatch):
         (["model=X", "budget=-1GiB"], "A size is a positive number and a unit"),
         (["model=X", "plan.keep=[optimizer.stat]"], "plan.keep: optimizer.stat is not a recipe key"),
         (["model=X", "plan.allow=[lorra]"], "plan.allow must be a list"),
+        (["model=X", "--max-cards", "many"], "--max-cards is a number of cards, got many"),
         (["model=X", "plan=on"], "plan.mode must be one of none, auto"),
     ],
 )

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 from transformers import LlamaConfig
 
-from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate, ProcessRange, StepTime
+from lowmem_ft.estimator.target import limits
+from lowmem_ft.memory.estimate import MemoryEstimate, Processes, ProcessRange, StepTime
 from lowmem_ft.memory.uncertainty import Uncertainty
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.units import GIB, parse_bytes
+from lowmem_ft.units import GIB
 
 
 @pytest.fixture(scope="session")
@@ -59,8 +60,8 @@ def at_once(monkeypatch):
         def estimate_memory(recipe: Recipe, gpu, *, budget, kept) -> MemoryEstimate:
             asked.append(recipe)
             device, host = round(device_gib(recipe) * GIB), round(host_gib(recipe) * GIB)
-            limit = gpu.memory_bytes if budget.device is None else parse_bytes(budget.device)
-            host_limit = None if budget.host is None else parse_bytes(budget.host)
+            allowed = limits(gpu, budget, recipe.distributed.per_machine)
+            limit, host_limit = allowed.device_bytes, allowed.host_bytes
             plain = plain_estimate()
             return dataclasses.replace(
                 plain,
@@ -73,7 +74,8 @@ def at_once(monkeypatch):
                 ),
                 host_peak_bytes=host,
                 step=StepTime(seconds=seconds(recipe), tokens=2048, bound_by="compute"),
-                budget=BudgetVerdict(device_bytes=limit, host_bytes=host_limit),
+                budget=allowed,
+                processes=_processes(recipe),
                 fits=device <= limit and (host_limit is None or host <= host_limit),
             )
 
@@ -83,8 +85,15 @@ def at_once(monkeypatch):
     return pretend
 
 
+def _processes(recipe: Recipe) -> Processes | None:
+    config = recipe.distributed
+    if config.num_processes in (None, 1):
+        return None
+    return Processes(strategy=config.strategy or "", num_processes=config.num_processes)
+
+
 def plain_estimate() -> MemoryEstimate:
-    from lowmem_ft.memory.estimate import DeviceLimit, ModelSize
+    from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, ModelSize
 
     return MemoryEstimate(
         model=ModelSize(name="tiny", parameters=10_000_000, trainable_parameters=10_000_000),

@@ -55,6 +55,14 @@ LADDER = {
     },
     "every other layer": {"checkpointing.mode": "selective", "checkpointing.every_n_layers": 2},
     "the model's own loss": {"loss.chunk_tokens": None, "training.mixed_precision": "bf16"},
+    "the model's own loss in vertical order": {
+        "loss.chunk_tokens": None,
+        "model.dtype": "bfloat16",
+        "optimizer.in_backward": True,
+        "accumulation.order": "vertical",
+        "checkpointing.mode": "full",
+        "training.gradient_accumulation_steps": 4,
+    },
     "adapters beside 4 bits": {
         "adapter.name": "lora",
         "model.dtype": "bfloat16",

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 
 import pytest
 
+from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.models import load_model_config
 from lowmem_ft.models.loading import weights_dtype
-from lowmem_ft.planner import bounds
+from lowmem_ft.planner import bounds, plan
+from lowmem_ft.planner.cards import numbers_up_to, on_number
 from lowmem_ft.planner.space import Space, space_of
+from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.cards import on_cards
+from lowmem_ft.units import GIB
 
 STILL = "plan.keep=[model,adapter,data,training,optimizer,offload,accumulation,loss,tiling,checkpointing]"
 
@@ -117,3 +123,89 @@ def assert_bounded(recipe, shape) -> None:
         ("seconds", bounds.seconds(recipe, shape, gpu), estimate.step.seconds),
     ):
         assert 0 < bound <= found, (name, bound, found, recipe.distributed)
+
+
+KNOWN = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation,checkpointing]"
+"""Leaves the strategy and micro-batches to choose."""
+
+
+def made_up_gib(recipe) -> float:
+    """A model of 12 GiB, of which each process of fsdp2 has its part, and 1 GiB for each row."""
+    config = recipe.distributed
+    share = 1 if config.strategy in (None, "none", "ddp") else config.num_processes
+    gathered = 4 if config.strategy == "fsdp2" and not config.reshards else 0
+    return 12 / share + gathered + recipe.training.per_device_train_batch_size
+
+
+@pytest.mark.parametrize("device_gib, number", [(16, 1), (9, 2), (6, 4), (3.5, 8)])
+def test_the_fewest_cards_that_do_share_the_rows_of_a_step(make_recipe, at_once, device_gib, number):
+    at_once(made_up_gib)
+    recipe = make_recipe(KNOWN, "training.gradient_accumulation_steps=8")
+    result = plan(recipe, Budget(device=f"{device_gib}GiB"), "l4", max_cards=8)
+    assert result.fits
+    assert result.num_cards == number
+    assert result.too_few_cards == tuple(fewer for fewer in (1, 2, 4) if fewer < number)
+    training = result.recipe.training
+    assert training.per_device_train_batch_size * training.gradient_accumulation_steps * number == 8
+    settings = [*settings_of(recipe), *result.settings]
+    assert load_recipe(None, settings).distributed.num_processes == (None if number == 1 else number)
+
+
+def settings_of(recipe) -> list[str]:
+    return [f"model={recipe.model.name_or_path}", "model.weights=random", "data.max_length=512"]
+
+
+def test_what_they_change_stands_beside_the_recipe_that_was_asked_for(make_recipe, at_once):
+    at_once(made_up_gib, seconds=lambda recipe: 9 - recipe.training.per_device_train_batch_size)
+    recipe = make_recipe(KNOWN, "training.gradient_accumulation_steps=8")
+    result = plan(recipe, Budget(device="9GiB"), "l4", max_cards=8)
+    shared = {"distributed.num_processes": 2, "distributed.strategy": "fsdp2"}
+    assert result.overrides == {
+        **shared,
+        "training.per_device_train_batch_size": 2,
+        "training.gradient_accumulation_steps": 2,
+    }
+    for other in (*result.alternatives, *result.rejected, *result.purchases):
+        assert other.overrides["distributed.num_processes"] == 2
+
+
+def test_more_cards_go_before_what_is_given_up(make_recipe, at_once):
+    """LoRA would do on one card."""
+    at_once(lambda recipe: 1.0 if recipe.adapter.name == "lora" else made_up_gib(recipe))
+    kept = KNOWN.replace("model,", "")
+    recipe = make_recipe(kept, "plan.allow=[lora]", "training.gradient_accumulation_steps=8")
+    several = plan(recipe, Budget(device="6GiB"), "l4", max_cards=4)
+    assert (several.num_cards, several.given_up) == (4, ())
+    fewer = plan(recipe, Budget(device="6GiB"), "l4", max_cards=2)
+    assert (fewer.num_cards, fewer.given_up) == (1, ("lora",))
+
+
+def test_where_no_number_does_it_says_what_the_nearest_lacks(make_recipe, at_once):
+    at_once(lambda recipe: 20 + made_up_gib(recipe))
+    result = plan(make_recipe(KNOWN), Budget(device="6GiB"), "l4", max_cards=4)
+    assert not result.fits
+    assert result.num_cards == 4
+    assert 15 * GIB < result.missing_device_bytes < 20 * GIB
+
+
+def test_cards_that_cannot_divide_the_rows_are_left_out(make_recipe):
+    odd = make_recipe("training.gradient_accumulation_steps=6")
+    assert numbers_up_to(8, odd) == (1, 2)
+    wide = make_recipe("training.gradient_accumulation_steps=1", "training.per_device_train_batch_size=4")
+    assert numbers_up_to(8, wide) == (1, 2, 4)
+    config = on_number(wide, 4).training
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "settings, gpu, max_cards, says",
+    [
+        ([], "l4", 3, "The most cards of a plan are 1, 2, 4 or 8, got 3."),
+        (["distributed.num_processes=2"], "l4", 4, "distributed.num_processes=2. Leave these out"),
+        (["plan.keep=[training]"], "l4", 4, "share the rows of a step, and plan.keep holds training"),
+        ([], "cpu", 4, "Several cards are GPUs, and this plan is for a processor"),
+    ],
+)
+def test_a_number_that_cannot_be_searched_for_is_refused(make_recipe, settings, gpu, max_cards, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        plan(make_recipe(*settings), None, gpu, max_cards=max_cards)

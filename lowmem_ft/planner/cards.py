@@ -1,0 +1,85 @@
+"""A recipe of one process on several cards, the rows of its step dealt out among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.estimator.several_cards import NUMBERS
+from lowmem_ft.planner.space import ROWS, Settings, with_settings
+from lowmem_ft.recipe import Recipe
+
+COUNT = "distributed.num_processes"
+
+DEALT = (*ROWS, COUNT, "distributed.strategy")
+"""All that :func:`on_number` sets."""
+
+
+def numbers_up_to(max_cards: int, recipe: Recipe) -> tuple[int, ...]:
+    """How many cards a plan is tried on, the fewest first.
+
+    Args:
+        max_cards: the most.
+        recipe: what it is for.
+
+    Returns:
+        1, and as many as a machine has, as long as they divide the rows of a step.
+
+    Raises:
+        UserError: if it is no such number, the recipe says itself how many processes train it, or its rows must stay.
+    """
+    if max_cards not in (1, *NUMBERS):
+        several = ", ".join(map(str, NUMBERS[:-1]))
+        raise UserError(f"The most cards of a plan are 1, {several} or {NUMBERS[-1]}, got {max_cards}.")
+    if max_cards == 1:
+        return (1,)
+    config = recipe.distributed
+    if (config.strategy, config.num_processes) != (None, None):
+        raise UserError(
+            f"How many cards is either searched for, up to {max_cards}, or known: the recipe is for "
+            f"distributed.strategy={config.strategy} with distributed.num_processes={config.num_processes}. Leave "
+            "these out, or the search."
+        )
+    if kept := {"training", *ROWS} & {*recipe.plan.keep}:
+        raise UserError(
+            f"Several cards share the rows of a step, and plan.keep holds {', '.join(sorted(kept))}. Leave it out, or "
+            "the search for a number of cards."
+        )
+    micro_batch, micro_batches = _rows(recipe)
+    divide = (
+        number for number in NUMBERS if number <= max_cards and micro_batch * micro_batches % number == 0
+    )
+    return (1, *divide)
+
+
+def dealt_out(recipe: Recipe, number: int) -> Settings:
+    """What makes one process of several of a recipe, whose steps stay what they are.
+
+    Args:
+        recipe: for one process.
+        number: of cards, which divides the rows of a step.
+
+    Returns:
+        Settings by dotted key; none for one card. Each process takes fewer micro-batches, and where these are too few,
+        smaller ones.
+    """
+    if number == 1:
+        return {}
+    micro_batch, micro_batches = _rows(recipe)
+    fewer = math.gcd(micro_batches, number)
+    rows = (micro_batch // (number // fewer), micro_batches // fewer)
+    return {**dict(zip(ROWS, rows, strict=True)), COUNT: number}
+
+
+def on_number(recipe: Recipe, number: int) -> Recipe:
+    """The recipe with :func:`dealt_out`; fsdp2 where ``plan.keep`` holds the strategy that it leaves open."""
+    dealt = with_settings(recipe, dealt_out(recipe, number))
+    if number == 1 or not {"distributed", "distributed.strategy"} & {*recipe.plan.keep}:
+        return dealt
+    return dataclasses.replace(dealt, distributed=dataclasses.replace(dealt.distributed, strategy="fsdp2"))
+
+
+def _rows(recipe: Recipe) -> tuple[int, int]:
+    training = recipe.training
+    return training.per_device_train_batch_size, training.gradient_accumulation_steps
