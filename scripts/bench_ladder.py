@@ -2,6 +2,7 @@
 
     python scripts/bench_ladder.py [--model FOLDER] [--steps 20]
     python scripts/bench_ladder.py --device cuda [--model llama-3.1-8b] [--budgets 24GiB 16GiB 12GiB 8GiB 4GiB]
+    python scripts/bench_ladder.py --clock [--model llama-3.1-8b] [--gpus rtx-4090 h100-80gb] [--accumulation 16]
 
 On a CPU: a small real model on the demo's examples. First each rung alone, for its bytes: what it keeps between two
 steps by kind, on the host and beside the computing, and the peak of a step; exact sums over tensor storages. Then all
@@ -10,6 +11,11 @@ hits all alike.
 
 On CUDA: a model of the catalogue with random weights, each rung in a process of its own under each budget, which the
 allocator enforces; a rung that does not fit says so.
+
+With ``--clock``: no GPU but virtual ones, whose clock predicts a step of one row a micro-batch. For each GPU, the rungs
+that fit it: tokens a second; their share of those of the last rung that keeps everything on the GPU ("+ step in
+backward"), on a card of the same kind with memory enough; what bounds the step; and for each kind of work the share of
+the step's seconds that would be saved if it took none.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from typing import Any
 
 import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
+from ladder_clock import lines_of, on_clock
 from ladder_rungs import RUNGS, Rung, settings_of
 from measured_on import measured_on, require_device
 
@@ -51,21 +58,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", help="a folder (CPU; the demo's SmolLM2-135M if left out) or a name")
+    parser.add_argument("--clock", action="store_true", help="by the clock of virtual GPUs")
     parser.add_argument(
-        "--model", help="a folder (CPU; the demo's SmolLM2-135M if left out) or a name (CUDA)"
+        "--gpus", nargs="+", default=["rtx-4090", "rtx-4060", "a100-80gb", "h100-80gb"], help="(--clock)"
     )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--accumulation", type=int, help="micro-batches of a step; 2, or 16 with --clock")
     parser.add_argument("--budgets", nargs="+", default=["24GiB", "16GiB", "12GiB", "8GiB", "4GiB"])
-    parser.add_argument("--tokens", type=int, default=2048, help="of a row (CUDA)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a row (CUDA, --clock)")
     parser.add_argument("--one", nargs=2, metavar=("RUNG", "BUDGET"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.clock and arguments.device == "cuda":
+        parser.error("--clock times virtual GPUs: leave --device out")
+    arguments.accumulation = arguments.accumulation or (16 if arguments.clock else 2)
     require_device(arguments.device)
     if arguments.one:
         print(json.dumps(_one_on_cuda(arguments, RUNGS[int(arguments.one[0])], arguments.one[1])))
         return
-    rows = on_cuda(arguments) if arguments.device == "cuda" else on_cpu(arguments)
-    print(_table(rows))
+    if arguments.clock:
+        rows = list(on_clock(arguments))
+        header, *lines = lines_of(rows)
+        print(_markdown(header, lines))
+    else:
+        rows = on_cuda(arguments) if arguments.device == "cuda" else on_cpu(arguments)
+        print(_table(rows))
     print(json.dumps({**measured_on(torch.device(arguments.device)), "rows": rows}, indent=2))
 
 

@@ -1,0 +1,105 @@
+"""The memory ladder by the clock of virtual GPUs: tokens a second of each rung that fits, and what a step waits for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ladder_rungs import RUNGS, Rung, settings_of
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.estimator.estimate import estimate_of_trace
+from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, allocator_config_of_runs, step_time
+from lowmem_ft.virtual_gpu.replay.replays import Replays
+from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.work import Work
+
+RESIDENT = next(rung for rung in RUNGS if rung.name == "+ step in backward")
+"""The last rung that keeps everything on the GPU; those below it compute the same updates."""
+
+COSTS: dict[str, Callable[[Work], bool]] = {
+    "matrix products": lambda work: work.kind == "kernel" and work.flops > 0,
+    "other kernels": lambda work: work.kind == "kernel" and not work.flops,
+    "copies in": lambda work: work.kind == "copy" and not work.to_host,
+    "copies out": lambda work: work.kind == "copy" and work.to_host,
+}
+"""Kinds of work that a step is timed without, one at a time: what that saves is what they cost it. Copies that hide
+behind kernels cost nothing, and two kinds that hide each other cost less than what both together do."""
+
+
+def on_clock(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each rung that fits a GPU; the resident one is timed on every GPU, as if its memory were enough."""
+    settings = (
+        f"model={arguments.model or 'llama-3.1-8b'}",
+        "data=any",
+        f"data.max_length={arguments.tokens}",
+        f"training.gradient_accumulation_steps={arguments.accumulation}",
+    )
+    for name in arguments.gpus:
+        gpu = find_gpu(name)
+        resident = _row(RESIDENT, gpu, settings)
+        for rung in RUNGS:
+            print(f"{gpu.name}: {rung.name}", file=sys.stderr)
+            row = resident if rung is RESIDENT else _row(rung, gpu, settings)
+            if row["fits"] or rung is RESIDENT:
+                yield row | {"of_resident": row["tokens_per_second"] / resident["tokens_per_second"]}
+
+
+def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """The cells of a table of :func:`on_clock`, its headings first."""
+    yield ["GPU", "rung", "tokens/s", "of resident", "bound by", *(f"for {kind}" for kind in COSTS)]
+    for row in rows:
+        beyond = "" if row["fits"] else " (memory assumed)"
+        yield [
+            row["gpu"] + beyond,
+            row["rung"],
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['of_resident']:.2f}",
+            row["bound_by"],
+            *(f"{share:.1%}" for share in row["cost_shares"].values()),
+        ]
+
+
+def _row(rung: Rung, gpu: Gpu, settings: Sequence[str]) -> dict[str, Any]:
+    recipe = load_recipe(None, [*settings, *settings_of(rung)])
+    traced = trace_recipe(recipe, lambda: VirtualGPU(gpu))
+    estimate = estimate_of_trace(recipe, traced, gpu, recipe.budget, 0.0, "")
+    assert estimate.step is not None, "two steps are traced"
+    is_vertical = recipe.accumulation.order == "vertical"  # then a trace has all of a step's micro-batches
+    surroundings = Surroundings(
+        micro_batches_per_step=None if is_vertical else recipe.training.gradient_accumulation_steps
+    )
+
+    def seconds_without(is_free: Callable[[Work], bool]) -> float:
+        replays = Replays(_without(traced.trace, is_free), allocator_config_of_runs())
+        step = step_time(replays, gpu, surroundings)
+        assert step is not None
+        return step.seconds
+
+    seconds = estimate.step.seconds
+    return {
+        "gpu": gpu.name,
+        "rung": rung.name,
+        "fits": estimate.fits,
+        "allocated_peak_bytes": estimate.allocated_peak_bytes,
+        "host_peak_bytes": estimate.host_peak_bytes,
+        "step_seconds": seconds,
+        "tokens_per_second": estimate.step.tokens_per_second,
+        "bound_by": estimate.step.bound_by,
+        "cost_shares": {kind: 1 - seconds_without(is_free) / seconds for kind, is_free in COSTS.items()},
+    }
+
+
+def _without(trace: Trace, is_free: Callable[[Work], bool]) -> Trace:
+    """The same trace with some work done in no time; its launches stay."""
+    work = [
+        dataclasses.replace(entry, num_bytes=0, flops=0) if is_free(entry) else entry for entry in trace.work
+    ]
+    return dataclasses.replace(trace, work=work)
