@@ -1,6 +1,6 @@
 """Regret of plans against looking at everything: small random spaces of a small model, each estimated in full.
 
-    python scripts/bench_regret.py [--spaces 20] [--seed 0] [--most 40]
+    python scripts/bench_regret.py [--spaces 20] [--seed 0] [--most 40] [--cards 1]
 
 A space leaves two to four knobs free, drawn at random, of a recipe whose other knobs are drawn too; its budget is drawn
 so that one of its combinations, or nearly, just fits. Every combination is estimated, and the fastest that fits is held
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--spaces", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first space; the next has the next")
     parser.add_argument("--most", type=int, default=40, help="combinations in a space")
+    parser.add_argument("--cards", type=int, default=1, help="that share the model")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # of settings that nobody chose
     start = time.perf_counter()
@@ -55,11 +56,12 @@ def main() -> None:
         save_small_model(f"{folder}/model")
         rows = []
         for seed in range(arguments.seed, arguments.seed + arguments.spaces):
-            rows.append(compare(f"{folder}/model", seed, arguments.most))
+            rows.append(compare(f"{folder}/model", arguments.cards, seed, arguments.most))
             print(f"\r{len(rows)} of {arguments.spaces} spaces", end="", file=sys.stderr)
     print(file=sys.stderr)
     regrets = [row for row in rows if row["plan_seconds"] != row["best_seconds"]]
     result = {
+        "cards": arguments.cards,
         "spaces": len(rows),
         "combinations": sum(row["combinations"] for row in rows),
         "estimated_by_plans": sum(row["estimated"] for row in rows),
@@ -84,11 +86,11 @@ def save_small_model(folder: str) -> None:
     ).save_pretrained(folder)
 
 
-def compare(model: str, seed: int, most: int) -> dict[str, Any]:
+def compare(model: str, cards: int, seed: int, most: int) -> dict[str, Any]:
     """A plan and the best of all, in one random space."""
     draw = random.Random(seed)
     gpu = draw.choice(GPUS)
-    recipe, space, budget = next(_spaces(draw, model, gpu, most))
+    recipe, space, budget = next(_spaces(draw, _settings(model, cards), gpu, most))
     asked = dataclasses.replace(recipe, budget=budget)
     fitting = [
         estimate.step.seconds
@@ -109,12 +111,14 @@ def compare(model: str, seed: int, most: int) -> dict[str, Any]:
     }
 
 
-def _spaces(draw: random.Random, model: str, gpu: str, most: int) -> Iterator[tuple[Recipe, Space, Budget]]:
+def _spaces(
+    draw: random.Random, settings: list[str], gpu: str, most: int
+) -> Iterator[tuple[Recipe, Space, Budget]]:
     """Those of at least four combinations and not too many, whose recipe is valid, each with a budget."""
-    plain = load_recipe(None, _settings(model))
+    plain = load_recipe(None, settings)
     while True:
         with contextlib.suppress(UserError):
-            recipe = _drawn(draw, model, plain)
+            recipe = _drawn(draw, settings, plain)
             check_recipe(recipe)
             target = Target.of(recipe, gpu)
             space = space_of(
@@ -127,7 +131,7 @@ def _spaces(draw: random.Random, model: str, gpu: str, most: int) -> Iterator[tu
                 yield recipe, space, _budget_for_one(draw, space, target)
 
 
-def _drawn(draw: random.Random, model: str, plain: Recipe) -> Recipe:
+def _drawn(draw: random.Random, given: list[str], plain: Recipe) -> Recipe:
     """A recipe with random values of some knobs, and two to four things that a plan may choose: rows are always one."""
     keys = [key for key in planned_keys(plain) if key.tries and not asks_consent(key)]
     others = [key.path for key in planned_keys(plain) if key.tries and asks_consent(key)]
@@ -137,11 +141,12 @@ def _drawn(draw: random.Random, model: str, plain: Recipe) -> Recipe:
     ]
     kept = ",".join([*(key.path for key in keys if key.path not in free), *others])
     rows = f"training.gradient_accumulation_steps={draw.choice((1, 2, 4))}"
-    return load_recipe(None, [*_settings(model), rows, *settings, f"plan.keep=[{kept}]"])
+    return load_recipe(None, [*given, rows, *settings, f"plan.keep=[{kept}]"])
 
 
-def _settings(model: str) -> list[str]:
-    return [f"model={model}", "model.weights=random", "data.max_length=256"]
+def _settings(model: str, cards: int) -> list[str]:
+    settings = [f"model={model}", "model.weights=random", "data.max_length=256"]
+    return settings if cards == 1 else [*settings, f"distributed.num_processes={cards}"]
 
 
 def _all_estimates(space: Space, target: Target) -> Iterator[MemoryEstimate]:
@@ -162,7 +167,11 @@ def _budget_for_one(draw: random.Random, space: Space, target: Target) -> Budget
         with contextlib.suppress(UserError):
             estimate, _ = target.estimate(space.recipe_of(combination))
             device = max(with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes)
-            host = with_headroom(estimate.host_peak_bytes) * max(1.0, share)
+            host = (
+                with_headroom(estimate.host_peak_bytes)
+                * max(1.0, share)
+                * space.recipe.distributed.per_machine
+            )
             return Budget(device=f"{round(device * share)}B", host=f"{round(host)}B")
     raise UserError("No combination can be built.")
 
