@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lowmem_ft.virtual_gpu.kernels.type_names import class_of
 from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 
 aten = torch.ops.aten
@@ -57,9 +58,21 @@ class SeenCall:
         self.is_sequence = is_sequence
 
 
+Check = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+"""Operator, arguments and keyword arguments."""
+
 _Maker = tuple[Any, ...]
 """How to make one result: ``("argument", position)``, ``("keyword", name)``, ``("constant", value)`` or
 ``("fresh", shape, stride, dtype, device)``."""
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors of arguments, lists within them included."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, dict)):
+            yield from tensors_in(value)
 
 
 class FakeResults:
@@ -68,11 +81,13 @@ class FakeResults:
     Args:
         mode: makes the results that are not known yet.
         device_type: the device of the machine: machines with another make other results of the same call.
+        check: raises where the device would refuse a call, by what decides its results; equal ones refuse the same.
     """
 
-    def __init__(self, mode: FakeTensorMode, device_type: str) -> None:
+    def __init__(self, mode: FakeTensorMode, device_type: str, check: Check | None = None) -> None:
         self._mode = mode
-        self._seen = _SEEN.setdefault(device_type, {})
+        self._check = check or _takes_all
+        self._seen = _SEEN.setdefault((device_type, check), {})
         self._operators: dict[int, _Operator] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         self._guard_address: Callable[[Tensor], None] = (
@@ -93,6 +108,7 @@ class FakeResults:
         if operator is None:
             self._operators[id(func)] = operator = _Operator(func)
         if operator.kind == "other" or torch.is_inference_mode_enabled():
+            self._check(func, args, kwargs)
             return func(*args, **kwargs), None
         if operator.kind == "view":
             if self._is_ours(args[0]):
@@ -100,6 +116,7 @@ class FakeResults:
             return func(*args, **kwargs), None
         key = self._key(operator, args, kwargs)
         if key is None:
+            self._check(func, args, kwargs)
             return func(*args, **kwargs), None
         seen = self._seen.get(key)
         if seen is None:
@@ -157,6 +174,7 @@ class FakeResults:
     def _learn(
         self, operator: _Operator, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, SeenCall | None]:
+        self._check(operator.func, args, kwargs)
         result = operator.func(*args, **kwargs)
         seen = None
         if self._key(operator, args, kwargs) == key:  # no argument has changed
@@ -169,7 +187,7 @@ class FakeResults:
     def _how_made(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenCall | None:
         is_sequence = type(result) if type(result) in (list, tuple) else None
         results = [result] if is_sequence is None else result
-        storages = [tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))]
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
         makers = []
         for item in results:
             maker = self._maker(item, args, kwargs, storages)
@@ -236,9 +254,13 @@ class FakeResults:
         return True
 
 
-_SEEN: dict[str, dict[tuple[Any, ...], SeenCall]] = {}
+_SEEN: dict[tuple[str, Check | None], dict[tuple[Any, ...], SeenCall]] = {}
 _NOT_DECIDED = SeenCall([], None)
 """Torch is to be asked each time."""
+
+
+def _takes_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The check of a machine without a device of its own."""
 
 
 class _Operator:
@@ -275,14 +297,6 @@ def _kind(func: Any) -> Literal["view", "by call", "other"]:
     return "view" if is_simple and cost is None else "other"
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple, dict)):
-            yield from _tensors(value)
-
-
 def _is_alike(one: Any, other: Any) -> bool:
     return (
         one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
@@ -299,6 +313,8 @@ def without_pinning(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any], bool]:
     """An operator that asks for pinned memory as one that asks for any, and whether it did: fake tensors have none."""
     if func is aten._pin_memory.default:
+        if not args[0].is_cpu:
+            raise RuntimeError(f"cannot pin '{class_of(args[0])}' only dense CPU tensors can be pinned")
         return aten.clone.default, args[:1], {}, True
     if kwargs.get("pin_memory"):
         return func, args, {**kwargs, "pin_memory": False}, True

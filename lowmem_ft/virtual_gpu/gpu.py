@@ -16,6 +16,7 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.memory.race import Race, race_error
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu_or_none
+from lowmem_ft.virtual_gpu.kernels.cuda_checks import CudaChecks
 from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.registration import register_virtual_device
@@ -59,6 +60,7 @@ class VirtualGPU(VirtualMachine):
         register_virtual_device()
         super().__init__(
             torch.device(DEVICE_TYPE, 0),
+            check=CudaChecks(DEVICE_TYPE, self.spec.compute_capability),
             workspace_rule=functools.partial(workspace_bytes, gpu=self.spec),
             workspaces=functools.partial(persistent_workspaces, gpu=self.spec),
             check_streams=check_streams,

@@ -19,7 +19,7 @@ from lowmem_ft.memory.storage_resizing import storage_resizes_seen
 from lowmem_ft.repetition import abridged_for
 from lowmem_ft.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.attribution import Attribution
-from lowmem_ft.virtual_gpu.fake_results import FakeResults
+from lowmem_ft.virtual_gpu.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.interrupts import interrupts_wait_for_backward
 from lowmem_ft.virtual_gpu.placement import place_module
@@ -56,14 +56,16 @@ class VirtualMachine:
         trace_seconds: how long programs have run on it.
     """
 
-    def __init__(self, device: torch.device | None = None, **rules: Any) -> None:
+    def __init__(
+        self, device: torch.device | None = None, *, check: Check | None = None, **rules: Any
+    ) -> None:
         self.device = device = device or torch.device("cpu")
         self.choices: list[str] = []
         self.attribution = Attribution(
             device.type, self._adopt, self._mark_parameters, self._after_optimizer_step
         )
         self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
-        results = FakeResults(self._fake_mode, device.type)
+        results = FakeResults(self._fake_mode, device.type, check)
         questions = Questions(self.say)
         self.recorder = Recorder(device.type, self.attribution, questions, results=results, **rules)
         self.work = self.recorder.work

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorDeviceMismatchError,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -236,6 +237,7 @@ class Recorder(TorchDispatchMode):
 
         Raises:
             ModelError: if it cannot have one.
+            RuntimeError: where the device would refuse the call.
         """
         try:
             return self._results.call(func, args, kwargs)
@@ -245,6 +247,8 @@ class Recorder(TorchDispatchMode):
             if not is_size_known:
                 self.largest_assumed.add(str(func))
             return result, None
+        except FakeTensorDeviceMismatchError as error:
+            raise RuntimeError(str(error).replace(self.device_type, "cuda")) from None
         except DataDependentOutputException as error:
             answer = answer_from_values(func, args, kwargs, error)
             return self.ask(torch.bool) if answer is None else answer, None

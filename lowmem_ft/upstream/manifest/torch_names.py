@@ -30,6 +30,7 @@ TORCH = (
     *data(
         "torch.UntypedStorage", "_cdata", "which storage it is, whatever tensor shows it", "getset_descriptor"
     ),
+    *data("torch.Generator", "_cdata", "which generator an operator has been given", "member_descriptor"),
     *data(
         "torch.Tensor",
         "_version",
@@ -76,6 +77,7 @@ TORCH = (
         "DataDependentOutputException DynamicOutputShapeException",
         "an operator that asks for values",
     ),
+    *each("class", _FAKE, "FakeTensorDeviceMismatchError", "tensors on two devices"),
     *each("class", _FAKE, "UnsupportedOperatorException", "an operator without a fake rule"),
     *each("called", _FAKE, "unset_fake_temporarily", "real tensors within a trace"),
     *data(

@@ -85,4 +85,10 @@ OPERATORS = (
         "_convolution _cudnn_rnn _thnn_fused_lstm_cell _thnn_fused_gru_cell",
         "in the list of what autocast computes in 16 bits",
     ),
+    *each(
+        "called",
+        _ATEN,
+        "_foreach_copy_ _scaled_mm _amp_foreach_non_finite_check_and_unscale_ _fused_adam_",
+        "what CUDA refuses of a call",
+    ),
 )

@@ -21,7 +21,7 @@ _READ_ROWS = frozenset(
 )
 """They read as much as they write, however large the table is."""
 
-_ADD_TO_WIDER = frozenset({aten.addmm.dtype, aten.addmm.dtype_out})
+ADD_TO_WIDER = frozenset({aten.addmm.dtype, aten.addmm.dtype_out})
 """Products whose first argument, to which they are added, has another type than what is multiplied."""
 
 
@@ -78,7 +78,7 @@ def work_of(
         position=0,
         name=name,
         flops=flops,
-        dtype=_product_dtype([*inputs[func in _ADD_TO_WIDER :], *results]) if flops else "",
+        dtype=_product_dtype([*inputs[func in ADD_TO_WIDER :], *results]) if flops else "",
         num_bytes=num_bytes,
     )
 

@@ -7,6 +7,7 @@ stay so for whoever asks ``isinstance``.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,10 +37,22 @@ _TENSORS = {
 class VirtualGenerator(_Generator):
     """A generator of the host by another name: it can be seeded and its state saved, but nothing is drawn."""
 
+    def __init__(self) -> None:
+        _virtual_generators[self._cdata] = self
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The virtual GPU."""
         return torch.device(DEVICE_TYPE, 0)
+
+
+_virtual_generators: weakref.WeakValueDictionary[int, VirtualGenerator] = weakref.WeakValueDictionary()
+"""By address: an operator that is given one sees another object that stands for it."""
+
+
+def device_of_generator(generator: torch.Generator) -> torch.device:
+    """The device for which a generator draws, as an operator sees it."""
+    return _virtual_generators.get(generator._cdata, generator).device
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import worker as data_loading_worker
 
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
+from lowmem_ft.virtual_gpu.kernels.type_names import device_of
 
 aten = torch.ops.aten
 
@@ -100,6 +101,15 @@ def _of(read_values: Callable[[Tensor], Tensor], numpy: Callable[..., Any]) -> C
 
     @functools.wraps(numpy)
     def of_values(self: Tensor, *, force: bool = False) -> Any:
+        if not (force or self.is_cpu or self.is_meta):
+            raise TypeError(
+                f"can't convert {device_of(self)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
+                "to host memory first."
+            )
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
         values = read_values(self) if isinstance(self, FakeTensor) else self
         with unset_fake_temporarily():
             return numpy(values, force=force)

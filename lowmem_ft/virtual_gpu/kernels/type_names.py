@@ -1,0 +1,38 @@
+"""What torch calls types and devices in its errors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_NAMES = {
+    torch.float64: "Double",
+    torch.float32: "Float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.uint16: "UInt16",
+    torch.uint32: "UInt32",
+    torch.uint64: "UInt64",
+    torch.bool: "Bool",
+}
+"""The others are called as in Python, with a capital."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A type, such as ``Float``."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
+
+
+def class_of(tensor: Tensor) -> str:
+    """What ``Tensor.type()`` says, such as ``torch.cuda.FloatTensor``; all but the host is ``cuda``."""
+    return f"torch.{'' if tensor.is_cpu else 'cuda.'}{name_of(tensor.dtype)}Tensor"
+
+
+def device_of(tensor: Tensor) -> str:
+    """A tensor's device, such as ``cuda:0``."""
+    return "cpu" if tensor.is_cpu else f"cuda:{tensor.device.index or 0}"
