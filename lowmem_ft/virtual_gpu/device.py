@@ -12,10 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.cuda._utils import _get_device_index
 
-from lowmem_ft.errors import UserError
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu, active_gpu_or_none
+from lowmem_ft.virtual_gpu.device_index import device_index
 from lowmem_ft.virtual_gpu.streams import (
     VirtualEvent,
     VirtualStream,
@@ -26,31 +25,6 @@ from lowmem_ft.virtual_gpu.streams import (
 
 RNG_STATE_BYTES = 16
 """Of a CUDA generator: its seed and its offset (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)."""
-
-
-def device_index(device: Any, *, optional: bool = True) -> int:
-    """The index of a device, by the very rules of ``torch.cuda``.
-
-    Args:
-        device: what a program names.
-        optional: whether a device without an index is the current one.
-
-    Raises:
-        ValueError: if torch does not take it.
-        UserError: for a second GPU.
-    """
-    if isinstance(device, (str, torch.device)) and torch.device(device).type == DEVICE_TYPE:
-        index = torch.device(device).index
-        device = torch.device("cuda") if index is None else torch.device("cuda", index)
-    if device is None or device == -1:
-        return 0
-    index = _get_device_index(device, optional=optional)
-    if index:
-        raise UserError(
-            f"A virtual GPU stands for one device, cuda:0, got cuda:{index}. Run one process of the program, on one "
-            "GPU."
-        )
-    return index
 
 
 class _Properties(SimpleNamespace):
@@ -74,10 +48,10 @@ class VirtualDeviceContext:
 
 
 class VirtualDeviceOf(VirtualDeviceContext):
-    """``torch.cuda.device_of``."""
+    """``torch.cuda.device_of``: of a tensor or a storage, on any device."""
 
     def __init__(self, obj: Any) -> None:
-        super().__init__(0)
+        super().__init__(0 if obj.device.type == DEVICE_TYPE else None)
 
 
 class VirtualBackend:
@@ -139,14 +113,14 @@ class VirtualBackend:
     def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
         """No GPU is its own peer, and there is no other."""
         device_index(device)
-        device_index(peer_device)
+        device_index(peer_device, optional=False)
         return False
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
     def manual_seed(self, seed: int) -> None:  # noqa: D102
-        pass
+        int(seed)
 
     manual_seed_all = manual_seed
 
@@ -155,17 +129,29 @@ class VirtualBackend:
         return False
 
     # torch.random.fork_rng asks for these in whatever runs in this process from now on.
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:  # noqa: D102
+    def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:  # noqa: D102
+        device_index(device)
         return torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8, device="cpu")
 
-    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:  # noqa: D102
-        pass
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
+        """Only looked at: nothing is drawn.
+
+        Raises:
+            TypeError: if it is no state, as CUDA's generator has it.
+            RuntimeError: if it is another generator's, likewise.
+        """
+        device_index(device)
+        if not (new_state.is_cpu and new_state.dtype == torch.uint8):
+            raise TypeError("RNG state must be a torch.ByteTensor")
+        if new_state.numel() != RNG_STATE_BYTES:
+            raise RuntimeError("RNG state is wrong size")
 
     def get_rng_state_all(self) -> list[torch.Tensor]:  # noqa: D102
         return [self.get_rng_state()]
 
     def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:  # noqa: D102
-        pass
+        for index, state in enumerate(new_states):
+            self.set_rng_state(state, index)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:  # noqa: D102
         return [torch.bfloat16, torch.float16, torch.float32]

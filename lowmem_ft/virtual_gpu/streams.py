@@ -9,6 +9,7 @@ import torch
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu
+from lowmem_ft.virtual_gpu.device_index import device_index
 
 
 class VirtualEvent:
@@ -20,9 +21,12 @@ class VirtualEvent:
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
         self.id = next(self._ids)
+        self._enable_timing = enable_timing
+        self._is_recorded = False
 
     def record(self, stream: VirtualStream | None = None) -> None:
         """Put the event behind all work that the stream has so far."""
+        self._is_recorded = True
         active_gpu().recorder.orderings.record_event(self.id, None if stream is None else stream.id)
 
     def wait(self, stream: VirtualStream | None = None) -> None:
@@ -39,7 +43,15 @@ class VirtualEvent:
         return True
 
     def elapsed_time(self, end: VirtualEvent) -> float:
-        """Milliseconds between two events, unknown while tracing: 0."""
+        """Milliseconds between two events, unknown while tracing: 0.
+
+        Raises:
+            ValueError: if CUDA would not know them either (aten/src/ATen/cuda/CUDAEvent.h).
+        """
+        if not (self._enable_timing and end._enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self._is_recorded and end._is_recorded):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         return 0.0
 
 
@@ -49,6 +61,7 @@ class VirtualStream:
     _ids = itertools.count(1)
 
     def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None) -> None:
+        device_index(device)
         self.id = next(self._ids) if stream_id is None else stream_id
         self.device = torch.device(DEVICE_TYPE, 0)
 

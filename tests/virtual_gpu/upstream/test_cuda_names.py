@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention import flex_attention
 
 from lowmem_ft.errors import UserError
+from lowmem_ft.virtual_gpu.device import VirtualBackend
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 MIB = 2**20
@@ -24,7 +25,7 @@ def gpu():
 
 
 ARGUMENTS = {
-    "can_device_access_peer": lambda: (0, "cuda"),
+    "can_device_access_peer": lambda: (0, 0),
     "caching_allocator_alloc": lambda: (8,),
     "caching_allocator_delete": lambda: (8,),
     "change_current_allocator": lambda: (None,),
@@ -114,6 +115,12 @@ def test_functions_of_submodules_work_or_say_that_they_cannot(name, gpu):
         assert refused <= REFUSED_OF[name]
 
 
+def elapsed(**options):
+    first, second = (torch.cuda.Event(**options) for _ in range(2))
+    first.record()
+    return first.elapsed_time(second)
+
+
 STRICT = [
     (lambda: torch.cuda.set_device("cuda"), ValueError, "with a specified index"),
     (lambda: torch.cuda.set_device(torch.device("vgpu")), ValueError, "with a specified index"),
@@ -126,6 +133,14 @@ STRICT = [
     (lambda: torch.cuda.synchronize("cuda:1"), UserError, "got cuda:1"),
     (lambda: torch.cuda.device("cuda:2"), UserError, "got cuda:2"),
     (lambda: torch.Generator("cuda:2"), UserError, "got cuda:2"),
+    (lambda: torch.cuda.Stream("cuda:2"), UserError, "got cuda:2"),
+    (lambda: torch.cuda.Stream("cpu"), ValueError, "Expected a cuda device, but got: cpu"),
+    (lambda: torch.cuda.set_rng_state(torch.zeros(16)), TypeError, "must be a torch.ByteTensor"),
+    (lambda: torch.cuda.set_rng_state(torch.get_rng_state()), RuntimeError, "RNG state is wrong size"),
+    (lambda: torch.cuda.get_rng_state("cuda:1"), UserError, "got cuda:1"),
+    (lambda: torch.cuda.manual_seed("one"), ValueError, "invalid literal for int"),
+    (lambda: elapsed(enable_timing=False), ValueError, "created with argument 'enable_timing=True'"),
+    (lambda: elapsed(enable_timing=True), ValueError, "must be recorded before calculating elapsed time"),
     (lambda: torch.cuda.set_sync_debug_mode("loud"), ValueError, "default, warn or error"),
     (
         lambda: torch.cuda.get_device_properties().uuid,
@@ -141,6 +156,63 @@ STRICT = [
 def test_what_cuda_checks_is_checked(call, error, message, gpu):
     with pytest.raises(error, match=message):
         call()
+
+
+OTHER_ARGUMENTS = {
+    "device": 0,
+    "peer_device": 0,
+    "fraction": 0.5,
+    "new_state": torch.zeros(16, dtype=torch.uint8),
+}
+DEMAND_AN_INDEX = {
+    ("can_device_access_peer", "peer_device"),
+    *((f"{verb}_per_process_memory_fraction", "device") for verb in ("get", "set")),
+    ("set_device", "device"),
+}
+
+
+def functions_of_a_device():
+    """Functions of torch.cuda that take a device, as torch has them, and which of their arguments it is."""
+    for name in sorted({*torch.cuda.__all__, *torch.cuda.memory.__all__} & set(dir(VirtualBackend))):
+        function = getattr(torch.cuda, name)
+        taken = inspect.signature(function).parameters if inspect.isfunction(function) else ()
+        for parameter in {"device", "peer_device"}.intersection(taken):
+            yield (
+                name,
+                function,
+                parameter,
+                {key: OTHER_ARGUMENTS[key] for key in {*taken} & {*OTHER_ARGUMENTS}},
+            )
+
+
+def refusal_of(function, arguments):
+    """What it says of the device; empty: it takes it, and asks the driver."""
+    try:
+        function(**arguments)
+    except ValueError as error:
+        return str(error)
+    except (AttributeError, AssertionError, TypeError):
+        return ""  # there is no driver, and no current device
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_index_is_demanded_where_torchs_own_function_demands_it(monkeypatch):
+    for module in (torch.cuda, torch.cuda.memory):
+        monkeypatch.setattr(module, "_lazy_init", lambda: None)
+    functions = list(functions_of_a_device())
+    assert len(functions) > 20
+    demanded = set()
+    for name, real, parameter, others in functions:
+        refusal = refusal_of(real, {**others, parameter: "cuda"})
+        with VirtualGPU("l4"):
+            virtual = getattr(torch.cuda, name)
+            assert virtual is not real
+            assert refusal_of(virtual, {**others, parameter: "cuda"}) == refusal, name
+            virtual(**{**others, parameter: 0})
+        if refusal:
+            demanded.add((name, parameter))
+    assert demanded == DEMAND_AN_INDEX
 
 
 def test_devices_may_be_named_in_all_ways(gpu):

@@ -1,0 +1,36 @@
+"""What a program may call the one device there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.cuda._utils import _get_device_index
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
+
+
+def device_index(device: Any, *, optional: bool = True) -> int:
+    """The index of a device, by the very rules of ``torch.cuda``.
+
+    Args:
+        device: what a program names.
+        optional: whether a device without an index is the current one.
+
+    Raises:
+        ValueError: if torch does not take it.
+        UserError: for a second GPU.
+    """
+    if isinstance(device, (str, torch.device)) and torch.device(device).type == DEVICE_TYPE:
+        index = torch.device(device).index
+        device = torch.device("cuda") if index is None else torch.device("cuda", index)
+    if device is None or device == -1:
+        return 0
+    index = _get_device_index(device, optional=optional)
+    if index:
+        raise UserError(
+            f"A virtual GPU stands for one device, cuda:0, got cuda:{index}. Run one process of the program, on one "
+            "GPU."
+        )
+    return index
