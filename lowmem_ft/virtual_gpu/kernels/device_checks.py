@@ -96,8 +96,8 @@ def _check_each(values: list[Any]) -> None:
 
 
 def _check_convolution(args: Sequence[Any]) -> None:
-    first, weight, bias = (*args, None, None)[:3]
-    for name, other in (("weight", weight), ("bias", bias)):
+    first = args[0]
+    for name, other in zip(("weight", "bias"), args[1:3], strict=False):
         if other is not None and other.device != first.device:
             raise RuntimeError(
                 f"Input type ({class_of(first)}) and {name} type ({class_of(other)}) should be the same"

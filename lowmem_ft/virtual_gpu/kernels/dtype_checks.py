@@ -91,8 +91,8 @@ def _check_batches(at: int) -> Check:
 def _check_convolution(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], capability: Capability
 ) -> None:
-    first, weight, bias = (*args, None, None)[:3]
-    for name, other in (("weight", weight), ("bias", bias)):
+    first = args[0]
+    for name, other in zip(("weight", "bias"), args[1:3], strict=False):
         if other is not None and other.dtype != first.dtype:
             raise RuntimeError(
                 f"Input type ({class_of(first)}) and {name} type ({class_of(other)}) should be the same"

@@ -38,7 +38,7 @@ class VirtualGenerator(_Generator):
     """A generator of the host by another name: it can be seeded and its state saved, but nothing is drawn."""
 
     def __init__(self) -> None:
-        _virtual_generators[self._cdata] = self
+        _virtual_generators[_address(self)] = self
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -52,7 +52,11 @@ _virtual_generators: weakref.WeakValueDictionary[int, VirtualGenerator] = weakre
 
 def device_of_generator(generator: torch.Generator) -> torch.device:
     """The device for which a generator draws, as an operator sees it."""
-    return _virtual_generators.get(generator._cdata, generator).device
+    return _virtual_generators.get(_address(generator), generator).device
+
+
+def _address(generator: Any) -> int:
+    return generator._cdata
 
 
 @contextlib.contextmanager
