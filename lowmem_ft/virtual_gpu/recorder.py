@@ -35,6 +35,7 @@ from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, purposes_of
 from lowmem_ft.virtual_gpu.fake_results import FakeResults, SeenCall, without_pinning
 from lowmem_ft.virtual_gpu.orderings import Orderings
 from lowmem_ft.virtual_gpu.races.checker import StreamChecker
+from lowmem_ft.virtual_gpu.races.operands import tensors_in
 from lowmem_ft.virtual_gpu.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.tenants import Tenants
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
@@ -214,6 +215,8 @@ class Recorder(TorchDispatchMode):
         self._record_births(func, args, result)
         if func is _COPY:
             self._note_tenant(args[0], args[1])
+        if result is None and self.attribution.phase == "optimizer_step":
+            self._share_module(args)
         if getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES:
             for tensor, category in purposes_of(func, args, kwargs):
                 self.mark(tensor, category)
@@ -351,6 +354,15 @@ class Recorder(TorchDispatchMode):
             if isinstance(source, Tensor):
                 return self.module_of(source) or ""
         return ""
+
+    def _share_module(self, args: tuple[Any, ...]) -> None:
+        """What a parameter is updated with, such as a gradient that has come from the host, belongs to its module."""
+        tensors = list(tensors_in(args))
+        module = next(filter(None, map(self.module_of, tensors)), "")
+        for index in filter(None, map(self.index_of, tensors)):
+            one = self.timeline.allocations[index]
+            if one.category == "temporary":
+                one.module = one.module or module
 
     def storage_is_resized(self, storage: torch.UntypedStorage) -> None:
         """As on CUDA: new memory is taken, what both can hold is copied, and the old memory is free."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowmem_ft.optimizers.operators  # noqa: F401 - registers them
 from lowmem_ft.repetition import rounds
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
@@ -147,3 +148,16 @@ def test_shared_memory_belongs_to_the_module_whose_weights_were_copied_there_las
             assert gpu.recorder.module_of(slot) == name
         slot.copy_(torch.empty(8))  # no weights
         assert gpu.recorder.module_of(slot) == "layers.1"
+
+
+def test_what_an_update_is_made_with_belongs_to_the_module_of_its_parameter():
+    """A gradient that waited on the host says nothing of where it comes from."""
+    layer = nn.Linear(16, 16, bias=False)
+    layer.weight.data = layer.weight.data.bfloat16()
+    with VirtualGPU("l4") as gpu:
+        model = gpu.place(nn.ModuleDict({"layer": layer}))
+        with gpu.during("optimizer_step"):
+            value = torch.empty(256, pin_memory=True).to("cuda", non_blocking=True)
+            assert not gpu.recorder.module_of(value)
+            torch.ops.lowmem_ft.write_nearest(value, model["layer"].weight.detach().view(-1))
+            assert gpu.recorder.module_of(value) == "layer"
