@@ -41,6 +41,13 @@ def is_apart(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device.type != device.type
 
 
+def sent_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device, by a copy that nobody waits for: CUDA wants pinned memory for it, which torch keeps."""
+    if tensor.device.type == "cpu" and kernels_of(device) == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory with values in it, as those on ``meta`` and torch's fake ones have not."""
     return tensor.untyped_storage().device.type != "meta"

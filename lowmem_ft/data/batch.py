@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from lowmem_ft.data.row import IGNORED_LABEL
+from lowmem_ft.devices import sent_to
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,9 +53,9 @@ class LabelledRows:
         positions = self.position_ids_BT
         return replace(
             self,
-            input_ids_BT=self.input_ids_BT.to(device, non_blocking=True),
-            labels_BT=self.labels_BT.to(device, non_blocking=True),
-            position_ids_BT=None if positions is None else positions.to(device, non_blocking=True),
+            input_ids_BT=sent_to(self.input_ids_BT, device),
+            labels_BT=sent_to(self.labels_BT, device),
+            position_ids_BT=None if positions is None else sent_to(positions, device),
         )
 
 

@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from transformers.integrations.flash_attention import get_target_dtype
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from lowmem_ft.devices import sent_to
 from lowmem_ft.errors import ModelError, UserError
 
 VARLEN_ATTENTION = "varlen_attn"
@@ -59,10 +60,10 @@ def border_inputs(
         return {}
     if implementation == VARLEN_ATTENTION:
         borders_BE, longest = document_borders(position_ids_BT)
-        return {_BORDERS: borders_BE.to(device, non_blocking=True), _LONGEST: longest}
+        return {_BORDERS: sent_to(borders_BE, device), _LONGEST: longest}
     if implementation == "flash_attention_2" and len(position_ids_BT) == 1:
         borders_BE, longest = document_borders(position_ids_BT)
-        borders_E = borders_BE[0].to(device, non_blocking=True)
+        borders_E = sent_to(borders_BE[0], device)
         lengths = {"max_length_q": longest, "max_length_k": longest}
         return {"cu_seq_lens_q": borders_E, "cu_seq_lens_k": borders_E, **lengths}
     return {}

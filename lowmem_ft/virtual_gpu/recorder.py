@@ -33,6 +33,7 @@ from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
 from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, purposes_of
 from lowmem_ft.virtual_gpu.fake_results import FakeResults, SeenCall, without_pinning
+from lowmem_ft.virtual_gpu.host_copies import HostCopies
 from lowmem_ft.virtual_gpu.orderings import Orderings
 from lowmem_ft.virtual_gpu.races.checker import StreamChecker
 from lowmem_ft.virtual_gpu.races.operands import tensors_in
@@ -106,6 +107,7 @@ class Recorder(TorchDispatchMode):
         self._tenants = Tenants()
         self.checker = StreamChecker(self) if check_streams else None
         self.orderings = Orderings(self)
+        self._host_copies = HostCopies(self, self._questions.say)
 
     # --- what others tell the recorder -------------------------------------------------------------------------------
 
@@ -139,6 +141,11 @@ class Recorder(TorchDispatchMode):
     def index_of(self, tensor: Tensor) -> int | None:
         """The number of the allocation that a tensor lies in; None if it is unknown."""
         return self._index_of.get(tensor.untyped_storage()._cdata)
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Where a tensor lies; None if it is unknown."""
+        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        return None if index is None else self.timeline.allocations[index].place
 
     def module_of(self, tensor: Tensor) -> str | None:
         """The module that the storage of a tensor belongs to; None if it is unknown."""
@@ -201,7 +208,7 @@ class Recorder(TorchDispatchMode):
         if func is _RECORD_STREAM:
             return None
         if func is _IS_PINNED:
-            return self._place_of(args[0]) == "pinned"
+            return self.place_of(args[0]) == "pinned"
         func, args, kwargs, is_pinned = without_pinning(func, args, kwargs)
         called = func
         if func is _SUM and is_in_place_unwatched(func, args, kwargs):
@@ -224,12 +231,16 @@ class Recorder(TorchDispatchMode):
         workspaces = self._take_workspaces(func, cost)
         if is_pinned and self.device_type != "cpu":
             self.mark_place(result, "pinned")
+        work = cost.work
+        if work is not None:
+            work = work.at(self.work.position)
+            work.stream, work.times = self.stream, self.alike.times
+            if work.kind == "copy" and not work.blocking:
+                self._host_copies.begin(func, args, result, work)
         compute_values(called, args, kwargs, result)
         if self.checker is not None:
             self.checker.operator(func, args, kwargs, result)
-        if cost.work is not None:
-            work = cost.work.at(self.work.position)
-            work.stream, work.times = self.stream, self.alike.times
+        if work is not None:
             self.work.add(work)
         for index in workspaces:
             self.let_go(index)
@@ -261,10 +272,6 @@ class Recorder(TorchDispatchMode):
                 f"{asking_line()}. Give it one with torch.library.register_fake, or write that part with other "
                 "operators."
             ) from error
-
-    def _place_of(self, tensor: Tensor) -> Place | None:
-        index = self._index_of.get(tensor.untyped_storage()._cdata)
-        return None if index is None else self.timeline.allocations[index].place
 
     def _take_workspaces(self, func: Any, cost: CallCost) -> list[int]:
         if cost.has_library:

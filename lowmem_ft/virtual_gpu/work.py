@@ -86,7 +86,7 @@ class WorkLog:
 
     def add(self, work: Work) -> None:
         """Log a kernel, a copy or a collective."""
-        if work.blocking and work.to_host:
+        if work.blocking:
             self._host_waits(work.times)
         self.entries.append(work)
 

@@ -78,7 +78,6 @@ class StreamChecker:
     def __init__(self, recorder: Recorder) -> None:
         self.order = StreamOrder()
         self._recorder = recorder
-        self._pinned: set[int] = set()  # results of copies that do not wait
         self._stream_of_node: dict[int, int] = {}
         self._last_sequence = 0
 
@@ -101,7 +100,6 @@ class StreamChecker:
 
     def freed(self, index: int) -> None:
         """The recorder has ended an allocation."""
-        self._pinned.discard(index)
         self.order.freed(index)
 
     def buffer(self, index: int) -> None:
@@ -155,9 +153,7 @@ class StreamChecker:
         for operand in touched:
             by_host = False
             if operand.place != "device":
-                if operand.writes and does_not_wait and func is torch.ops.aten._to_copy.default:
-                    self._pinned.add(operand.index)
-                is_pinned = operand.place in ("pinned", "managed") or operand.index in self._pinned
+                is_pinned = operand.place in ("pinned", "managed")
                 by_host = not is_pinned and not operand.writes
                 waits |= not is_pinned and operand.writes
             agent = None if by_host else stream

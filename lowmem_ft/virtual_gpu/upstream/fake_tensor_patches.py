@@ -21,6 +21,9 @@ from lowmem_ft.virtual_gpu.kernels.type_names import device_of
 
 aten = torch.ops.aten
 
+_PINNED = "was pinned elsewhere"
+"""Noted of a real tensor."""
+
 _TAKE_A_STORAGE = frozenset({aten.set_.source_Storage, aten.set_.source_Storage_storage_offset})
 """Torch's cache of what operators return on fake tensors goes by arguments: it would keep the storage for ever."""
 
@@ -141,14 +144,22 @@ def _of_number(format_tensor: Callable[[Tensor, str], str]) -> Callable[[Tensor,
 
 
 def _where_traced(pin_memory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``Tensor.pin_memory`` that does nothing in other threads, such as a data loader's: they have real tensors."""
+    """``Tensor.pin_memory`` in other threads, such as a data loader's: they have real tensors, which are but noted."""
 
     @functools.wraps(pin_memory)
     def pin(self: Tensor, *args: Any) -> Tensor:
         is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
-        return pin_memory(self, *args) if is_traced else self
+        if is_traced:
+            return pin_memory(self, *args)
+        vars(self)[_PINNED] = True
+        return self
 
     return pin
+
+
+def was_pinned_elsewhere(tensor: Tensor) -> bool:
+    """Whether another thread has pinned a tensor that a program uses."""
+    return _PINNED in vars(tensor)
 
 
 def _computed_for_real(worker_loop: Callable[..., None]) -> Callable[..., None]:

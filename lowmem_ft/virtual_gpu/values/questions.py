@@ -51,10 +51,13 @@ class Questions:
 
     Args:
         say: is told of each line that gets an answer which may be wrong.
+
+    Attributes:
+        say: the same.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+        self.say = say
         self._asked_in: dict[int, _Asked] = {}
 
     def answer(self, dtype: torch.dtype, *, is_in_forward: bool = False) -> float | int | bool:
@@ -75,10 +78,10 @@ class Questions:
         if is_number:
             return 0.0
         if dtype == torch.bool:
-            self._say(f"{asking_line()}: a boolean that a trace does not have was taken as False")
+            self.say(f"{asking_line()}: a boolean that a trace does not have was taken as False")
             return False
         if is_in_forward:
-            self._say(f"{asking_line()}: an integer that a trace does not have was read as 1")
+            self.say(f"{asking_line()}: an integer that a trace does not have was read as 1")
         return 1
 
     def _count_round(self) -> None:

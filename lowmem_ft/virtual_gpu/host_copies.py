@@ -1,0 +1,62 @@
+"""Copies between the host and the device that are asked not to wait, and whether CUDA lets the host go on.
+
+It does from and to pinned memory. Pageable memory is copied into the driver's own pinned buffers first: on its way to
+the device the host is held up until its stream has come so far, but for the few bytes that go with the command; on its
+way to the host until it is there. ``.to("cpu", non_blocking=True)`` makes pinned memory.
+
+Source: CUDA's "API synchronization behavior" and the programming guide's list of implicit asynchronous calls; pytorch,
+aten/src/ATen/native/TensorConversions.cpp and cuda/Copy.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import was_pinned_elsewhere
+from lowmem_ft.virtual_gpu.values.questions import asking_line
+from lowmem_ft.virtual_gpu.work import Work
+
+if TYPE_CHECKING:
+    from lowmem_ft.virtual_gpu.recorder import Recorder
+
+aten = torch.ops.aten
+
+SENT_AT_ONCE_BYTES = 2**16
+"""So much goes to the device with the command, from whatever memory."""
+
+
+class HostCopies:
+    """Judges them.
+
+    Args:
+        recorder: knows where memory lies.
+        say: is told of each line whose copy waits all the same.
+    """
+
+    def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
+        self._recorder = recorder
+        self._say = say
+
+    def begin(self, func: Any, args: tuple[Any, ...], result: Tensor, copy: Work) -> None:
+        """Let the host wait for a copy that is asked not to, where CUDA makes it.
+
+        Args:
+            func: the operator.
+            args: its arguments.
+            result: what it returned.
+            copy: its work; it blocks afterwards, or not.
+        """
+        if copy.to_host and func is aten._to_copy.default:
+            self._recorder.mark_place(result, "pinned")
+            return
+        host = result if copy.to_host else args[1] if func is aten.copy_.default else args[0]
+        is_pinned = self._recorder.place_of(host) in ("pinned", "managed") or was_pinned_elsewhere(host)
+        copy.blocking = not is_pinned and (copy.to_host or copy.num_bytes > SENT_AT_ONCE_BYTES)
+        if copy.blocking:
+            self._say(
+                f"{asking_line()}: a copy with non_blocking=True lets the host wait, as its memory there is not pinned"
+            )

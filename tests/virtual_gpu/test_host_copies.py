@@ -1,0 +1,86 @@
+"""Whether the host waits for a copy, asked to or not: CUDA goes by the memory on the host."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.host_copies import SENT_AT_ONCE_BYTES
+from lowmem_ft.virtual_gpu.replay.clock import time_of
+from lowmem_ft.virtual_gpu.work import Work
+
+LARGE = SENT_AT_ONCE_BYTES + 1
+
+
+def host(num_bytes=LARGE, *, pinned=False):
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def device():
+    return torch.zeros(LARGE, dtype=torch.uint8, device="cuda")
+
+
+def pinned_by_a_thread():
+    """As data loaders with workers do."""
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        tensor = torch.zeros(LARGE, dtype=torch.uint8)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(tensor.pin_memory()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+WAITS = {
+    "to the device, told to": lambda: host().to("cuda"),
+    "to the device, told to, pinned": lambda: host(pinned=True).to("cuda"),
+    "to the device, pageable": lambda: host().to("cuda", non_blocking=True),
+    "into the device, pageable": lambda: device().copy_(host(), non_blocking=True),
+    "to the host, told to": lambda: device().cpu(),
+    "into the host, pageable": lambda: host().copy_(device(), non_blocking=True),
+}
+GOES_ON = {
+    "to the device, pinned": lambda: host(pinned=True).to("cuda", non_blocking=True),
+    "to the device, pinned now": lambda: host().pin_memory().to("cuda", non_blocking=True),
+    "to the device, pinned by a data loader": lambda: pinned_by_a_thread().to("cuda", non_blocking=True),
+    "to the device, few": lambda: host(SENT_AT_ONCE_BYTES).to("cuda", non_blocking=True),
+    "into the host, pinned": lambda: host(pinned=True).copy_(device(), non_blocking=True),
+    "to the host": lambda: device().to("cpu", non_blocking=True),
+    "within the device": lambda: device().clone(),
+}
+
+
+@pytest.mark.parametrize("copy", [*WAITS, *GOES_ON])
+def test_the_host_waits_where_cuda_lets_it_wait(copy):
+    with VirtualGPU("l4") as gpu:
+        kept = {**WAITS, **GOES_ON}[copy]()
+        assert gpu.work.num_host_waits == (copy in WAITS)
+    assert bool(gpu.choices) == copy.endswith("pageable")
+    for choice in gpu.choices:
+        assert "test_host_copies.py" in choice
+        assert "non_blocking=True lets the host wait" in choice
+    del kept
+
+
+def test_what_is_brought_to_the_host_without_waiting_is_pinned():
+    with VirtualGPU("l4") as gpu:
+        kept = device().to("cpu", non_blocking=True)
+        report = gpu.report()
+    assert report.host_pinned_bytes >= kept.nbytes
+
+
+def test_a_copy_that_waits_holds_up_the_host_on_the_clock():
+    """The kernel before it takes ten seconds; what is issued behind the copy begins later than that, or at once."""
+
+    def end_of_next(copy):
+        with VirtualGPU("l4") as gpu:
+            gpu.work.add(Work("kernel", 0, num_bytes=10 * int(gpu.spec.bandwidth)))
+            copy()
+            gpu.work.mark("next")
+            return time_of(gpu.work.entries, gpu.spec).starts[-1]
+
+    assert end_of_next(WAITS["to the device, pageable"]) > 10
+    assert end_of_next(GOES_ON["to the device, pinned"]) < 0.1
