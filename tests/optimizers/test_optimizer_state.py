@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from devices_to_test_on import on_cuda, on_virtual_gpu, running_on
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -18,9 +19,7 @@ from lowmem_ft.optimizers import (
 )
 
 ON_CPU = [name for name, row in OPTIMIZERS.items() if row.devices is None or "cpu" in row.devices]
-EVERY_ROW = [pytest.param(name, "cpu", id=name) for name in ON_CPU] + [
-    pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in OPTIMIZERS
-]
+EVERY_ROW = [pytest.param(name, "cpu", id=name) for name in ON_CPU] + on_cuda(OPTIMIZERS)
 UNPAGED_TWIN = {
     "paged_adamw_8bit": "adamw_bnb_8bit",
     "paged_lion_8bit": "lion_8bit",
@@ -42,8 +41,6 @@ class Model(nn.Module):
 
 
 def build(name, device="cpu", dtype=torch.float32, width=64, **fields):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
     model = Model(dtype, width).to(device)
     config = OptimizerConfig(name=name, weight_decay=0.01, **fields)
     return model, create_optimizer(model, config, learning_rate=1e-2)
@@ -63,8 +60,13 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
-def through_files(state, folder):
-    """What a checkpoint does to it."""
+def through_files(state, folder, has_values):
+    """What a checkpoint does to it: it comes back on the host."""
+    if not has_values:
+        return OptimizerState(
+            tensors={key: tensor.cpu() for key, tensor in state.tensors.items()},
+            scalars=json.loads(json.dumps(state.scalars)),
+        )
     save_file(
         {key: tensor.contiguous() for key, tensor in state.tensors.items()}, folder / "state.safetensors"
     )
@@ -79,7 +81,7 @@ def same_bits(first, second):
     return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def assert_same_state(first, second):
+def assert_same_state(first, second, *, has_values=True):
     """Every entry of the state equal in value, type and device; and the same hyperparameters."""
     for group, other in zip(first.param_groups, second.param_groups, strict=True):
         assert {k: v for k, v in group.items() if k != "params"} == {
@@ -92,7 +94,8 @@ def assert_same_state(first, second):
                 assert type(value) is type(twin_state[key])
                 if isinstance(value, torch.Tensor):
                     assert (value.dtype, value.device) == (twin_state[key].dtype, twin_state[key].device)
-                    assert torch.equal(value, twin_state[key])
+                    assert value.shape == twin_state[key].shape
+                    assert not has_values or torch.equal(value, twin_state[key])
                 else:
                     assert value == twin_state[key]
 
@@ -108,26 +111,29 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("dtype,formats", FORMATS)
-@pytest.mark.parametrize("name,device", EVERY_ROW)
+@pytest.mark.parametrize("name,device", EVERY_ROW + on_virtual_gpu(OPTIMIZERS))
 def test_five_steps_saved_and_five_more_equal_ten(name, device, dtype, formats, tmp_path):
     row = OPTIMIZERS[name]
     if ("master" in formats and not row.takes_formats) or (
         "state" in formats and not row.takes_state_formats
     ):
         return
-    straight, optimizer = build(name, device, dtype, **formats)
-    train(straight, optimizer, range(10))
+    with running_on(device) as (device, has_values):
+        steps = 5 if has_values else 1
+        straight, optimizer = build(name, device, dtype, **formats)
+        train(straight, optimizer, range(2 * steps))
 
-    model, first = build(name, device, dtype, **formats)
-    train(model, first, range(5))
-    state = through_files(export_optimizer_state(first, model.named_parameters()), tmp_path)
-    resumed, second = build(name, device, dtype, **formats)
-    resumed.load_state_dict(model.state_dict())
-    import_optimizer_state(second, resumed.named_parameters(), state)
-    assert_same_state(first, second)
-    train(resumed, second, range(5, 10))
-    assert same_bits(resumed, straight)
-    assert_same_state(second, optimizer)
+        model, first = build(name, device, dtype, **formats)
+        train(model, first, range(steps))
+        exported = export_optimizer_state(first, model.named_parameters())
+        state = through_files(exported, tmp_path, has_values)
+        resumed, second = build(name, device, dtype, **formats)
+        resumed.load_state_dict(model.state_dict())
+        import_optimizer_state(second, resumed.named_parameters(), state)
+        assert_same_state(first, second, has_values=has_values)
+        train(resumed, second, range(steps, 2 * steps))
+        assert not has_values or same_bits(resumed, straight)
+        assert_same_state(second, optimizer, has_values=has_values)
 
 
 def test_momentum_zero_keeps_no_state_and_resumes():
@@ -144,22 +150,24 @@ def test_momentum_zero_keeps_no_state_and_resumes():
     assert same_bits(resumed, straight)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", list(UNPAGED_TWIN))
+@pytest.mark.parametrize("name,device", on_cuda(UNPAGED_TWIN) + on_virtual_gpu(UNPAGED_TWIN))
 @pytest.mark.parametrize("into_paged", [True, False])
-def test_paged_and_unpaged_load_each_other(name, into_paged):
+def test_paged_and_unpaged_load_each_other(name, device, into_paged):
     names = (UNPAGED_TWIN[name], name) if into_paged else (name, UNPAGED_TWIN[name])
-    model, first = build(names[0], "cuda", width=2048)  # bitsandbytes pages tensors from 100,000 elements on
-    train(model, first, range(3))
-    resumed, second = build(names[1], "cuda", width=2048)
-    resumed.load_state_dict(model.state_dict())
-    import_optimizer_state(
-        second, resumed.named_parameters(), export_optimizer_state(first, model.named_parameters())
-    )
-    train(model, first, range(3, 6))
-    train(resumed, second, range(3, 6))
-    assert same_bits(model, resumed)
-    assert (is_paged(first), is_paged(second)) == (not into_paged, into_paged)
+    with running_on(device) as (device, has_values):
+        model, first = build(
+            names[0], device, width=2048
+        )  # bitsandbytes pages tensors from 100,000 elements on
+        train(model, first, range(3))
+        resumed, second = build(names[1], device, width=2048)
+        resumed.load_state_dict(model.state_dict())
+        import_optimizer_state(
+            second, resumed.named_parameters(), export_optimizer_state(first, model.named_parameters())
+        )
+        train(model, first, range(3, 6))
+        train(resumed, second, range(3, 6))
+        assert not has_values or same_bits(model, resumed)
+        assert (is_paged(first), is_paged(second)) == (not into_paged, into_paged)
 
 
 def is_paged(optimizer):
