@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import was_pinned_elsewhere
 from lowmem_ft.virtual_gpu.values.questions import asking_line
@@ -41,7 +40,7 @@ class HostCopies:
         self._recorder = recorder
         self._say = say
 
-    def begin(self, func: Any, args: tuple[Any, ...], result: Tensor, copy: Work) -> None:
+    def begin(self, func: Any, args: tuple[Any, ...], result: Any, copy: Work) -> None:
         """Let the host wait for a copy that is asked not to, where CUDA makes it.
 
         Args:

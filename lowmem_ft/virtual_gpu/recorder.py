@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
                 self.mark(tensor, category)
         cost = self._costs.of(func, args, kwargs, result, seen, self.stream)
         workspaces = self._take_workspaces(func, cost)
-        if is_pinned and self.device_type != "cpu":
+        if is_pinned and isinstance(result, Tensor) and self.device_type != "cpu":
             self.mark_place(result, "pinned")
         work = cost.work
         if work is not None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 
 import pytest
 import torch
+from gpu_runs import MOST_BYTES, RUNS, budget_of_one_mib, settings_of_seven_layers, short_recipe
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.host_copies import CopyEngine
-from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
-from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,57 +22,32 @@ pytestmark = [
 MILLISECONDS = 4_000_000
 """Some two, in the GPU's cycles."""
 
-SHORT = ("training.max_steps=6", "training.save_steps=3", "training.eval_steps=null")
 
-
-def recipe(folder, *overrides):
-    return load_recipe("tiny", [f"training.output_dir={folder}", *SHORT, *overrides])
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("training.mixed_precision=bf16",),
-        ("training.mixed_precision=fp16",),
-        ("model.dtype=bfloat16", "optimizer.name=paged_adamw_8bit"),
-        ("data.packing=true", "training.mixed_precision=bf16"),
-    ],
-    ids=lambda overrides: " ".join(overrides) or "fp32",
-)
+@pytest.mark.parametrize("overrides", RUNS, ids=lambda overrides: " ".join(overrides) or "fp32")
 def test_a_run_learns_and_reports_the_devices_memory(tmp_path, metrics, overrides):
-    result = train(recipe(tmp_path / "run", *overrides))
+    result = train(short_recipe(tmp_path / "run", *overrides))
     losses = metrics(tmp_path / "run")
     assert losses[-1] < losses[0]
     assert (result.model_folder / "model.safetensors").exists()
-    assert (
-        max(metrics(tmp_path / "run", "memory_peak_bytes")) < 2**30
-    )  # the tiny model, not the host's memory
+    assert max(metrics(tmp_path / "run", "memory_peak_bytes")) < MOST_BYTES
 
 
 @pytest.mark.parametrize("overrides", [(), ("training.mixed_precision=fp16",)])
 def test_a_resumed_run_is_bitwise_the_same(tmp_path, metrics, overrides):
     deterministic = ("training.full_determinism=true", *overrides)
-    train(recipe(tmp_path / "whole", *deterministic))
-    train(recipe(tmp_path / "resumed", "training.max_steps=6", *deterministic))
+    train(short_recipe(tmp_path / "whole", *deterministic))
+    train(short_recipe(tmp_path / "resumed", "training.max_steps=6", *deterministic))
     for folder in ("checkpoint-6", "model"):
         _remove(tmp_path / "resumed" / folder)
-    train(recipe(tmp_path / "resumed", "training.resume_from_checkpoint=auto", *deterministic))
+    train(short_recipe(tmp_path / "resumed", "training.resume_from_checkpoint=auto", *deterministic))
     assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
     one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "resumed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture
-def seven_layers(tmp_path, recipes_folder):
-    """The tiny model with layers enough for each slot to be used again: two would each keep one to themselves.
-
-    With weights in a file, as random ones are made where the weights will be: a GPU draws other numbers than a CPU.
-    """
-    folder = shutil.copytree(recipes_folder / "tiny", tmp_path / "seven_layers")
-    config = AutoConfig.from_pretrained(folder, num_hidden_layers=7)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return ("training.full_determinism=true", f"model={folder}", "model.weights=pretrained")
+def seven_layers(tmp_path):
+    return settings_of_seven_layers(tmp_path)
 
 
 @pytest.mark.parametrize("max_grad_norm", ["null", "1.0"])
@@ -85,7 +57,7 @@ def test_each_rung_of_the_ladder_trains_as_the_one_below(max_grad_norm, seven_la
     for index, rung in enumerate(RUNGS[3:]):
         folder = tmp_path / str(index)
         train(
-            recipe(
+            short_recipe(
                 folder,
                 *seven_layers,
                 *settings_of(rung),
@@ -105,7 +77,7 @@ def test_streamed_weights_wait_for_whoever_is_late(late, seven_layers, tmp_path,
     """A copy of so small a layer takes microseconds: nobody would meet it on its way without being held up."""
     (streamed,) = (rung for rung in RUNGS if rung.name == "+ weights streamed")
     settings = (*seven_layers, *settings_of(streamed), "training.max_steps=3")
-    train(recipe(tmp_path / "in_time", *settings))
+    train(short_recipe(tmp_path / "in_time", *settings))
     begin = CopyEngine._on
 
     @contextlib.contextmanager
@@ -118,20 +90,19 @@ def test_streamed_weights_wait_for_whoever_is_late(late, seven_layers, tmp_path,
             yield
 
     monkeypatch.setattr(CopyEngine, "_on", begin_late)
-    train(recipe(tmp_path / "late", *settings))
+    train(short_recipe(tmp_path / "late", *settings))
     assert metrics(tmp_path / "late") == metrics(tmp_path / "in_time")
 
 
 def test_a_budget_caps_the_allocator_for_the_run_alone(tmp_path):
-    overhead = process_overhead_bytes(this_machines_gpu(), uses_bitsandbytes=False, num_processes=1)
-    one_mib = f"{sum(overhead.values()) // 2**10 + 2**10}KiB"  # of tensors; torch gets memory by twos
+    one_mib = budget_of_one_mib(this_machines_gpu())
     with pytest.raises(
         DoesNotFitError, match=rf"ran out while the model was loaded \(budget\.device={one_mib}\)"
     ):
-        train(recipe(tmp_path / "run", f"budget={one_mib}"))
+        train(short_recipe(tmp_path / "run", f"budget={one_mib}"))
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
     with pytest.raises(DoesNotFitError, match=r"budget\.device=1MiB leaves nothing for tensors"):
-        train(recipe(tmp_path / "run", "budget=1MiB"))
+        train(short_recipe(tmp_path / "run", "budget=1MiB"))
 
 
 def _remove(folder):

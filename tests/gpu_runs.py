@@ -1,0 +1,45 @@
+"""Runs that a CUDA device trains and a virtual GPU rehearses: both tests take them from here."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
+
+RUNS = [
+    (),
+    ("training.mixed_precision=bf16",),
+    ("training.mixed_precision=fp16",),
+    ("model.dtype=bfloat16", "optimizer.name=paged_adamw_8bit"),
+    ("data.packing=true", "training.mixed_precision=bf16"),
+]
+SHORT = ("training.max_steps=6", "training.save_steps=3", "training.eval_steps=null")
+MOST_BYTES = 2**30
+"""Of the tiny model's run: not the host's memory."""
+
+
+def short_recipe(folder: Path, *overrides: str) -> Recipe:
+    """The tiny recipe on a GPU, for six steps."""
+    return load_recipe("tiny", [f"training.output_dir={folder}", *SHORT, *overrides])
+
+
+def settings_of_seven_layers(folder: Path) -> tuple[str, ...]:
+    """The tiny model with layers enough for each slot to be used again: two would each keep one to themselves.
+
+    With weights in a file, as random ones are made where the weights will be: a GPU draws other numbers than a CPU.
+    """
+    folder = shutil.copytree(Path(__file__).parents[1] / "recipes" / "tiny", folder / "seven_layers")
+    config = AutoConfig.from_pretrained(folder, num_hidden_layers=7)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return ("training.full_determinism=true", f"model={folder}", "model.weights=pretrained")
+
+
+def budget_of_one_mib(gpu: Gpu) -> str:
+    """Of tensors; torch gets memory by twos."""
+    overhead = process_overhead_bytes(gpu, uses_bitsandbytes=False, num_processes=1)
+    return f"{sum(overhead.values()) // 2**10 + 2**10}KiB"
