@@ -13,14 +13,21 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+import lowmem_ft.optimizers.triton_update  # noqa: F401  its operator has a cost
+from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.optimizers.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
+from lowmem_ft.optimizers.state_formats import state_format
+from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 
 AVERAGES = {"adamw": 2, "lion": 1, "sgd": 1}
-MASTERS = {"weight": 0, "fp32": 4, "split16": 2, "split24": 1, "stochastic_rounding": 0, "none": 0}
-STATES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / BLOCK}
+MASTERS = ("weight", "fp32", "split16", "split24", "stochastic_rounding", "none")
+STATES = ("fp32", "bf16", "8bit")
 _POINTERS = {
     ("master", "weight"): "*fp32",
     ("master", "fp32"): "*fp32",
@@ -39,7 +46,8 @@ class Compiled:
         spilled_bytes: of a thread, stored in memory for want of registers.
         fused: how many multiplications and additions are one operation.
         moved_bytes: an element.
-        least_bytes: an element, that the formats themselves make: all read and written once, the gradient read.
+        least_bytes: an element, that the formats themselves make, and that estimates count: all that is kept read and
+            written once, the gradient read, and a weight with a float32 copy written.
     """
 
     registers: int
@@ -102,14 +110,44 @@ def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
     options = {"num_warps": WARPS, "enable_fp_fusion": False}
     ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
     usage = _usage(ptx, arch)
-    per_weight = 2 * (4 if master == "weight" else 2 + MASTERS[master])
     return Compiled(
         registers=int(_found(r"Used (\d+) registers", usage)),
         spilled_bytes=int(_found(r"(\d+) bytes spill stores", usage)),
         fused=len(re.findall(r"\bfma\.", ptx)),
         moved_bytes=_moved_bytes(ptx, ROWS, 32 * WARPS),
-        least_bytes=per_weight + 2 + 2 * AVERAGES[rule] * STATES[state],
+        least_bytes=_counted_bytes(rule, master, state),
     )
+
+
+def _counted_bytes(rule: str, master: str, state: str) -> float:
+    """What a trace counts for an element, with bfloat16 gradients."""
+    num_elements = 2**16
+    dtype = torch.float32 if master == "weight" else torch.bfloat16
+
+    def made(sizes: Iterable[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=kind, device="meta") for size, kind in sizes]
+
+    weight, gradient = made([(num_elements, dtype), (num_elements, torch.bfloat16)])
+    beside = made(
+        (num_elements, kind)
+        for kind in master_format("fp32" if master == "weight" else master, dtype).tensors.values()
+    )
+    averages = [
+        made(state_format(state, signed=number == 0).tensors("average", num_elements).values())
+        for number in range(AVERAGES[rule])
+    ]
+    cost = registered_cost(torch.ops.lowmem_ft.update_in_triton.default)
+    assert cost is not None
+    moved_bytes = cost.moved_bytes(
+        weight,
+        beside[0] if beside else None,
+        [values for values, *_ in averages],
+        [scale for _, *scales in averages for scale in scales],
+        gradient,
+        None,
+        master,
+    )
+    return moved_bytes / num_elements
 
 
 def _usage(ptx: str, arch: int) -> str:

@@ -46,6 +46,7 @@ class Gpu:
             has none, or one bridge to one other card, which a ring of more cannot use.
         held_by_others_bytes: what other processes and displays hold of it now, where it is one of this machine's; None:
             not known.
+        has_triton: whether the machine that it is in has Triton, which torch's CUDA wheels for Linux depend on.
         prices: on demand; empty if nobody rents it out.
         sources: where each of the numbers comes from, by field.
     """
@@ -63,6 +64,7 @@ class Gpu:
     context_bytes: int
     nvlink: float = 0.0
     held_by_others_bytes: int | None = None
+    has_triton: bool = True
     prices: tuple[Price, ...] = ()
     sources: Mapping[str, str]
 

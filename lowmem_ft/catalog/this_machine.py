@@ -9,6 +9,7 @@ import torch
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
+from lowmem_ft.packages import is_installed
 
 
 def this_machines_gpu(device: torch.device | None = None) -> Gpu:
@@ -46,6 +47,7 @@ def this_machines_gpu(device: torch.device | None = None) -> Gpu:
         compute_capability=capability,
         num_multiprocessors=properties.multi_processor_count,
         held_by_others_bytes=_held_by_others(device, nearest.context_bytes),
+        has_triton=is_installed("triton"),
         sources=sources,
     )
 

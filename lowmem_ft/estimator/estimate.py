@@ -189,10 +189,13 @@ class SharedTraces:
 
 
 def _kind(recipe: Recipe, gpu: Gpu) -> tuple[object, ...]:
-    """What decides which kernels a recipe runs, and what they allocate; deterministic ones split by multiprocessors."""
+    """What decides which kernels a recipe runs, and what they allocate; deterministic ones split by multiprocessors.
+
+    Weights are updated by Triton where it is installed.
+    """
     is_deterministic = recipe.training.full_determinism or torch.are_deterministic_algorithms_enabled()
     num_splits = gpu.num_multiprocessors if is_deterministic else None
-    return gpu.compute_capability, num_splits
+    return gpu.compute_capability, num_splits, gpu.has_triton
 
 
 def _trace_or_error(

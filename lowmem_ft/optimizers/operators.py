@@ -9,7 +9,7 @@ ties away from zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -42,35 +42,57 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """The functions behind the operators."""
 
 
+def register_operator(
+    function: Callable[..., Any],
+    schema: str,
+    fake: Callable[..., Any],
+    *,
+    moved_bytes: Callable[..., int],
+    temporary_bytes: Callable[..., int] | None = None,
+    irrelevant: Collection[str],
+) -> Callable[..., Any]:
+    """Make a function an operator ``lowmem_ft::NAME``, with what stands in for it in a trace; the operator.
+
+    Args:
+        function: what it does; its name is the operator's.
+        schema: its arguments and results.
+        fake: returns only the result's shape.
+        moved_bytes: read and written by all of its kernels.
+        temporary_bytes: beside the result at the most.
+        irrelevant: arguments on which none of these depends.
+    """
+    name = function.__name__
+    _LIBRARY.define(f"{name}{schema}")
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lowmem_ft::{name}", fake, lib=_LIBRARY)
+    operator = getattr(torch.ops.lowmem_ft, name)
+    register_operator_cost(
+        operator.default, moved_bytes=moved_bytes, temporary_bytes=temporary_bytes, irrelevant=irrelevant
+    )
+    return operator
+
+
 def _operator(
     schema: str,
     fake: Callable[..., Any],
     moved_bytes: Callable[..., int],
     temporary_bytes: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as an operator, with what stands in for it in a trace.
+    """:func:`register_operator` for a format's arithmetic; a test counts the bytes on the function itself.
 
-    Args:
-        schema: its arguments and results.
-        fake: returns only the result's shape.
-        moved_bytes: read and written by all of its kernels; of averages with a sign, which take more.
-        temporary_bytes: beside the result at the most. A test counts both on the function itself.
+    Those of averages are of one with a sign, which takes more.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__
-        IMPLEMENTATIONS[name] = function
-        _LIBRARY.define(f"{name}{schema}")
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"lowmem_ft::{name}", fake, lib=_LIBRARY)
-        operator = getattr(torch.ops.lowmem_ft, name)
-        register_operator_cost(
-            operator.default,
+        IMPLEMENTATIONS[function.__name__] = function
+        return register_operator(
+            function,
+            schema,
+            fake,
             moved_bytes=moved_bytes,
             temporary_bytes=temporary_bytes,
             irrelevant=("key", "element"),
         )
-        return operator
 
     return register
 

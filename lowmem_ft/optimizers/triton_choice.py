@@ -36,36 +36,48 @@ def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: 
         kernel: ``auto`` takes it on CUDA where it is there and agrees with the operations; ``triton`` demands it.
         device: where the update runs.
         formats: everything that the kernel is compiled for.
-        trial: run twice for new formats.
+        trial: run twice for new formats; a virtual GPU, which computes nothing, is taken to agree.
 
     Raises:
         UserError: if it is demanded and does not work.
     """
-    if kernel == "eager" or (kernel == "auto" and (kernels_of(device) != "cuda" or is_virtual(device))):
+    if kernel == "eager" or (kernel == "auto" and kernels_of(device) != "cuda"):
         return False
     if kernel == "untried":
         return True
+    if is_virtual(device):  # one name for GPUs of all kinds, and none that computes what could be compared
+        return _works_or_refused(kernel, _problem_of(device))
     key = (kernel, device, formats)
     if key not in _works:
         problem = _problem_of(device) or _problem_of_trial(trial)
-        if problem is not None and kernel == "triton":
-            raise UserError(f"The update by Triton was asked for, and {problem} Set kernel to auto or eager.")
+        _works[key] = _works_or_refused(kernel, problem)
         if problem is not None and problem not in _told:
             _told.add(problem)
             logger.warning(
                 "Weights are updated by many small kernels, which takes longer than one in Triton: %s",
                 problem,
             )
-        _works[key] = problem is None
     return _works[key]
 
 
+def _works_or_refused(kernel: Kernel, problem: str | None) -> bool:
+    if problem is not None and kernel == "triton":
+        raise UserError(f"The update by Triton was asked for, and {problem} Set kernel to auto or eager.")
+    return problem is None
+
+
+def _has_triton(device: torch.device) -> bool:
+    """On this machine, or on the one that a virtual GPU is in."""
+    return torch.get_device_module(device).has_triton() if is_virtual(device) else is_installed("triton")
+
+
 def _problem_of(device: torch.device) -> str | None:
-    if not is_installed("triton"):
+    if not _has_triton(device):
         return "Triton is not installed. `pip install triton` brings it."
     if kernels_of(device) == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    if kernels_of(device) != "cuda" or is_virtual(device) or torch.version.cuda is None:
+    is_nvidia = kernels_of(device) == "cuda" and (is_virtual(device) or torch.version.cuda is not None)
+    if not is_nvidia:
         return f"it needs an NVIDIA GPU, got {device}."
     if compute_capability(device) < _OLDEST:
         return (

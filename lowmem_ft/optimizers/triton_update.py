@@ -13,7 +13,7 @@ from torch import Tensor
 from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.optimizers.counter_random import CounterRandom
 from lowmem_ft.optimizers.lion import Lion
-from lowmem_ft.optimizers.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
+from lowmem_ft.optimizers.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES, register_operator
 from lowmem_ft.optimizers.sgd import SGD
 
 _LARGEST_CHUNK = 2**31 - 1
@@ -89,47 +89,105 @@ def launch(
     Raises:
         ValueError: if the chunk has 2**31 elements or more.
     """
-    from lowmem_ft.optimizers.triton_kernel import ROWS, WARPS, update_chunk
-
-    num_elements = weight.numel()
-    if num_elements > _LARGEST_CHUNK:
+    if weight.numel() > _LARGEST_CHUNK:
         raise ValueError(
-            f"The kernel takes chunks of up to {_LARGEST_CHUNK} elements, got {num_elements}. "
+            f"The kernel takes chunks of up to {_LARGEST_CHUNK} elements, got {weight.numel()}. "
             "Lower the optimizer's chunk_elements."
         )
+    is_float32 = weight.dtype == torch.float32
+    _update_in_triton(
+        weight,
+        kept.get("master", kept.get("low")),
+        [kept[name] for name in averages],
+        [kept[f"{name}_scale"] for name in averages if f"{name}_scale" in kept],
+        gradient,
+        clip,
+        "weight" if is_float32 else master,
+        state,
+        rule.name,
+        list(rule.constants),
+        list(rule.from_end),
+        [random.key(stream) for stream in range(3)],
+        random.element,
+    )
+
+
+def update_in_triton(
+    weight: Tensor,
+    beside: Tensor | None,
+    averages: list[Tensor],
+    scales: list[Tensor],
+    gradient: Tensor,
+    clip: Tensor | None,
+    master: str,
+    state: str,
+    rule: str,
+    constants: list[float],
+    from_end: list[bool],
+    keys: list[int],
+    element: int,
+) -> None:
+    """The launch, as an operator: a trace, which has no Triton and no values, sees what it reads and writes."""
+    from lowmem_ft.optimizers.triton_kernel import ROWS, WARPS, update_chunk
+
     # A tensor stands in for each pointer that the compiled kernel does not use.
-    tensors = [_raw(kept[name]) for name in averages]
-    scales = [kept.get(f"{name}_scale", weight) for name in averages]
-    tensors += [weight] * (2 - len(tensors))
-    scales += [weight] * (2 - len(scales))
-    beside = kept.get("master", kept.get("low", weight))
+    values = [*averages, *[weight] * (2 - len(averages))]
+    scales = [*scales, *[weight] * (2 - len(scales))]
+    num_elements = weight.numel()
     kernel: Any = update_chunk
     on_device = torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext()
     with on_device:  # Triton launches on the current device's stream, whatever its tensors are on
         kernel[(-(-num_elements // (ROWS * BLOCK)),)](
             _raw(weight),
-            _raw(beside),
+            _raw(weight if beside is None else beside),
             _raw(gradient),
             weight if clip is None else clip,
-            *(tensor for pair in zip(map(_raw, tensors), map(_raw, scales), strict=True) for tensor in pair),
+            *(tensor for pair in zip(map(_raw, values), map(_raw, scales), strict=True) for tensor in pair),
             num_elements,
-            random.element,
-            *(random.key(stream) for stream in range(3)),
-            *(float(constant) for constant in (*rule.constants, *[0.0] * (8 - len(rule.constants)))),
-            RULE=rule.name,
-            MASTER="weight" if weight.dtype == torch.float32 else master,
+            element,
+            *keys,
+            *(*constants, *[0.0] * (8 - len(constants))),
+            RULE=rule,
+            MASTER=master,
             STATE=state,
             AVERAGES=len(averages),
             IS_HALF_GRADIENT=gradient.dtype == torch.bfloat16,
             HAS_CLIP=clip is not None,
-            FROM_END_0=rule.from_end[0],
-            FROM_END_1=rule.from_end[1],
+            FROM_END_0=from_end[0],
+            FROM_END_1=from_end[1],
             SIGNED_OCTAVES=SIGNED_OCTAVES,
             UNSIGNED_OCTAVES=UNSIGNED_OCTAVES,
             ROWS=ROWS,
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
+
+
+def _moved_bytes(
+    weight: Tensor,
+    beside: Tensor | None,
+    averages: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    gradient: Tensor,
+    clip: Tensor | None,
+    master: str,
+    *others: object,
+) -> int:
+    """All that is kept is read and written once, but for a weight with a float32 copy, which is written alone."""
+    kept = [*averages, *scales, *([] if beside is None else [beside])]
+    passes_over_weight = 1 if master == "fp32" else 2
+    return passes_over_weight * weight.nbytes + 2 * sum(tensor.nbytes for tensor in kept) + gradient.nbytes
+
+
+_update_in_triton = register_operator(
+    update_in_triton,
+    "(Tensor(a!) weight, Tensor(b!)? beside, Tensor(c!)[] averages, Tensor(d!)[] scales, Tensor gradient, "
+    "Tensor? clip, str master, str state, str rule, float[] constants, bool[] from_end, int[] keys, int element) "
+    "-> ()",
+    lambda *arguments: None,
+    moved_bytes=_moved_bytes,
+    irrelevant=("constants", "keys", "element"),
+)
 
 
 def _rest(part: float) -> float:

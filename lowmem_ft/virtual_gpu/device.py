@@ -162,6 +162,10 @@ class VirtualBackend:
         device_index(device)
         return active_gpu().spec.compute_capability
 
+    def has_triton(self) -> bool:
+        """Whether Triton is installed where it is; not a question of torch's."""
+        return active_gpu().spec.has_triton
+
     def get_device_name(self, device: Any = None) -> str:
         """Its maker's name for it."""
         device_index(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowmem_ft.catalog import this_machine
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.units import GIB, MIB
@@ -44,6 +45,14 @@ def test_what_is_neither_free_nor_ours_is_held_by_others(cuda_driver, device):
 def test_a_context_of_another_size_is_not_taken_for_others(cuda_driver, off_by):
     cuda_driver(**RTX_4090).bytes["context"] = find_gpu("rtx-4090").context_bytes + off_by
     assert this_machines_gpu().held_by_others_bytes == 0
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_whether_it_has_triton_is_looked_up_and_not_assumed(cuda_driver, monkeypatch, is_there):
+    cuda_driver(**RTX_4090)
+    monkeypatch.setattr(this_machine, "is_installed", lambda package: is_there and package == "triton")
+    assert this_machines_gpu().has_triton == is_there
+    assert find_gpu("rtx-4090").has_triton
 
 
 def test_of_a_gpu_of_the_catalogue_nothing_is_known_about_others():

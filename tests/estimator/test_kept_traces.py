@@ -15,6 +15,8 @@ import torch
 import transformers
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory, kept_traces, trace_key, tracing
 from lowmem_ft.estimator.kept_traces import FOLDER_VARIABLE, KeptTraces
 from lowmem_ft.estimator.trace_key import TraceKey
@@ -43,6 +45,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_machine_without_triton_updates_otherwise_and_is_traced_for_itself(model: Path) -> None:
+    recipe, kept = recipe_of(model), KeptTraces()
+    with_triton = estimated(recipe, kept)
+    without = estimated(recipe, kept, dataclasses.replace(find_gpu("rtx-4090"), has_triton=False))
+    assert with_triton.step is not None
+    assert without.step is not None
+    assert with_triton.step.seconds < without.step.seconds
+    assert len(with_triton.timeline.events) < len(without.timeline.events)
+
+
 @pytest.fixture
 def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of layers that were traced, in order."""
@@ -62,7 +74,7 @@ def recipe_of(model: Path, *settings: str) -> Recipe:
     return load_recipe("tiny", [f"model={model}", *short, *settings])
 
 
-def estimated(recipe: Recipe, kept: KeptTraces | None = None, gpu: str = "rtx-4090") -> MemoryEstimate:
+def estimated(recipe: Recipe, kept: KeptTraces | None = None, gpu: str | Gpu = "rtx-4090") -> MemoryEstimate:
     """All that is said, down to the timeline; not held against the recipe's own budget, which is no part of a trace."""
     estimate = estimate_memory(recipe, gpu, budget=Budget(), kept=kept)
     assert estimate.timeline.events

@@ -34,7 +34,7 @@ def check(jobs, folder):
 
 
 def test_adamw_with_the_compact_formats(tmp_path):
-    check([(80, "adamw", "split24", "8bit")], tmp_path)
+    check([(arch, "adamw", "split24", "8bit") for arch in (80, 89, 90)], tmp_path)
 
 
 @pytest.mark.slow
