@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,7 +193,7 @@ _update_in_triton = register_operator(
 
 def _rest(part: float) -> float:
     """What is left to 1 of a share that torch has rounded to float32."""
-    return 1 - torch.tensor(part, dtype=torch.float32, device="cpu").item()
+    return 1 - float(np.float32(part))
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 from ground_truth.comparison import compare, estimated_peaks
 from ground_truth.real_run import run_for_real
 
-from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator import estimate_memory, tracing
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.host_memory import PAGE_BYTES
 from lowmem_ft.recipe import load_recipe
@@ -74,6 +74,21 @@ def test_a_trace_of_few_layers_stands_for_many(recipe_of):
     assert [a.size_bytes for a in extended.timeline.allocations] == [
         a.size_bytes for a in whole.timeline.allocations
     ]
+
+
+def test_gradients_that_wait_on_the_host_need_no_whole_trace(recipe_of, monkeypatch):
+    """An update by one kernel makes nothing, and what it is made with has come from the host: whose layer's is it?"""
+    traced, trace_layers = [], tracing.trace_layers
+
+    def counting(recipe, hf_config, *others):
+        traced.append(hf_config.num_hidden_layers)
+        return trace_layers(recipe, hf_config, *others)
+
+    monkeypatch.setattr(tracing, "trace_layers", counting)
+    monkeypatch.setenv("LOWMEM_FT_TRACE_PROCESSES", "1")
+    in_backward = ("optimizer.in_backward=true", "accumulation.order=vertical", "checkpointing.mode=full")
+    trace_recipe(recipe_of(HOST, *in_backward, layers=20), lambda: VirtualGPU("l4"))
+    assert traced == [4, 5]
 
 
 def test_both_directions_share_the_time_of_a_slow_link(recipe_of):
