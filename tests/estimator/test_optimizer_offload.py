@@ -53,10 +53,11 @@ def test_state_leaves_the_device_but_for_three_chunks(recipe_of):
     state = device.model.parameters * BYTES_A_PARAMETER
     assert device.by_category_at_peak["optimizer_state"] == pytest.approx(state, rel=0.05)
     assert host.by_category_at_peak["optimizer_state"] == 0
-    assert device.host_pinned_bytes == 0
+    batches = device.host_pinned_bytes
+    assert 0 < batches <= 4 * PAGE_BYTES
     num_tensors = 5 * 30  # of some 30 parameters, each in pages of its own
-    assert state <= host.host_pinned_bytes <= state + num_tensors * PAGE_BYTES
-    assert host.host_peak_bytes - device.host_peak_bytes == host.host_pinned_bytes
+    assert state <= host.host_pinned_bytes - batches <= state + num_tensors * PAGE_BYTES
+    assert host.host_peak_bytes - device.host_peak_bytes == host.host_pinned_bytes - batches
     slots = [
         allocation.size_bytes
         for allocation in host.timeline.allocations
