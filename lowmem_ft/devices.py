@@ -32,8 +32,9 @@ def kernels_of(device: torch.device | str) -> str:
 
 
 def is_virtual(device: torch.device | str) -> bool:
-    """Whether a device stands for one that this machine does not have."""
-    return kernels_of(device) != torch.device(device).type
+    """Whether a device stands for one that this machine does not have, as ``cuda`` may inside a virtual GPU's block."""
+    device = torch.device(device)
+    return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "stands_for")
 
 
 def is_apart(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -111,6 +111,12 @@ def test_it_says_where_the_host_waits(recipe):
     assert not [place for place in waits if "estimator" in place or "torch/" in place]
 
 
+def test_flash_attn_is_counted_on_though_it_is_not_installed_here(recipe):
+    """As an estimate does. Streamed weights lie on the host while the loss is compared, where it has no kernel."""
+    streamed = recipe(*ALIKE, *STREAMED, "model.attn_implementation=flash_attention_2")
+    assert rehearse(streamed, "rtx-4090", steps=1).rehearsed_steps == 1
+
+
 def test_warnings_of_the_run_are_told_once(recipe, chats):
     file = chats([3] * 20 + [4000] * 10)  # whose answers are cut
     found = rehearse(recipe(f"data={file}", "data.eval_size=null", "training.eval_steps=null"), "rtx-4090")

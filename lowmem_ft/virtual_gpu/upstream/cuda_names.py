@@ -61,6 +61,8 @@ def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
         undo.callback(_forget_answers)
         for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.graphs):
             _lend_functions(undo, module, backend)
+        torch.cuda.stands_for = backend.stands_for  # type: ignore[attr-defined]  # lowmem_ft.devices asks for it
+        undo.callback(delattr, torch.cuda, "stands_for")
         _lend_to_accelerator(undo, backend)
         undo.enter_context(cuda_without_hardware())
         undo.enter_context(classes_of_cuda())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import flex_attention
 
+from lowmem_ft.devices import is_virtual, kernels_of
 from lowmem_ft.errors import UserError
 from lowmem_ft.virtual_gpu.device import VirtualBackend
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -213,6 +214,15 @@ def test_an_index_is_demanded_where_torchs_own_function_demands_it(monkeypatch):
         if refusal:
             demanded.add((name, parameter))
     assert demanded == DEMAND_AN_INDEX
+
+
+def test_by_either_name_the_device_is_virtual_in_the_block_alone():
+    with VirtualGPU("l4") as gpu:
+        assert is_virtual("cuda")
+        assert is_virtual(gpu.device)
+        assert kernels_of("cuda") == kernels_of(gpu.device) == "cuda"
+        assert not is_virtual("cpu")
+    assert not is_virtual("cuda")
 
 
 def test_devices_may_be_named_in_all_ways(gpu):
