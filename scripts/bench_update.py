@@ -1,0 +1,130 @@
+"""A step with our compact optimizer beside the stock Trainer's with bitsandbytes, by the clock of a virtual GPU.
+
+    python scripts/bench_update.py
+
+Llama 3.1 8B, rows of 2048 tokens, two a step, on an H200: ``transformers.Trainer`` with bfloat16 weights and
+bitsandbytes' 8-bit AdamW, and our step with split24 masters and 8-bit state, each without checkpointing and with it.
+On an RTX 4090: our step in backward with state on the host. Ours twice: with the Triton kernel, and without Triton,
+operation by operation. No GPU is there; seconds are predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from lowmem_ft import VirtualGPU  # isort: skip  first: what bitsandbytes says to no purpose is then left out
+
+import torch
+from measured_on import measured_on
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.models import load_model_config
+from lowmem_ft.recipe import load_recipe
+
+ROWS, TOKENS = 2, 2048
+COMMON = (
+    "data=any",
+    f"data.max_length={TOKENS}",
+    f"training.per_device_train_batch_size={ROWS}",
+    "training.gradient_accumulation_steps=1",
+    "model.dtype=bfloat16",
+    "optimizer.name=adamw",
+    "optimizer.master=split24",
+    "optimizer.state=8bit",
+)
+KEEPS_ALL = ("checkpointing.mode=none", "loss.chunk_tokens=null")
+CHECKPOINTED = ("checkpointing.mode=full", "loss.chunk_tokens=256")
+ON_THE_HOST = ("optimizer.in_backward=true", "accumulation.order=vertical", "offload.optimizer=host")
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="llama-3.1-8b", help="of the catalogue")
+    model = parser.parse_args().model
+    found = {**measured_on(torch.device("cpu")), "model": model, "batch": f"{ROWS} x {TOKENS} tokens"}
+    print(json.dumps({**found, "rows": list(rows_of(model))}, indent=2))
+
+
+def rows_of(model: str) -> Iterator[dict[str, Any]]:
+    """One after the other, as each is estimated."""
+    for name, settings in {"no checkpointing": KEEPS_ALL, "checkpointing": CHECKPOINTED}.items():
+        stock = _stock(model, "h200", is_checkpointed=settings is CHECKPOINTED)
+        yield _row("h200", f"stock, {name}", stock)
+        for update, estimate in _ours(model, "h200", settings):
+            yield _row("h200", f"ours, {name}, {update}", estimate) | {"of_stock": _ratio(estimate, stock)}
+    for update, estimate in _ours(model, "rtx-4090", (*CHECKPOINTED, *ON_THE_HOST)):
+        yield _row("rtx-4090", f"ours, state on the host, {update}", estimate)
+
+
+def _stock(model: str, gpu: str, *, is_checkpointed: bool) -> MemoryEstimate:
+    config = load_model_config(_recipe(model, ()).model, architecture_only=True)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tokens = list(range(TOKENS))
+    with VirtualGPU(gpu) as virtual, tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=ROWS,
+            max_steps=3,
+            bf16=True,
+            optim="adamw_bnb_8bit",
+            gradient_checkpointing=is_checkpointed,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            model=network,
+            args=arguments,
+            train_dataset=[{"input_ids": tokens, "labels": tokens}] * (3 * ROWS),  # type: ignore[arg-type]
+            data_collator=default_data_collator,
+        )
+        with contextlib.redirect_stdout(sys.stderr):  # it prints a summary of its own
+            trainer.train()
+    return virtual.report(tokens_per_step=ROWS * TOKENS)
+
+
+def _ours(model: str, gpu: str, settings: tuple[str, ...]) -> Iterator[tuple[str, MemoryEstimate]]:
+    for update, has_triton in {"Triton": True, "operations": False}.items():
+        card = dataclasses.replace(find_gpu(gpu), has_triton=has_triton)
+        yield update, estimate_memory(_recipe(model, settings), card)
+
+
+def _recipe(model: str, settings: tuple[str, ...]) -> Any:
+    return load_recipe(None, [f"model={model}", *COMMON, *settings])
+
+
+def _row(gpu: str, run: str, estimate: MemoryEstimate) -> dict[str, Any]:
+    return {
+        "gpu": gpu,
+        "run": run,
+        "step_seconds": round(_seconds(estimate), 3),
+        "bound_by": None if estimate.step is None else estimate.step.bound_by,
+        "process_peak_gib": round(estimate.process_peak_bytes / 2**30, 1),
+    }
+
+
+def _ratio(estimate: MemoryEstimate, other: MemoryEstimate) -> float:
+    return round(_seconds(estimate) / _seconds(other), 3)
+
+
+def _seconds(estimate: MemoryEstimate) -> float:
+    assert estimate.step is not None, "steps are traced"
+    return estimate.step.seconds
+
+
+if __name__ == "__main__":
+    main()
