@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
@@ -37,6 +39,13 @@ def settings_of_seven_layers(folder: Path) -> tuple[str, ...]:
     config = AutoConfig.from_pretrained(folder, num_hidden_layers=7)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return ("training.full_determinism=true", f"model={folder}", "model.weights=pretrained")
+
+
+def running_out_while_loading(budget: str) -> pytest.RaisesExc[DoesNotFitError]:
+    """What a run ends with whose model does not go into its budget."""
+    return pytest.raises(
+        DoesNotFitError, match=rf"ran out while the model was loaded \(budget\.device={budget}\)"
+    )
 
 
 def budget_of_one_mib(gpu: Gpu) -> str:

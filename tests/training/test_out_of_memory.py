@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_runs import running_out_while_loading
 
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.meter import MemoryReading
@@ -75,6 +76,17 @@ def test_a_run_that_runs_out_says_so_with_the_budget(tiny, tmp_path, monkeypatch
     with pytest.raises(DoesNotFitError, match=r"after 0 steps \(budget\.device=1TiB\)") as raised:
         train(tiny("budget=1TiB", output_dir=tmp_path / "run"))
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_a_run_that_runs_out_while_it_loads_says_what_is_asked_of_it_on_a_gpu(tiny, tmp_path, monkeypatch):
+    """The words that a test for a device waits for, which runs where one is."""
+
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(loop.TrainingRun, "build", out_of_memory)
+    with running_out_while_loading("1TiB"):
+        train(tiny("budget=1TiB", output_dir=tmp_path / "run"))
 
 
 def test_an_allocation_that_a_cpu_refuses_is_told_likewise(tiny, tmp_path, monkeypatch):

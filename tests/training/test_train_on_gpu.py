@@ -6,7 +6,14 @@ import contextlib
 
 import pytest
 import torch
-from gpu_runs import MOST_BYTES, RUNS, budget_of_one_mib, settings_of_seven_layers, short_recipe
+from gpu_runs import (
+    MOST_BYTES,
+    RUNS,
+    budget_of_one_mib,
+    running_out_while_loading,
+    settings_of_seven_layers,
+    short_recipe,
+)
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 
@@ -96,9 +103,7 @@ def test_streamed_weights_wait_for_whoever_is_late(late, seven_layers, tmp_path,
 
 def test_a_budget_caps_the_allocator_for_the_run_alone(tmp_path):
     one_mib = budget_of_one_mib(this_machines_gpu())
-    with pytest.raises(
-        DoesNotFitError, match=rf"ran out while the model was loaded \(budget\.device={one_mib}\)"
-    ):
+    with running_out_while_loading(one_mib):
         train(short_recipe(tmp_path / "run", f"budget={one_mib}"))
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
     with pytest.raises(DoesNotFitError, match=r"budget\.device=1MiB leaves nothing for tensors"):
