@@ -14,6 +14,7 @@ from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.recipe.needs import CPU, needs_of_shipped_recipes
+from lowmem_ft.units import format_bytes
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
@@ -62,6 +63,18 @@ def test_the_header_says_what_the_recipe_needs(path):
     header = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
     said = re.findall(r"`lowmem-ft estimate recipe=(\S+) --gpu (\S+)`: process (.+? of host memory)", header)
     assert said == ([] if needs.gpu == CPU else [(path.stem, needs.gpu, needs.header_words)])
+
+
+def test_the_readmes_table_says_what_recipes_need():
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ GB[^|]*\| `([\w-]+)` \|[^|]*\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    needs = needs_of_shipped_recipes()
+    assert len(rows) > 10
+    for name, device, host in rows:
+        assert (device, host) == (
+            format_bytes(needs[name].process_peak_bytes),
+            format_bytes(needs[name].host_peak_bytes),
+        )
 
 
 def test_needs_are_kept_of_shipped_recipes_alone():
