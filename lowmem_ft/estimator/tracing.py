@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import logging
 import threading
 import time
@@ -31,6 +32,7 @@ from lowmem_ft.estimator.trace_key import TraceKey, trace_key
 from lowmem_ft.estimator.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
 from lowmem_ft.models import load_model_config, vocab_size
+from lowmem_ft.packages import is_installed
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.build import Plan, build_session, plan_session
@@ -244,6 +246,10 @@ def trace_layers(
         UserError: as above.
         ModelError: as above.
     """
+    if recipe.adapter.name != "none" and is_installed("peft"):
+        importlib.import_module(
+            "peft"
+        )  # else the first trace of a process has what peft allocates as it is imported
     runtime = VirtualRuntime(machine, recipe.training, recipe.distributed, process_index)
     with (
         _said_if_long(recipe, hf_config),
