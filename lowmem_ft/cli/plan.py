@@ -37,13 +37,14 @@ _EXAMPLES = """\
 examples:
   lowmem-ft plan model=llama-3.1-8b budget=24GiB budget.host=64GiB
   lowmem-ft plan recipe=7b-bf16 --gpu rtx-4090 --write my.yaml
-  lowmem-ft plan recipe=8b-bf16 --gpu 8xrtx-4090             # each card takes the recipe's batch
-  lowmem-ft plan model=llama-3.1-70b --gpu h100-80gb --max-cards 8    # how many? they share the rows of a step
+  lowmem-ft plan recipe=8b-bf16 --gpu 8xrtx-4090
+  lowmem-ft plan model=llama-3.1-70b --gpu h100-80gb --max-cards 8
   lowmem-ft plan recipe=7b-bf16 budget=8GiB 'plan.keep=[optimizer.state]' 'plan.allow=[lora,qlora]'
 
 The rows of a step and the mathematics stay (unbiased rounding may come): plan.allow=[...] names what may go, the least
 missed first, and plan.keep=[...] keys that stay as they are. A model alone is planned for steps of 16 rows of 2048
-tokens. Ctrl-C ends the search and gives the best so far.
+tokens. With --gpu 8xNAME each card takes the recipe's batch, with --max-cards they share the rows of a step. Ctrl-C
+ends the search and gives the best so far.
 
 Exit codes: 0 a plan that fits; 3 nothing fits; 2 the input is at fault."""
 

@@ -8,6 +8,7 @@ from ground_truth.cpu_matrix import covering, name_of, overrides_of
 from ground_truth.families import FAMILIES, write_families
 from ground_truth.real_run import run_for_real
 
+from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.analysis import peak_by_phase
@@ -70,13 +71,13 @@ ON_BOTH = {
 
 @pytest.mark.parametrize("family", few_quick(FAMILIES.keys() - {"gpt2"}, ON_CUDA))
 def test_a_virtual_cuda_device_takes_what_a_cpu_does(family, recipe_of, monkeypatch):
-    """Where both run the same kernels: eager attention, no autocast, and none of CUDA's own workspaces.
+    """Where both run the same kernels: eager attention, no autocast, no Triton, and none of CUDA's own workspaces.
 
     GPT-2 is left out for its dropout, which keeps a byte an element on CUDA and a whole number on a CPU.
     """
     recipe = recipe_of({**ON_BOTH, "family": family})
     measured = run_for_real(recipe).allocated
-    gpu = VirtualGPU("a100-80gb")
+    gpu = VirtualGPU(dataclasses.replace(find_gpu("a100-80gb"), has_triton=False))
     monkeypatch.setattr(gpu.recorder._costs, "_rule", None)
     timeline = trace_recipe(recipe, lambda: gpu).trace.timeline
     for allocation in timeline.allocations:
