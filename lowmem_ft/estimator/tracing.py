@@ -247,9 +247,8 @@ def trace_layers(
         ModelError: as above.
     """
     if recipe.adapter.name != "none" and is_installed("peft"):
-        importlib.import_module(
-            "peft"
-        )  # else the first trace of a process has what peft allocates as it is imported
+        # Else the first trace of a process has what PEFT allocates while it is imported.
+        importlib.import_module("peft")
     runtime = VirtualRuntime(machine, recipe.training, recipe.distributed, process_index)
     with (
         _said_if_long(recipe, hf_config),

@@ -197,9 +197,8 @@ def _tiers(recipe: Recipe, places: Mapping[int, Target], on_progress: OnProgress
             yield dataclasses.replace(best, num_cards=number)
             if best.fits or best.interrupted:
                 return
-        for _, number, space, candidates in sorted(hopeless, key=lambda row: row[:2])[
-            :1
-        ]:  # what it lacks is told
+        if hopeless:  # what the nearest of them lacks is told
+            _, number, space, candidates = min(hopeless, key=lambda row: row[:2])
             best = _plan_in(space, candidates, places[number], recipe, on_progress)
             yield dataclasses.replace(best, num_cards=number)
 
