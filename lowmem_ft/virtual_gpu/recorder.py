@@ -125,8 +125,7 @@ class Recorder(TorchDispatchMode):
     def mark_shared(self, tensor: Tensor, category: Category) -> None:
         """Say that the storage of a tensor is used in turn: whoever's parameters lie in it, it is no module's own."""
         self.mark(tensor, category, "")
-        index = self._index_of.get(tensor.untyped_storage()._cdata)
-        if index is not None:
+        if (index := self.index_of(tensor)) is not None:
             self._tenants.share(index)
 
     def mark_place(self, tensor: Tensor, place: Place) -> None:
@@ -144,7 +143,7 @@ class Recorder(TorchDispatchMode):
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """Where a tensor lies; None if it is unknown."""
-        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        index = self.index_of(tensor)
         return None if index is None else self.timeline.allocations[index].place
 
     def module_of(self, tensor: Tensor) -> str | None:
@@ -366,9 +365,8 @@ class Recorder(TorchDispatchMode):
         """What a parameter is updated with, such as a gradient that has come from the host, belongs to its module."""
         tensors = list(tensors_in(args))
         module = next(filter(None, map(self.module_of, tensors)), "")
-        for index in filter(None, map(self.index_of, tensors)):
-            one = self.timeline.allocations[index]
-            if one.category == "temporary":
+        for index in map(self.index_of, tensors):
+            if index is not None and (one := self.timeline.allocations[index]).category == "temporary":
                 one.module = one.module or module
 
     def storage_is_resized(self, storage: torch.UntypedStorage) -> None:

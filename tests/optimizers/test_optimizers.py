@@ -137,10 +137,10 @@ def test_what_is_counted_is_what_the_update_keeps_also_where_a_hyperparameter_is
 def test_the_table_states_the_bytes_of_state(name, device, state):
     """On one matrix; what the table leaves out (step counters, Adafactor's row and column) is below 2 % here."""
     with running_on(device) as (device, _):
-        held_is_stated(name, device, state)
+        assert_held_is_stated(name, device, state)
 
 
-def held_is_stated(name, device, state):
+def assert_held_is_stated(name, device, state):
     if name not in WITH_FORMATS and state != "fp32":
         with pytest.raises(UserError, match=rf"optimizer.state={state} needs optimizer.name=adamw\|"):
             build(name, device, state=state)
