@@ -11,10 +11,11 @@ from transformers import LlamaConfig
 
 from lowmem_ft.cli import main
 from lowmem_ft.cli import plan as cli_plan
-from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
+from lowmem_ft.estimator.target import limits
+from lowmem_ft.memory.estimate import DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.planner import target
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.units import GIB, parse_bytes
+from lowmem_ft.units import GIB
 
 KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation]"
 
@@ -34,8 +35,7 @@ def at_once(monkeypatch):
     def estimate_memory(recipe, gpu, *, budget, kept=None) -> MemoryEstimate:
         rows, is_again = recipe.training.per_device_train_batch_size, recipe.checkpointing.mode != "none"
         peak = round((1 + rows * (1 if is_again else 2)) * GIB)
-        limit = gpu.memory_bytes if budget.device is None else parse_bytes(budget.device)
-        host = None if budget.host is None else parse_bytes(budget.host)
+        allowed = limits(gpu, budget, recipe.distributed.per_machine)
         return MemoryEstimate(
             model=ModelSize(name="tiny", parameters=10_000, trainable_parameters=10_000),
             gpu=DeviceLimit(name=gpu.name, memory_bytes=gpu.memory_bytes),
@@ -51,8 +51,8 @@ def at_once(monkeypatch):
             step=StepTime(
                 seconds=(9 - rows / 4) * (1.3 if is_again else 1), tokens=32768, bound_by="compute"
             ),
-            budget=BudgetVerdict(device_bytes=limit, host_bytes=host),
-            fits=peak <= limit,
+            budget=allowed,
+            fits=allowed.device_bytes is not None and peak <= allowed.device_bytes,
         )
 
     monkeypatch.setattr(target, "estimate_memory", estimate_memory)

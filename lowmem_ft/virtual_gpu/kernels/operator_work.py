@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, bytes_copied, collective_of
+from lowmem_ft.virtual_gpu.fake_results import tensors_in
 from lowmem_ft.virtual_gpu.kernels.flops import flops_of, is_free
 from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 from lowmem_ft.virtual_gpu.work import Work
@@ -47,8 +47,8 @@ def work_of(
     """
     if is_free(func):
         return None
-    inputs = list(_tensors((args, [value for name, value in kwargs.items() if name != "out"])))
-    results = list(_tensors((result,)))
+    inputs = list(tensors_in((args, [value for name, value in kwargs.items() if name != "out"])))
+    results = list(tensors_in((result,)))
     devices = {tensor.device.type for tensor in (*inputs, *results)}
     if device_type not in devices:
         return None
@@ -97,11 +97,3 @@ def _bytes_moved(func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
 def _product_dtype(tensors: list[Tensor]) -> str:
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
     return str(next(floating, tensors[0]).dtype).removeprefix("torch.")
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    for item in tree:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, (tuple, list)):
-            yield from _tensors(item)
