@@ -1,7 +1,7 @@
 """The formats' arithmetic as operators of torch: ``lowmem_ft::read_split``, ``write_blocks`` and so on.
 
 Each is a dozen elementwise kernels over a chunk. As one operator it is one entry in a profile and in a trace, which is
-told what all of them take and move, and the place where a kernel of its own can stand in.
+told what all of them take, move and launch, and the place where a kernel of its own can stand in.
 
 All of it works on the bits of float32 as int32. The upper half of a float32 is a bfloat16; "nearest" rounds it with
 ties away from zero.
@@ -49,6 +49,7 @@ def register_operator(
     *,
     moved_bytes: Callable[..., int],
     temporary_bytes: Callable[..., int] | None = None,
+    launches: Callable[..., int] | None = None,
     irrelevant: Collection[str],
 ) -> Callable[..., Any]:
     """Make a function an operator ``lowmem_ft::NAME``, with what stands in for it in a trace; the operator.
@@ -59,6 +60,7 @@ def register_operator(
         fake: returns only the result's shape.
         moved_bytes: read and written by all of its kernels.
         temporary_bytes: beside the result at the most.
+        launches: its kernels; None: one.
         irrelevant: arguments on which none of these depends.
     """
     name = function.__name__
@@ -67,7 +69,11 @@ def register_operator(
     torch.library.register_fake(f"lowmem_ft::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.lowmem_ft, name)
     register_operator_cost(
-        operator.default, moved_bytes=moved_bytes, temporary_bytes=temporary_bytes, irrelevant=irrelevant
+        operator.default,
+        moved_bytes=moved_bytes,
+        temporary_bytes=temporary_bytes,
+        launches=launches,
+        irrelevant=irrelevant,
     )
     return operator
 
@@ -75,10 +81,11 @@ def register_operator(
 def _operator(
     schema: str,
     fake: Callable[..., Any],
+    launches: Callable[..., int],
     moved_bytes: Callable[..., int],
     temporary_bytes: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """:func:`register_operator` for a format's arithmetic; a test counts the bytes on the function itself.
+    """:func:`register_operator` for a format's arithmetic; a test counts bytes and launches on the function itself.
 
     Those of averages are of one with a sign, which takes more.
     """
@@ -91,6 +98,7 @@ def _operator(
             fake,
             moved_bytes=moved_bytes,
             temporary_bytes=temporary_bytes,
+            launches=launches,
             irrelevant=("key", "element"),
         )
 
@@ -102,9 +110,15 @@ def _by_element(num_bytes: int) -> Callable[..., int]:
     return lambda chunk, *others: num_bytes * chunk.numel()
 
 
+def _is_ragged(chunk: Tensor) -> bool:
+    """Whether its last block is not whole."""
+    return chunk.numel() % BLOCK != 0
+
+
 @_operator(
     "(Tensor weight, Tensor low) -> Tensor",
     lambda weight, low: weight.new_empty(weight.shape, dtype=torch.float32),
+    launches=lambda *chunk: 4,
     moved_bytes=_by_element(32),
 )
 def read_split(weight: Tensor, low: Tensor) -> Tensor:
@@ -120,6 +134,7 @@ def read_split(weight: Tensor, low: Tensor) -> Tensor:
 @_operator(
     "(Tensor value, Tensor(a!) weight, Tensor(b!) low) -> ()",
     lambda value, weight, low: None,
+    launches=lambda *chunk: 8,
     moved_bytes=_by_element(64),
     temporary_bytes=_by_element(4),
 )
@@ -133,6 +148,7 @@ def write_split16(value: Tensor, weight: Tensor, low: Tensor) -> None:
 @_operator(
     "(Tensor value, Tensor(a!) weight, Tensor(b!) low, int key, int element) -> ()",
     lambda value, weight, low, key, element: None,
+    launches=lambda *chunk: 26,
     moved_bytes=_by_element(129),
     temporary_bytes=_by_element(8),
 )
@@ -147,6 +163,7 @@ def write_split24(value: Tensor, weight: Tensor, low: Tensor, key: int, element:
 @_operator(
     "(Tensor value, Tensor(a!) target) -> ()",
     lambda value, target: None,
+    launches=lambda *chunk: 7,
     moved_bytes=_by_element(56),
     temporary_bytes=_by_element(4),
 )
@@ -158,6 +175,7 @@ def write_nearest(value: Tensor, target: Tensor) -> None:
 @_operator(
     "(Tensor value, Tensor(a!) target, int key, int element) -> ()",
     lambda value, target, key, element: None,
+    launches=lambda *chunk: 23,
     moved_bytes=_by_element(134),
     temporary_bytes=_by_element(8),
 )
@@ -170,6 +188,7 @@ def write_stochastic(value: Tensor, target: Tensor, key: int, element: int) -> N
 @_operator(
     "(Tensor codes, Tensor scale, bool signed) -> Tensor",
     lambda codes, scale, signed: codes.new_empty(codes.shape, dtype=torch.float32),
+    launches=lambda codes, scale, signed: 5 + 3 * signed + _is_ragged(codes),
     moved_bytes=_by_element(56),
     temporary_bytes=lambda codes, scale, signed: codes.numel() if signed else 0,
 )
@@ -193,6 +212,7 @@ def read_blocks(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 @_operator(
     "(Tensor value, Tensor(a!) codes, Tensor(b!) scale, bool signed, int key, int element) -> ()",
     lambda value, codes, scale, signed, key, element: None,
+    launches=lambda value, codes, scale, signed, *random: 27 + 2 * signed + 2 * _is_ragged(value),
     moved_bytes=_by_element(176),
     temporary_bytes=_by_element(10),
 )

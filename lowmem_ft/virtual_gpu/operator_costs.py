@@ -23,11 +23,13 @@ class OperatorCost:
     Args:
         moved_bytes: read and written in device memory by all of its kernels together.
         temporary_bytes: taken beside its results at the most, and given back when it returns.
+        launches: kernels that it runs one after the other.
         irrelevant: arguments on which neither these nor the operator's fake rule depend; None: nobody has said.
     """
 
     moved_bytes: Callable[..., int]
     temporary_bytes: Callable[..., int]
+    launches: Callable[..., int]
     irrelevant: frozenset[str] | None = None
 
 
@@ -39,6 +41,7 @@ def register_operator_cost(
     *,
     moved_bytes: Callable[..., int],
     temporary_bytes: Callable[..., int] | None = None,
+    launches: Callable[..., int] | None = None,
     irrelevant: Collection[str] | None = None,
 ) -> None:
     """Tell every virtual GPU of this process what an operator costs; a later call replaces an earlier one.
@@ -47,12 +50,14 @@ def register_operator_cost(
             torch.ops.mine.rotate.default,
             moved_bytes=lambda x, angles: 6 * x.nbytes,
             temporary_bytes=lambda x, angles: x.nbytes,
+            launches=lambda x, angles: 2,
         )
 
     Args:
         operator: one overload of it.
         moved_bytes: called with the operator's arguments; bytes that its kernels read and write in device memory.
         temporary_bytes: called likewise; bytes that it takes beside its results and gives back. None: it takes none.
+        launches: called likewise; how many kernels it runs, which the host issues one after the other. None: one.
         irrelevant: names of arguments, such as a seed, on which neither these functions nor the operator's fake rule
             depend. Given, if only as ``()``, a trace does not call them again where all other arguments and the
             shapes, strides, types and devices of the tensors are as before. None: it calls them each time.
@@ -68,6 +73,7 @@ def register_operator_cost(
     _COSTS[operator] = OperatorCost(
         moved_bytes=moved_bytes,
         temporary_bytes=temporary_bytes or _nothing,
+        launches=launches or _one,
         irrelevant=None if irrelevant is None else frozenset(irrelevant),
     )
 
@@ -79,3 +85,7 @@ def registered_cost(operator: Any) -> OperatorCost | None:
 
 def _nothing(*args: Any, **kwargs: Any) -> int:
     return 0
+
+
+def _one(*args: Any, **kwargs: Any) -> int:
+    return 1

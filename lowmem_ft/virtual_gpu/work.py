@@ -29,6 +29,7 @@ class Work:
         blocking: of a copy: whether the host waits for its end.
         to_host: of a copy: its direction; each has a copy engine of its own.
         times: how many entries like this one it stands for: its round is done so often, as a whole.
+        launches: of a kernel: how many of them CUDA runs one after the other.
     """
 
     kind: Literal["kernel", "copy", "collective", "record", "wait", "synchronize", "mark"]
@@ -42,6 +43,7 @@ class Work:
     blocking: bool = False
     to_host: bool = False
     times: int = 1
+    launches: int = 1
 
     def at(self, position: int) -> Work:
         """The same at another place of the timeline; seven times as fast as ``dataclasses.replace``."""
@@ -57,6 +59,7 @@ class Work:
             self.blocking,
             self.to_host,
             self.times,
+            self.launches,
         )
 
 

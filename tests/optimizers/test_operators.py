@@ -1,4 +1,4 @@
-"""What the operators say that they take and move, beside what their implementations do."""
+"""What the operators say that they take, move and launch, beside what their implementations do."""
 
 import pytest
 import torch
@@ -13,11 +13,15 @@ from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 N = 64 * BLOCK
 
 
-def tensors(device="cpu"):
-    def zeros(dtype, length=N):
+def tensors(device="cpu", num_elements=N):
+    def zeros(dtype, length=num_elements):
         return torch.zeros(length, dtype=dtype, device=device)
 
-    value, weight, scale = zeros(torch.float32), zeros(torch.bfloat16), zeros(torch.float32, N // BLOCK)
+    value, weight, scale = (
+        zeros(torch.float32),
+        zeros(torch.bfloat16),
+        zeros(torch.float32, -(-num_elements // BLOCK)),
+    )
     low16, low8, codes, unsigned = map(zeros, (torch.int16, torch.int8, torch.int8, torch.uint8))
     return {
         "read_split": (weight, low16),
@@ -37,14 +41,17 @@ def operator(case):
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that the kernels inside read and write."""
+    """Bytes that the kernels inside read and write, and how many kernels they are on CUDA."""
 
     num_bytes = 0
+    launches = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         work = work_of(func, args, kwargs or {}, result, device_type="cpu")
-        self.num_bytes += 0 if work is None else work.num_bytes
+        if work is not None:
+            self.num_bytes += work.num_bytes
+            self.launches += work.launches
         return result
 
 
@@ -77,3 +84,15 @@ def test_traffic_is_that_of_the_implementation(case):
         IMPLEMENTATIONS[case.split()[0]](*arguments)
     stated = registered_cost(operator(case)).moved_bytes(*arguments)
     assert traffic.num_bytes == pytest.approx(stated, rel=0.35 if "unsigned" in case else 0.01)
+
+
+@pytest.mark.parametrize("num_elements", [N, N - 100], ids=["whole blocks", "a ragged one"])
+@pytest.mark.parametrize("case", tensors())
+def test_launches_are_those_of_the_implementation(case, num_elements):
+    arguments = tensors(num_elements=num_elements)[case]
+    with Traffic() as traffic:
+        IMPLEMENTATIONS[case.split()[0]](*arguments)
+    gpu = VirtualGPU("a100-80gb")
+    with gpu:
+        operator(case)(*tensors(gpu.device, num_elements)[case])
+    assert gpu.recorder.work.entries[-1].launches == traffic.launches > 1

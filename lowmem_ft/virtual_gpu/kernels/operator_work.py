@@ -10,6 +10,7 @@ from torch import Tensor
 from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, bytes_copied, collective_of
 from lowmem_ft.virtual_gpu.fake_results import tensors_in
 from lowmem_ft.virtual_gpu.kernels.flops import flops_of, is_free
+from lowmem_ft.virtual_gpu.kernels.launches import launches_of
 from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 from lowmem_ft.virtual_gpu.work import Work
 
@@ -80,6 +81,7 @@ def work_of(
         flops=flops,
         dtype=_product_dtype([*inputs[func in ADD_TO_WIDER :], *results]) if flops else "",
         num_bytes=num_bytes,
+        launches=launches_of(func, args, kwargs, result) if cost is None else cost.launches(*args, **kwargs),
     )
 
 

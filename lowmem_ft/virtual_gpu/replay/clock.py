@@ -1,8 +1,9 @@
 """How long a log of work takes on a GPU: the host issues it in order, streams run it, events hold them back.
 
-A kernel takes the longer of its arithmetic and its memory traffic, a copy the bytes over the host link. The log is
-recorded once and replayed for every GPU. A round that stands for several is replayed as often, so that copies run
-beside computing as they do in the program; ``logged_rounds.py`` says how exact that is.
+A kernel takes the longer of its arithmetic and its memory traffic, a copy the bytes over the host link. An operator
+that runs several kernels costs the host a launch each. The log is recorded once and replayed for every GPU. A round
+that stands for several is replayed as often, so that copies run beside computing as they do in the program;
+``logged_rounds.py`` says how exact that is.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ HOST_SECONDS_PER_OPERATOR = 8e-6
 """Python, dispatcher, autograd and launch of one operator in eager mode. Without the launch, a 30-layer Llama of tiny
 tensors on a CPU takes 4.3 microseconds an operator forward and 3.2 backward (torch 2.13, AMD EPYC, one thread,
 2026-11-21); a launch takes 3 to 4 more. Slower hosts take twice as long."""
+
+HOST_SECONDS_PER_FURTHER_LAUNCH = 5e-6
+"""Of each kernel but the first that an operator runs: its launch, and what comes before it, which is little in C++ and
+2.7 to 3.7 microseconds in the formats' arithmetic, written in Python (chunks of 512 elements on the same CPU,
+2026-11-23)."""
 
 Seconds = NDArray[np.float64]
 
@@ -128,6 +134,7 @@ class Clock:
         self._is_collective = np.array([entry.kind == "collective" for entry in entries], dtype=bool)
         self._is_copy = np.array([entry.kind == "copy" for entry in entries], dtype=bool)
         self._times = np.array([entry.times for entry in entries], dtype=np.float64)
+        self._launches = np.array([entry.launches for entry in entries], dtype=np.float64)
         self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
         self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
@@ -155,6 +162,7 @@ class Clock:
         replay = _Replay(
             self._entries,
             durations,
+            self._launches,
             main,
             copying=set(self._streams[self._is_copy].tolist()),
             exchanging=set(self._streams[self._is_collective].tolist()) - {main},
@@ -217,6 +225,7 @@ class _Replay:
     Args:
         entries: the log.
         durations: of each entry.
+        launches: of each entry, the kernels that it is.
         main: the stream whose stalls count.
         copying: the streams that carry copies.
         exchanging: the others that carry collectives, and copies perhaps.
@@ -226,6 +235,7 @@ class _Replay:
         self,
         entries: Sequence[Work],
         durations: Seconds,
+        launches: Seconds,
         main: int,
         copying: set[int],
         exchanging: set[int],
@@ -236,6 +246,7 @@ class _Replay:
         self.exchange_stalls = np.zeros_like(durations)
         self._entries = entries
         self._durations = durations
+        self._launches = launches
         self._main = main
         self._stalls = dict.fromkeys(copying, self.copy_stalls)
         self._stalls.update(dict.fromkeys(exchanging, self.exchange_stalls))
@@ -263,17 +274,24 @@ class _Replay:
                     self.run(first, entry)
 
     def run_kernels(self, first: int, last: int, stream: int) -> None:
-        """Kernels that follow each other on one stream: each starts when it is issued and the one before has ended."""
-        durations = self._durations[first:last]
-        before = np.cumsum(durations) - durations
-        issued = self._host + HOST_SECONDS_PER_OPERATOR * np.arange(1, last - first + 1)
-        delays = issued - before
-        delays[0] = max(delays[0], self._stream_ready.get(stream, 0.0))
-        starts = before + np.maximum.accumulate(delays)
-        self.starts[first:last] = starts
-        self.ends[first:last] = starts + durations
-        self._host = float(issued[-1])
-        self._stream_ready[stream] = float(self.ends[last - 1])
+        """Operators that follow each other on one stream.
+
+        Each starts when its first kernel is issued and the one before has ended. It ends no sooner than its last
+        kernel, a like share of its work, is issued and done.
+        """
+        durations, launches = self._durations[first:last], self._launches[first:last]
+        host_seconds = HOST_SECONDS_PER_OPERATOR + HOST_SECONDS_PER_FURTHER_LAUNCH * (launches - 1)
+        last_issued = self._host + np.cumsum(host_seconds)
+        first_issued = last_issued - host_seconds + HOST_SECONDS_PER_OPERATOR
+        earliest_ends = np.maximum(first_issued + durations, last_issued + durations / launches)
+        ready = self._stream_ready.get(stream, 0.0)
+        earliest_ends[0] = max(earliest_ends[0], ready + durations[0])
+        done = np.cumsum(durations)
+        ends = done + np.maximum.accumulate(earliest_ends - done)
+        self.ends[first:last] = ends
+        self.starts[first:last] = np.maximum(first_issued, np.concatenate(([ready], ends[:-1])))
+        self._host = float(last_issued[-1])
+        self._stream_ready[stream] = float(ends[-1])
 
     def run(self, index: int, entry: Work) -> None:
         """An entry that is no kernel."""

@@ -62,12 +62,12 @@ class GrowingWork(NamedTuple):
 
     Args:
         costs: bytes and operations of each entry in the short trace.
-        more: bytes and operations that each further period adds to them.
+        more: bytes, operations and launches that each further period adds to them.
         added: entries that each further period adds, by the number of the entry before which they come.
     """
 
     costs: tuple[tuple[int, int], ...]
-    more: tuple[tuple[int, int], ...] = ()
+    more: tuple[tuple[int, int, int], ...] = ()
     added: tuple[tuple[int, tuple[Work, ...]], ...] = ()
 
     def grown(self, entries: Sequence[Work], extra: int) -> list[Work]:
@@ -75,9 +75,12 @@ class GrowingWork(NamedTuple):
         if self.more:
             return [
                 dataclasses.replace(
-                    entry, num_bytes=entry.num_bytes + extra * num_bytes, flops=entry.flops + extra * flops
+                    entry,
+                    num_bytes=entry.num_bytes + extra * num_bytes,
+                    flops=entry.flops + extra * flops,
+                    launches=entry.launches + extra * launches,
                 )
-                for entry, (num_bytes, flops) in zip(entries, self.more, strict=True)
+                for entry, (num_bytes, flops, launches) in zip(entries, self.more, strict=True)
             ]
         result, done = [], 0
         for position, added in self.added:

@@ -211,7 +211,12 @@ def _growing_work(
             continue
         if [entry.name for entry in work] == [entry.name for entry in longer]:
             more = tuple(
-                (_each(by.num_bytes - entry.num_bytes, layers), _each(by.flops - entry.flops, layers))
+                (
+                    _each(by.num_bytes - entry.num_bytes, layers),
+                    _each(by.flops - entry.flops, layers),
+                    # A launch takes what fits: they do not grow by equal steps, and are right but for a few.
+                    (by.launches - entry.launches) // len(layers.pivots),
+                )
                 for entry, by in zip(work, longer, strict=True)
             )
             yield birth, GrowingWork(costs_of(work), more)

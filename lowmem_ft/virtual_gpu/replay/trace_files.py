@@ -23,7 +23,7 @@ _EVENT_KINDS = ("malloc", "free", "empty_cache")
 _HEADER = "header"
 
 _ALLOCATION_WORDS = ("category", "phase", "module", "stream", "place", "asked_bytes")
-_WORK_WORDS = ("kind", "stream", "name", "dtype", "event", "blocking", "to_host", "times")
+_WORK_WORDS = ("kind", "stream", "name", "dtype", "event", "blocking", "to_host", "times", "launches")
 _WORK_NUMBERS = ("position", "flops", "num_bytes")
 
 
@@ -139,8 +139,8 @@ def _repetition_of(header: Any, arrays: Arrays) -> Repetition | None:
         sizes={birth: GrowingSize(*size) for birth, *size in header["sizes"]},
         work={
             birth: GrowingWork(
-                costs=_pairs(costs),
-                more=_pairs(more),
+                costs=_tuples(costs),
+                more=_tuples(more),
                 added=tuple(
                     (position, tuple(Work(**each) for each in entries)) for position, entries in added
                 ),
@@ -151,5 +151,5 @@ def _repetition_of(header: Any, arrays: Arrays) -> Repetition | None:
     )
 
 
-def _pairs(values: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((num_bytes, flops) for num_bytes, flops in values)
+def _tuples(values: Iterable[Iterable[int]]) -> tuple[Any, ...]:
+    return tuple(map(tuple, values))

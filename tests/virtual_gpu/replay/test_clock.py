@@ -88,6 +88,30 @@ def test_small_kernels_are_bound_by_their_launches():
     assert sum(span.shares.values()) == pytest.approx(1)
 
 
+def several(seconds: float, launches: int) -> Work:
+    one = computing(seconds)
+    one.launches = launches
+    return one
+
+
+def test_an_operator_of_several_small_kernels_takes_the_host_a_launch_each():
+    span = time_of([several(1e-6, 20)] * 50, H100).between(0, 50)
+    expected = 50 * (LAUNCH + 19 * clock.HOST_SECONDS_PER_FURTHER_LAUNCH)
+    assert span.seconds == pytest.approx(expected, rel=0.01)
+    assert span.bound_by == "kernel launches"
+
+
+def test_an_operator_begins_with_its_first_launch_and_ends_after_its_last():
+    further = 19 * clock.HOST_SECONDS_PER_FURTHER_LAUNCH
+    times = time_of([several(1e-6, 20)], H100)
+    assert times.starts[0] == pytest.approx(LAUNCH)
+    assert times.ends[0] == pytest.approx(LAUNCH + further + 1e-6 / 20)
+    long = time_of([several(0.010, 20)], H100)
+    assert long.ends[0] == pytest.approx(LAUNCH + 0.010), "the rest was issued meanwhile"
+    behind = time_of([computing(0.010), several(0.001, 20), computing(0.002)], H100)
+    assert behind.ends[2] == pytest.approx(LAUNCH + 0.013), "all of it behind a long one"
+
+
 def test_the_host_runs_ahead_of_long_kernels_until_it_synchronises():
     long, short = computing(0.010), computing(1e-6)
     times = time_of([long, short, Work("synchronize", 0), short], H100)

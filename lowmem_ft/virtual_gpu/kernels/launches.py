@@ -1,0 +1,258 @@
+"""How many kernels an operator of torch launches on CUDA, where it is not one.
+
+One rule for each operator, from the code that launches them; memsets are issued as kernels are, and count as such. What
+is not here counts as one. Left out is what the hardware decides (products whose inner dimension cuBLAS cuts up, the
+memset before a reduction over several blocks) and what training of language models hardly calls (sorts, ``topk``).
+
+Sources: pytorch 2.13, under ``aten/src/ATen/native``; CUB 3, ``dispatch_radix_sort.cuh``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+Rule = Callable[[dict[str, Any], Any], int]
+"""Arguments by name and result of a call to its launches."""
+
+_CHUNK_ELEMENTS = 65536
+_MOST_CHUNKS = 2240
+_MOST_TENSORS = (770, 448, 336, 252, 210)
+_MOST_TENSORS_WITH_SCALARS = (672, 448, 336, 252, 210)
+"""By the number of lists: ``cuda/MultiTensorApply.cuh``, as it is compiled with CUDA 13, which torch's wheels bring;
+before that a launch took a seventh of both."""
+_MOST_NORMS = 3200
+"""``cuda/ForeachReduceOp.cu``, likewise."""
+
+_MOST_JOINED = 128
+_MOST_JOINED_WITH_STRIDES = 64
+_MOST_JOINED_DIMS = 4
+"""``cuda/Shape.cu``, ``cat_out_cuda``."""
+
+_FEW_TOKENS = 3072
+"""``cuda/Embedding.cu``: up to so many, a gradient is summed without sorting."""
+
+_SORTED_BY_ONE_BLOCK = 256 * 9
+
+
+def launches_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """How many kernels one call of an operator launches.
+
+    Args:
+        func: the operator, as a dispatch mode sees it.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned.
+    """
+    rule = _rule_of(func)
+    if rule is None:
+        return 1
+    names = (argument.name for argument in func._schema.arguments)
+    return rule({**dict(zip(names, args, strict=False)), **kwargs}, result)
+
+
+@functools.cache
+def _rule_of(func: Any) -> Rule | None:
+    name: str = func._schema.name
+    if name.startswith("aten::_foreach_"):
+        return functools.partial(_foreach, func) if name != "aten::_foreach_norm" else _foreach_norm
+    if name.startswith(("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")):
+        return functools.partial(_fused_optimizer, func)
+    return _RULES.get(name)
+
+
+def _always(launches: int) -> Rule:
+    return lambda call, result: launches
+
+
+# --- lists of tensors ------------------------------------------------------------------------------------------------
+
+
+def _foreach(func: Any, call: dict[str, Any], result: Any) -> int:
+    """A launch takes so many tensors, and so many chunks of them; lists of several types go one by one."""
+    lists = _lists_in(func, call)
+    first = lists[0]
+    if not _is_fast(lists):
+        return sum(tensor.numel() > 0 for tensor in first)
+    depth = len(lists) + bool(result)
+    has_scalars = isinstance(call.get("scalars"), (list, tuple))
+    return _multi_tensor_launches(first, depth, _MOST_TENSORS_WITH_SCALARS if has_scalars else _MOST_TENSORS)
+
+
+def _foreach_norm(call: dict[str, Any], result: Any) -> int:
+    """Two buffers of zeros, the chunks' norms, and those of the tensors."""
+    tensors = call["self"]
+    if not _is_fast([tensors]):
+        return len(tensors)
+    return 2 + _multi_tensor_launches(tensors, 1) + -(-len(tensors) // _MOST_NORMS)
+
+
+def _fused_optimizer(func: Any, call: dict[str, Any], result: Any) -> int:
+    """All lists but the steps', which are counted up by one launch for so many scalars before."""
+    lists = [
+        each
+        for argument in func._schema.arguments
+        if argument.name != "state_steps" and _is_list_of_tensors(each := call.get(argument.name))
+    ]
+    return _multi_tensor_launches(call["self"], len(lists))
+
+
+def _multi_tensor_launches(
+    tensors: Iterable[Tensor], depth: int, most_tensors: Sequence[int] = _MOST_TENSORS
+) -> int:
+    """As ``multi_tensor_apply`` fills its launches: one ends where its blocks are used up, or its tensors."""
+    limit = most_tensors[depth - 1]
+    launches = num_tensors = num_chunks = 0
+    for tensor in tensors:
+        chunks = -(-tensor.numel() // _CHUNK_ELEMENTS)
+        if not chunks:
+            continue
+        num_tensors += 1
+        full, num_chunks = divmod(num_chunks + chunks, _MOST_CHUNKS)
+        launches += full
+        if full:
+            num_tensors = 1 if num_chunks else 0
+        if num_tensors == limit:
+            launches, num_tensors, num_chunks = launches + 1, 0, 0
+    return launches + bool(num_chunks)
+
+
+def _lists_in(func: Any, call: dict[str, Any]) -> list[Sequence[Tensor]]:
+    values = (call.get(argument.name) for argument in func._schema.arguments)
+    return [value for value in values if _is_list_of_tensors(value)]
+
+
+def _is_list_of_tensors(value: Any) -> TypeGuard[Sequence[Tensor]]:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Tensor)
+
+
+def _is_fast(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """``ForeachUtils.h``, ``can_use_fast_route``: one type, and tensors of one place alike in shape and strides."""
+    kind = (lists[0][0].dtype, lists[0][0].device)
+    return all(
+        (each.dtype, each.device) == kind and each.shape == one.shape and each.stride() == one.stride()
+        for others in lists
+        for one, each in zip(lists[0], others, strict=True)
+    )
+
+
+def _joined(call: dict[str, Any], result: Any) -> int:
+    """Of what is small enough to be told to a kernel in its arguments; else a copy each."""
+    tensors = [tensor for tensor in call["tensors"] if tensor.numel()]
+    if len(tensors) <= 1 or any(tensor.dtype != result.dtype for tensor in tensors):
+        return len(tensors)
+    if result.dim() > _MOST_JOINED_DIMS:
+        return len(tensors)
+    is_contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    return -(-len(tensors) // (_MOST_JOINED if is_contiguous else _MOST_JOINED_WITH_STRIDES))
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _embedding_backward(call: dict[str, Any], result: Any) -> int:
+    """``cuda/Embedding.cu`` and ``EmbeddingBackwardKernel.cu``.
+
+    Of many tokens: numbers, a sort by all bits, segments (2), zeros, the segments' parts, the parts' offsets (2), their
+    number, their starts, sums, and the sums of these.
+    """
+    indices = call["indices"]
+    by_frequency = 4 if call.get("scale_grad_by_freq") else 0
+    if indices.numel() <= _FEW_TOKENS and not by_frequency:
+        return 2
+    return 11 + _sort_launches(indices.numel(), 8 * indices.element_size()) + by_frequency
+
+
+def _index_put(call: dict[str, Any], result: Any) -> int:
+    """``cuda/Indexing.cu``, ``index_put_with_sort_kernel``, where what meets is added; else one kernel."""
+    target = call["self"]
+    copies = 0 if result is target else 1
+    if not call.get("accumulate"):
+        return copies + 1
+    indices = [index for index in call["indices"] if index is not None]
+    num_indexed = math.prod(
+        size for size, index in zip(target.shape, call["indices"], strict=False) if index is not None
+    )
+    checks = 0 if call.get("unsafe") else 5  # least and largest, two comparisons, two assertions
+    num_indices = max(index.numel() for index in indices)
+    # Wrapped and multiplied by the stride, each; sums of them; whole rows; numbers; the sort; the sums.
+    linear = len(indices) * (checks + 2) + len(indices) - 1
+    return copies + linear + 3 + _sort_launches(num_indices, max(1, num_indexed).bit_length())
+
+
+def _sort_launches(num_elements: int, bits: int) -> int:
+    """``DeviceRadixSort`` of 8-byte keys and values: one block, or a histogram, its sums and a pass for 8 bits each.
+
+    Two memsets come before the histogram, and one before each pass.
+    """
+    return 1 if num_elements <= _SORTED_BY_ONE_BLOCK else 4 + 2 * -(-bits // 8)
+
+
+def _flash_backward(head_dim: int, call: dict[str, Any], result: Any) -> int:
+    """Products of gradients and results, all gradients, queries' from float32; sums of heads that share keys.
+
+    ``transformers/cuda/flash_attn``: ``flash_bwd_launch_template.h``, ``flash_api.cpp``.
+    """
+    shares_keys = call["query"].shape[head_dim] != call["key"].shape[head_dim]
+    clears_sums = torch.are_deterministic_algorithms_enabled()
+    return 3 + 2 * shares_keys + clears_sums
+
+
+def _efficient_backward(call: dict[str, Any], result: Any) -> int:
+    """``transformers/cuda/attention_backward.cu``: in 16 bits one kernel does it all; else product, sum, copy first."""
+    return 1 if call["query"].dtype in (torch.float16, torch.bfloat16) else 4
+
+
+# --- products and scans ----------------------------------------------------------------------------------------------
+
+
+def _addmm(call: dict[str, Any], result: Any) -> int:
+    """``cuda/Blas.cpp``: a bias is added by the product itself; anything else is copied to the result before."""
+    bias = call["self"]
+    return 1 if bias.dim() == 1 and bias.is_contiguous() and call.get("beta", 1) == 1 else 2
+
+
+def _scan(call: dict[str, Any], result: Any) -> int:
+    """``cuda/ScanUtils.cuh``: of a single row CUB's two kernels, else one for all."""
+    return 2 if call["self"].numel() == call["self"].shape[call["dim"]] else 1
+
+
+_RULES: dict[str, Rule] = {
+    "aten::cat": _joined,
+    "aten::stack": _joined,
+    "aten::addmm": _addmm,
+    "aten::baddbmm": _always(2),
+    "aten::_grouped_mm": _always(2),  # cuda/GroupMM.cu: addresses first
+    "aten::embedding_dense_backward": _embedding_backward,
+    "aten::index_put": _index_put,
+    "aten::index_put_": _index_put,
+    "aten::_index_put_impl_": _index_put,
+    "aten::native_layer_norm_backward": _always(2),  # cuda/layer_norm_kernel.cu: of the input, of the weights
+    "aten::_fused_rms_norm_backward": _always(2),
+    # Zeros, or a copy of the first argument, and what is written into them.
+    "aten::nll_loss_backward": _always(2),
+    "aten::slice_backward": _always(2),
+    "aten::select_backward": _always(2),
+    "aten::constant_pad_nd": _always(2),
+    "aten::masked_fill": _always(2),
+    "aten::scatter": _always(2),
+    "aten::scatter_add": _always(2),
+    "aten::index_add": _always(2),
+    "aten::index_fill": _always(2),
+    "aten::index_copy": _always(2),
+    "aten::slice_scatter": _always(2),
+    "aten::select_scatter": _always(2),
+    "aten::_scaled_dot_product_flash_attention_backward": functools.partial(_flash_backward, -3),
+    "aten::_flash_attention_backward": functools.partial(_flash_backward, -2),
+    "torch_attn::_varlen_attn_backward": functools.partial(_flash_backward, -2),
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_efficient_attention_backward": _efficient_backward,
+    "aten::cumsum": _scan,
+    "aten::cumprod": _scan,
+    "aten::logcumsumexp": _scan,
+}
