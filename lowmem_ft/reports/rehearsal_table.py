@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, TracedShape
 from lowmem_ft.rehearsal.runtime import Saved
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled
@@ -67,8 +68,8 @@ def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
         f"{counted(rehearsal.num_steps, 'step')}{part}; {rehearsal.tokens:,} tokens, "
         f"{rehearsal.label_tokens:,} of them learnt",
     )
-    yield "memory", _peaks("these batches", estimate.allocated_peak_bytes, estimate.process_peak_bytes)
-    yield "", _peaks("the recipe's worst", worst.allocated_peak_bytes, worst.process_peak_bytes)
+    yield "memory", _peaks("these batches", estimate)
+    yield "", _peaks("the recipe's worst", worst)
     yield "host", host_need(estimate)
     yield from _time(rehearsal)
     yield from _files(rehearsal)
@@ -76,6 +77,7 @@ def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     races = estimate.races
     yield "races", "none between streams" if not races else f"{len(races)}, each a bug of the program"
     yield from (("", str(race)) for race in races)
+    yield from (("" if index else "chosen", text) for index, text in enumerate(estimate.choices))
     warnings = rehearsal.warnings
     for index, warning in enumerate(warnings[:MOST_WARNINGS]):
         yield "" if index else "warnings", warning
@@ -86,8 +88,12 @@ def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     yield "rehearsed", f"in {duration(rehearsal.seconds)}, on a virtual {rehearsal.gpu.name}"
 
 
-def _peaks(what: str, allocated_bytes: int, process_bytes: int) -> str:
-    return f"{what}: {format_bytes(allocated_bytes)} of tensors, {format_bytes(process_bytes)} of the process"
+def _peaks(what: str, estimate: MemoryEstimate) -> str:
+    tensors, held, process = map(
+        format_bytes,
+        (estimate.allocated_peak_bytes, estimate.reserved_peak_bytes, estimate.process_peak_bytes),
+    )
+    return f"{what}: {tensors} of tensors, {held} held for them, {process} of the process"
 
 
 def _time(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,76 @@
+"""Rows of several lengths leave memory in the allocator's cache that the next length cannot use: a rehearsal has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from lowmem_ft.catalog import find_gpu
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.rehearsal import Rehearsal, rehearse
+from lowmem_ft.reports.rehearsal_table import rehearsal_table
+from lowmem_ft.units import format_bytes
+
+LARGE = (  # activations beyond the allocator's small pool
+    *("training.per_device_train_batch_size=64", "training.gradient_accumulation_steps=1"),
+    *("data.loss_on=all", "data.eval_size=null", "training.eval_steps=null", "training.num_train_epochs=1"),
+    *("loss.chunk_tokens=null", "checkpointing.mode=none", "data.shuffle=false"),
+)
+LENGTHS = [5, 20, 30, 40]
+"""In words."""
+
+
+@pytest.fixture
+def rehearsed(recipe, chats, monkeypatch):
+    """A function that rehearses a batch of each of these lengths, in turn, and estimates the longest alone."""
+
+    def make(lengths: list[int], allocator: str | None) -> tuple[Rehearsal, MemoryEstimate]:
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        if allocator is not None:
+            monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
+        wanted = recipe(*LARGE, f"data={chats([words for words in lengths for _ in range(64)])}")
+        found = rehearse(wanted, "rtx-4090")
+        assert len(found.steps) == len(set(lengths))
+        data = dataclasses.replace(wanted.data, max_length=found.longest.shape.length)
+        return found, estimate_memory(dataclasses.replace(wanted, data=data), "rtx-4090")
+
+    return make
+
+
+def test_segments_of_a_fixed_size_hold_more_than_the_longest_rows_need(rehearsed):
+    found, longest = rehearsed(LENGTHS, "expandable_segments:False")
+    assert found.estimate.reserved_peak_bytes > 1.2 * longest.reserved_peak_bytes
+    alone, estimate = rehearsed([max(LENGTHS)], "expandable_segments:False")
+    assert alone.estimate.reserved_peak_bytes == estimate.reserved_peak_bytes == longest.reserved_peak_bytes
+
+
+@pytest.mark.parametrize("allocator", ["expandable_segments:True", None], ids=["asked for", "as runs set it"])
+def test_segments_that_grow_serve_all_lengths_with_what_the_longest_needs(rehearsed, allocator):
+    found, longest = rehearsed(LENGTHS, allocator)
+    assert found.estimate.reserved_peak_bytes == longest.reserved_peak_bytes
+
+
+def test_it_is_printed_and_a_card_without_room_for_it_is_told(rehearsed):
+    found, longest = rehearsed(LENGTHS, "expandable_segments:False")
+    held = format_bytes(found.estimate.reserved_peak_bytes)
+    assert f" of tensors, {held} held for them, " in printed(found)
+    assert "empty its cache" not in printed(found)
+    needs = found.estimate.process_peak_bytes
+    spare = (found.estimate.reserved_peak_bytes - longest.reserved_peak_bytes) // 2
+    small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - spare, held_by_others_bytes=0)
+    again = rehearse(found.recipe, small)
+    assert "the allocator has to empty its cache 1 time" in printed(again)
+    assert "expandable_segments:True needs less" in printed(again)
+
+
+def printed(found: Rehearsal) -> str:
+    """What a rehearsal prints, as one line."""
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as said:
+        console.print(rehearsal_table(found))
+    return " ".join(said.get().split())
