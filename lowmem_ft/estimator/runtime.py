@@ -110,6 +110,7 @@ class VirtualRuntime(MixedPrecision):
         config: for its precision.
         distributed: what the processes share.
         process_index: which of them is traced.
+        device: by which name the machine is called; None: its own.
     """
 
     def __init__(
@@ -118,8 +119,9 @@ class VirtualRuntime(MixedPrecision):
         config: TrainingConfig,
         distributed: DistributedConfig = ONE_PROCESS,
         process_index: int = 0,
+        device: torch.device | None = None,
     ) -> None:
-        super().__init__(config.mixed_precision, machine.device)
+        super().__init__(config.mixed_precision, device or machine.device)
         self.machine = machine
         self.num_processes = distributed.num_processes or 1
         self._process_index = process_index

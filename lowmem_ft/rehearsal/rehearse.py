@@ -151,7 +151,6 @@ def _run(
     on_step: Callable[[int, int], None],
 ) -> tuple[RehearsedRun, VirtualGPU]:
     machine = VirtualGPU(gpu, check_streams=True)
-    runtime = RehearsalRuntime(machine, recipe, on_step)
     found: RehearsedRun | None = None
     # Races are part of what is found, and end nothing.
     with (
@@ -160,6 +159,7 @@ def _run(
         machine,
     ):
         try:
+            runtime = RehearsalRuntime(machine, recipe, on_step)
             with machine.during("load"):
                 run = TrainingRun.build(recipe, folder, runtime)
                 mark_weight_memory(run.session.techniques, machine)

@@ -82,7 +82,7 @@ class RehearsalRuntime(VirtualRuntime):
     The loop sees a device called ``cuda``, as in a run: whatever it asks of it is answered by the virtual GPU.
 
     Args:
-        machine: on which everything runs.
+        machine: on which everything runs, inside its block.
         recipe: of the run.
         on_step: told the number of each step, and how many shapes have been traced.
 
@@ -107,8 +107,7 @@ class RehearsalRuntime(VirtualRuntime):
     shows_progress = False
 
     def __init__(self, machine: VirtualGPU, recipe: Recipe, on_step: Callable[[int, int], None]) -> None:
-        super().__init__(machine, recipe.training)
-        self.device = torch.device("cuda", 0)
+        super().__init__(machine, recipe.training, device=torch.device("cuda"))  # Accelerate's name for it
         self.steps: list[Traced] = []
         self.evaluations: list[Traced] = []
         self.windows: Counter[tuple[WindowShape, ...]] = Counter()

@@ -22,7 +22,6 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.data import Batch
-from lowmem_ft.devices import with_index
 from lowmem_ft.errors import UserError, user_error
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles
@@ -66,7 +65,7 @@ class AccelerateRuntime(MixedPrecision):
     Args:
         accelerator: knows the other processes.
         mixed_precision: what the step casts to: ``no``, ``bf16`` or ``fp16``.
-        device: as tensors name it; None: the accelerator's, which is ``cuda`` without a number in a single process.
+        device: None: the accelerator's.
         distributed: what the processes share.
     """
 
@@ -77,7 +76,7 @@ class AccelerateRuntime(MixedPrecision):
         device: torch.device | None = None,
         distributed: DistributedConfig = ONE_PROCESS,
     ) -> None:
-        super().__init__(mixed_precision, device or with_index(accelerator.device))
+        super().__init__(mixed_precision, device or accelerator.device)
         self._is_sharded = distributed.strategy == "fsdp2"
         self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else self.device
         self._loads_on_host = False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_ft.devices import with_index
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training.loss_scaling import unscale
 
@@ -20,15 +21,16 @@ class MixedPrecision:
 
     Args:
         name: ``no``, ``bf16`` or ``fp16``.
-        device: where the step computes.
+        device: where the step computes; Accelerate gives a single process ``cuda`` without an index.
 
     Attributes:
+        device: the same, as its tensors name it.
         scaler: holds the loss scale; None unless fp16.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.mixed_precision = name
-        self.device = device
+        self.device = with_index(device)
         self.scaler: torch.amp.GradScaler | None = None  # type: ignore[attr-defined]
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type)  # type: ignore[attr-defined]
