@@ -49,6 +49,12 @@ TORCH = (
     called(
         "torch", "_has_compatible_shallow_copy_type", None, "whether `parameter.data = tensor` can be said"
     ),
+    called(
+        "torch.utils._device",
+        "_device_constructors",
+        "",
+        "which functions a default device is for: remembered from the first call on",
+    ),
     called("torch", "_assert_async", None, "labels out of the vocabulary, without waiting for the device"),
     # Modules and schedules.
     *data("torch.nn.Module()", "_parameters _buffers", "puts another tensor under a weight's name", "dict"),

@@ -1,7 +1,7 @@
 """``cuda`` means the virtual GPU while a block runs: programs that name it, or ask whether it is there, run unchanged.
 
 Three kinds of names lead there: functions and classes of ``torch.cuda``, the autocast state, and devices that tensors
-are moved to. (Devices that tensors are *made* on pass through
+and arrays are moved to. (Devices that tensors are *made* on pass through
 :class:`~lowmem_ft.virtual_gpu.upstream.fake_tensor_patches.FakeMode`.) The
 tensors themselves say ``vgpu``: only code that looks at ``tensor.is_cuda`` or ``tensor.device.type`` sees a difference.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
@@ -46,6 +47,12 @@ _OF_ACCELERATOR = (
     *("max_memory_reserved", "reset_accumulated_memory_stats", "reset_peak_memory_stats"),
     *("current_stream", "set_stream", "synchronize"),
 )
+_MAKE_OF_VALUES = (
+    *((torch, name) for name in ("tensor", "as_tensor", "asarray")),
+    (Tensor, "new_tensor"),
+)
+"""They copy an array to the device by ``Tensor.to`` in C++, which asks CUDA itself for the index of ``cuda``."""
+
 _REMEMBER_ANSWERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
 """Modules that ask once whether there is a GPU, and remember."""
 
@@ -72,6 +79,9 @@ def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
             replace(undo, torch, name, _of_virtual_device(getattr(torch, name)))
         replace(undo, Tensor, "to", _moved(Tensor.to))
         replace(undo, Tensor, "cuda", _to_virtual_device)
+        _device_constructors()  # or torch would remember the block's functions for `with torch.device(...)`
+        for owner, name in _MAKE_OF_VALUES:
+            replace(undo, owner, name, _made(existing(owner, name)))
         replace(undo, Tensor, "record_stream", _record_stream)
         replace(undo, torch.cuda, "_sleep", _sleep)
         undo.enter_context(_another_process_to_accelerate())
@@ -152,6 +162,16 @@ def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return to(self, *args, **kwargs)
 
     return to_device
+
+
+def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def make_on_device(*args: Any, **kwargs: Any) -> Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = on_virtual_device(kwargs["device"])
+        return make(*args, **kwargs)
+
+    return make_on_device
 
 
 def _to_virtual_device(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:

@@ -6,10 +6,12 @@ import importlib
 import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import flex_attention
+from torch.utils._device import _device_constructors
 
 from lowmem_ft.devices import is_virtual, kernels_of
 from lowmem_ft.errors import UserError
@@ -363,3 +365,24 @@ def test_torch_is_as_before():
     with VirtualGPU("t4"):
         assert torch.Generator is not before[0]
     assert [getattr(torch, name) for name in names] == before
+
+
+@pytest.mark.parametrize("content", [np.ones(3), np.float32(3), torch.ones(3), [1.0, 2.0]], ids=repr)
+@pytest.mark.parametrize(
+    "make", [torch.tensor, torch.as_tensor, torch.asarray], ids=lambda make: make.__name__
+)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_arrays_are_made_on_the_device_by_any_name(make, content, gpu):
+    make = getattr(torch, make.__name__)  # that of the block
+    for device in ("cuda", "cuda:0", torch.device("cuda"), gpu.device):
+        assert make(content, device=device).device == gpu.device
+    assert torch.ones(1).new_tensor(np.ones(3), device="cuda").device == gpu.device
+    assert make(content).device.type == "cpu"
+
+
+def test_a_default_device_means_torchs_own_functions_after_the_block():
+    _device_constructors.cache_clear()  # as in a process that has asked nothing yet
+    with VirtualGPU("l4"), torch.device("cuda"):
+        assert torch.tensor([1.0]).device.type == "vgpu"
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).is_meta
