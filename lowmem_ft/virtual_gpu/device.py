@@ -65,9 +65,6 @@ class VirtualBackend:
     device = VirtualDeviceContext
     device_of = VirtualDeviceOf
 
-    def __init__(self) -> None:
-        self._sync_debug_mode = 0
-
     # torch calls these while it registers the device and when it is asked for its devices.
     def is_initialized(self) -> bool:  # noqa: D102
         return True
@@ -99,16 +96,20 @@ class VirtualBackend:
     seed_all = seed
 
     def get_sync_debug_mode(self) -> int:  # noqa: D102
-        return self._sync_debug_mode
+        return active_gpu().recorder.orderings.sync_debug_mode
 
     def set_sync_debug_mode(self, debug_mode: int | str) -> None:
-        """Only remembered: a trace does not warn of synchronisation, the clock counts it."""
+        """Warn from now on where the host waits for the device, or refuse to.
+
+        Raises:
+            RuntimeError: if there is no such mode.
+        """
         names = {"default": 0, "warn": 1, "error": 2}
         if debug_mode not in (*names, *names.values()):
-            raise ValueError(
-                f"The sync debug mode must be default, warn or error, or 0, 1 or 2, got {debug_mode}."
-            )
-        self._sync_debug_mode = names[debug_mode] if isinstance(debug_mode, str) else debug_mode
+            known = "`default`, `warn`, `error`" if isinstance(debug_mode, str) else "0,1,2"
+            raise RuntimeError(f"invalid value of debug_mode, expected one of {known}")
+        mode = names[debug_mode] if isinstance(debug_mode, str) else debug_mode
+        active_gpu().recorder.orderings.sync_debug_mode = mode
 
     def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
         """No GPU is its own peer, and there is no other."""

@@ -1,4 +1,4 @@
-"""Copies between the host and the device that are asked not to wait, and whether CUDA lets the host go on.
+"""Copies between the host and the device: of those that are asked not to wait, whether CUDA lets the host go on.
 
 It does from and to pinned memory. Pageable memory is copied into the driver's own pinned buffers first: on its way to
 the device the host is held up until its stream has come so far, but for the few bytes that go with the command; on its
@@ -41,14 +41,20 @@ class HostCopies:
         self._say = say
 
     def begin(self, func: Any, args: tuple[Any, ...], result: Any, copy: Work) -> None:
-        """Let the host wait for a copy that is asked not to, where CUDA makes it.
+        """Let the host wait for a copy, though it is asked not to, where CUDA makes it.
 
         Args:
             func: the operator.
             args: its arguments.
             result: what it returned.
             copy: its work; it blocks afterwards, or not.
+
+        Raises:
+            RuntimeError: where CUDA's debug mode forbids a copy that is asked to wait.
         """
+        if copy.blocking:
+            self._recorder.orderings.host_is_held_up()
+            return
         if copy.to_host and func is aten._to_copy.default:
             self._recorder.mark_place(result, "pinned")
             return

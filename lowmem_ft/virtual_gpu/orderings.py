@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from lowmem_ft.virtual_gpu.values.questions import asking_frames
 
 if TYPE_CHECKING:
     from lowmem_ft.virtual_gpu.recorder import Recorder
@@ -15,9 +18,13 @@ class Orderings:
 
     Args:
         recorder: of the machine; a stream of None is its current one.
+
+    Attributes:
+        sync_debug_mode: what ``torch.cuda.set_sync_debug_mode`` has set: 1 warns where the host waits, 2 raises.
     """
 
     def __init__(self, recorder: Recorder) -> None:
+        self.sync_debug_mode = 0
         self._recorder = recorder
         self._log = recorder.work
         self._checked = None if recorder.checker is None else recorder.checker.order
@@ -59,10 +66,37 @@ class Orderings:
         if self._checked is not None:
             self._checked.synchronize()
 
+    def synchronize_stream(self, event: int) -> None:
+        """The host waits for a stream, by an event behind its work."""
+        self.host_is_held_up()
+        self.synchronize_event(event)
+
+    def host_is_held_up(self) -> None:
+        """Warn or raise where CUDA does in its debug mode: not for events, nor for all streams together.
+
+        Source: ``warn_or_error_on_sync``, in c10/cuda/CUDAFunctions.cpp, and its callers there.
+
+        Raises:
+            RuntimeError: in mode 2.
+        """
+        if not self.sync_debug_mode:
+            return
+        message = "called a synchronizing CUDA operation"
+        if self.sync_debug_mode == 2:
+            raise RuntimeError(message)
+        frame = next(asking_frames())
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(
+            message, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry
+        )
+
     def host_reads(self, tensor: Tensor) -> None:
         """The host asks for a tensor's values, and waits for those that are on the device."""
         recorder = self._recorder
-        self._log.synchronize(waits=tensor.device.type == recorder.device_type)
+        waits = tensor.device.type == recorder.device_type
+        if waits:
+            self.host_is_held_up()
+        self._log.synchronize(waits=waits)
         if recorder.checker is not None:
             recorder.checker.host_reads(tensor)
 

@@ -95,8 +95,7 @@ class Recorder(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.on_peak: Callable[[int], None] = lambda live_bytes: None  # called at each new peak
-        self.largest_assumed: set[str] = set()
-        """Operators whose result depends on values: it was taken at its largest."""
+        self.largest_assumed: set[str] = set()  # operators whose result was taken at its largest
         self._questions = questions or Questions(lambda choice: None)
         self._results = results
         self._costs = CallCosts(device_type, workspace_rule, workspaces)
@@ -234,7 +233,7 @@ class Recorder(TorchDispatchMode):
         if work is not None:
             work = work.at(self.work.position)
             work.stream, work.times = self.stream, self.alike.times
-            if work.kind == "copy" and not work.blocking:
+            if work.kind == "copy":
                 self._host_copies.begin(func, args, result, work)
         compute_values(called, args, kwargs, result)
         if self.checker is not None:
@@ -262,7 +261,8 @@ class Recorder(TorchDispatchMode):
             return result, None
         except FakeTensorDeviceMismatchError as error:
             raise RuntimeError(str(error).replace(self.device_type, "cuda")) from None
-        except DataDependentOutputException as error:
+        except DataDependentOutputException as error:  # such as torch.equal
+            self.orderings.host_reads(args[0])
             answer = answer_from_values(func, args, kwargs, error)
             return self.ask(torch.bool) if answer is None else answer, None
         except UnsupportedOperatorException as error:

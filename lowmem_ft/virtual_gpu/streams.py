@@ -83,7 +83,7 @@ class VirtualStream:
 
     def synchronize(self) -> None:
         """Let the host wait for this stream."""
-        self.record_event().synchronize()
+        active_gpu().recorder.orderings.synchronize_stream(self.record_event().id)
 
     def query(self) -> bool:
         """Whether all work is done: what a program sees that asks often enough."""

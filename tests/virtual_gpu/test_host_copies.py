@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -84,3 +85,44 @@ def test_a_copy_that_waits_holds_up_the_host_on_the_clock():
 
     assert end_of_next(WAITS["to the device, pageable"]) > 10
     assert end_of_next(GOES_ON["to the device, pinned"]) < 0.1
+
+
+ASKED_TO_WAIT = {
+    **{name: copy for name, copy in WAITS.items() if "told to" in name},
+    "a number is read": lambda: device()[0].item(),
+    "a condition": lambda: bool(device()[0] > 0),
+    "where it is not zero": lambda: device().nonzero(),
+    "a mask": lambda: device()[device() > 0],
+    "a comparison": lambda: torch.equal(device(), device()),
+    "a stream": lambda: torch.cuda.current_stream().synchronize(),
+}
+SILENT = {
+    **GOES_ON,
+    **{name: copy for name, copy in WAITS.items() if "pageable" in name},
+    "all streams": lambda: torch.cuda.synchronize(),
+    "an event": lambda: torch.cuda.current_stream().record_event().synchronize(),
+}
+
+
+@pytest.mark.parametrize("call", [*ASKED_TO_WAIT, *SILENT])
+def test_cudas_debug_mode_warns_of_waits_or_refuses_them(call):
+    """Not of all: pageable memory makes the driver wait, and the device as a whole or an event may be waited for."""
+    program = {**ASKED_TO_WAIT, **SILENT}[call]
+    with VirtualGPU("l4"):
+        assert torch.cuda.get_sync_debug_mode() == 0
+        program()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            program()
+        assert [str(one.message) for one in heard] == ["called a synchronizing CUDA operation"] * (
+            call in ASKED_TO_WAIT
+        )
+        assert all(one.filename == __file__ for one in heard)
+        torch.cuda.set_sync_debug_mode(2)
+        assert torch.cuda.get_sync_debug_mode() == 2
+        if call in ASKED_TO_WAIT:
+            with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+                program()
+        else:
+            program()

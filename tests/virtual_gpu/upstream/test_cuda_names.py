@@ -144,7 +144,12 @@ STRICT = [
     (lambda: torch.cuda.manual_seed("one"), ValueError, "invalid literal for int"),
     (lambda: elapsed(enable_timing=False), ValueError, "created with argument 'enable_timing=True'"),
     (lambda: elapsed(enable_timing=True), ValueError, "must be recorded before calculating elapsed time"),
-    (lambda: torch.cuda.set_sync_debug_mode("loud"), ValueError, "default, warn or error"),
+    (
+        lambda: torch.cuda.set_sync_debug_mode("loud"),
+        RuntimeError,
+        "expected one of `default`, `warn`, `error`",
+    ),
+    (lambda: torch.cuda.set_sync_debug_mode(3), RuntimeError, "expected one of 0,1,2"),
     (
         lambda: torch.cuda.get_device_properties().uuid,
         AttributeError,
