@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -23,8 +25,10 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models.saving import save_tokenizer
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.rehearsal.host import RehearsedHost
 from lowmem_ft.rehearsal.shapes import Shapes, WindowShape, in_shape, tensors_of
 from lowmem_ft.rehearsal.waits import HostWaits
+from lowmem_ft.training.budget_cap import Host
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult
@@ -104,7 +108,6 @@ class RehearsalRuntime(VirtualRuntime):
     process_index = 0
     num_processes_here = 1
     is_main = True
-    shows_progress = False
 
     def __init__(self, machine: VirtualGPU, recipe: Recipe, on_step: Callable[[int, int], None]) -> None:
         super().__init__(machine, recipe.training, device=torch.device("cuda"))  # Accelerate's name for it
@@ -118,6 +121,8 @@ class RehearsalRuntime(VirtualRuntime):
         self.model: Saved | None = None
         self.num_steps = self.first_step = 0
         self.waits = HostWaits(machine.work)
+        self.host: Host = RehearsedHost(machine.recorder.timeline)
+        self.progress_console: Console | None = _unseen_terminal()
         self._recipe = recipe
         self._on_step = on_step
         self._takes_window = recipe.accumulation.order == "vertical"
@@ -321,3 +326,16 @@ class RehearsalRuntime(VirtualRuntime):
 
     def end_trackers(self) -> None:
         """Likewise."""
+
+
+class _Nowhere(io.TextIOBase):
+    """A file that keeps nothing."""
+
+    def write(self, text: str) -> int:
+        """As if it had."""
+        return len(text)
+
+
+def _unseen_terminal() -> Console:
+    """Where the run draws how far it is, as on a terminal: the rehearsal shows a line of its own."""
+    return Console(file=cast(IO[str], _Nowhere()), force_terminal=True, width=80, legacy_windows=False)

@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+import rich
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration, gather_object, patch_environment
+from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +42,7 @@ from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
+from lowmem_ft.training.budget_cap import Host, ThisHost
 from lowmem_ft.training.gradient_averaging import (
     average_gradients,
     copy_from_main_process,
@@ -87,7 +90,9 @@ class AccelerateRuntime(MixedPrecision):
         self.num_processes_here = processes_here(self.num_processes)
         self.process_index: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
-        self.shows_progress = self.is_main
+        self.host: Host = ThisHost()
+        # Shared with the log.
+        self.progress_console: Console | None = rich.get_console() if self.is_main else None
         self._reduce_after_backward: Callable[[Iterable[nn.Parameter]], object] = lambda parameters: None
 
     @staticmethod

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Protocol
 
 import torch
 
 from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError, UserError
-from lowmem_ft.memory.host_limits import tightest_host_limit
+from lowmem_ft.memory.host_limits import HostLimit, tightest_host_limit
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.memory.process_memory import resident_file_bytes
 from lowmem_ft.units import MIB, format_bytes, parse_bytes
@@ -21,10 +22,47 @@ LOW_BYTES = 256 * MIB
 """Of host memory that is left beside a spare share (``memory/host_limits.py``): what a step may take without notice."""
 
 
+class Host(Protocol):
+    """The host that a run's process lives on, as far as its memory goes."""
+
+    def held_bytes(self) -> int:
+        """What the process holds now."""
+        ...
+
+    def peak_bytes(self, file_bytes: int) -> int:
+        """The most that it has held, without pages of files of ``offload.folder``, which were ``file_bytes``."""
+        ...
+
+    def limit(self, file_bytes: int) -> HostLimit | None:
+        """What the machine or the container has left beside them; None: it has no end."""
+        ...
+
+
+class ThisHost:
+    """The one that this process is on."""
+
+    def held_bytes(self) -> int:
+        """Without pages of files, see ``memory/process_memory.py``."""
+        return read_host_memory().now_bytes
+
+    def peak_bytes(self, file_bytes: int) -> int:
+        """Without pages of files that were resident at the peak and have been dropped since."""
+        dropped_bytes, memory = max(0, file_bytes - resident_file_bytes()), read_host_memory()
+        return max(memory.now_bytes, memory.peak_bytes - dropped_bytes)
+
+    def limit(self, file_bytes: int) -> HostLimit:
+        """The machine's or the container's, whichever leaves less."""
+        return tightest_host_limit(None, file_bytes=file_bytes)
+
+
+THIS_HOST = ThisHost()
+
+
 def apply_budget(
     budget: Budget,
     device: torch.device,
     *,
+    host: Host = THIS_HOST,
     uses_bitsandbytes: bool = False,
     num_processes: int = 1,
     num_processes_here: int = 1,
@@ -38,6 +76,7 @@ def apply_budget(
     Args:
         budget: what is allowed.
         device: where it is trained.
+        host: beside it.
         uses_bitsandbytes: whether its kernels are called.
         num_processes: GPUs of the run.
         num_processes_here: those of this machine, which share its host.
@@ -46,7 +85,7 @@ def apply_budget(
         UserError: if the device has less memory than the budget.
         DoesNotFitError: if the process holds more already than a budget allows, on the host or outside the allocator.
     """
-    now_bytes = read_host_memory().now_bytes
+    now_bytes = host.held_bytes()
     for words, limit_bytes in _limits_of_host(budget, device, num_processes_here).items():
         if now_bytes > limit_bytes and budget.enforce:
             raise DoesNotFitError(
@@ -110,9 +149,13 @@ class BudgetWatch:
         budget: what is allowed.
         device: where it is trained.
         num_processes: of this machine, which share its host.
+        host: of the process.
     """
 
-    def __init__(self, budget: Budget, device: torch.device, num_processes: int = 1) -> None:
+    def __init__(
+        self, budget: Budget, device: torch.device, num_processes: int = 1, host: Host = THIS_HOST
+    ) -> None:
+        self._host = host
         self._budget = budget
         self._limits = _limits_of_host(budget, device, num_processes)
         self._is_first = True
@@ -128,7 +171,7 @@ class BudgetWatch:
             DoesNotFitError: if the first step took a CPU's process beyond ``budget.device``.
         """
         self._warn_of_machine(file_bytes)
-        peak_bytes = host_peak_bytes(file_bytes) if self._limits else 0
+        peak_bytes = self._host.peak_bytes(file_bytes) if self._limits else 0
         for words, limit_bytes in list(self._limits.items()):
             if peak_bytes <= limit_bytes:
                 continue
@@ -143,8 +186,8 @@ class BudgetWatch:
 
     def _warn_of_machine(self, file_bytes: int) -> None:
         """Say once that the machine or the container is about to run out: the system then kills without a word."""
-        limit = tightest_host_limit(None, file_bytes=file_bytes)
-        if limit.available_bytes > LOW_BYTES or self._has_warned_of_machine:
+        limit = self._host.limit(file_bytes)
+        if limit is None or limit.available_bytes > LOW_BYTES or self._has_warned_of_machine:
             return
         self._has_warned_of_machine = True
         logger.warning(
@@ -165,18 +208,13 @@ def _limits_of_host(budget: Budget, device: torch.device, num_processes: int) ->
     return limits
 
 
-def host_peak_bytes(file_bytes: int) -> int:
-    """What the process held at its peak, without pages of files that were resident then and have been dropped since.
-
-    Args:
-        file_bytes: the most that files of ``offload.folder`` held.
-    """
-    dropped_bytes, memory = max(0, file_bytes - resident_file_bytes()), read_host_memory()
-    return max(memory.now_bytes, memory.peak_bytes - dropped_bytes)
-
-
 def report_budget(
-    budget: Budget, device: torch.device, *, num_processes: int = 1, file_bytes: int = 0
+    budget: Budget,
+    device: torch.device,
+    *,
+    num_processes: int = 1,
+    file_bytes: int = 0,
+    host: Host = THIS_HOST,
 ) -> None:
     """Log the measured peaks beside the budget; on a CPU the device's memory is the host's.
 
@@ -186,8 +224,9 @@ def report_budget(
         num_processes: of this machine, which shared its host.
         file_bytes: the most that files of ``offload.folder`` held: they count for no budget, as the system takes them
             back when there is no room.
+        host: of the process.
     """
-    on_host = host_peak_bytes(file_bytes)
+    on_host = host.peak_bytes(file_bytes)
     peaks = [("host", budget.host_bytes(num_processes), budget.host_in_words(num_processes), on_host)]
     if device.type == "cuda" or budget.device is not None:
         limit_bytes = None if budget.device is None else parse_bytes(budget.device)

@@ -198,11 +198,14 @@ class TrainingRun:
             apply_budget(
                 recipe.budget,
                 runtime.device,
+                host=runtime.host,
                 uses_bitsandbytes=recipe.uses_bitsandbytes,
                 num_processes=runtime.num_processes,
                 num_processes_here=runtime.num_processes_here,
             )
-            budget_watch = BudgetWatch(recipe.budget, runtime.device, runtime.num_processes_here)
+            budget_watch = BudgetWatch(
+                recipe.budget, runtime.device, runtime.num_processes_here, runtime.host
+            )
             built = launched if resume_from is None else resumed(launched, resume_from)
             plan = plan_session(built, runtime)
             tokenizer = load_tokenizer(built.model)
@@ -270,7 +273,7 @@ class TrainingRun:
             num_steps=self.num_steps,
             step=self.progress.step,
             logging_steps=config.logging_steps,
-            enabled=self.runtime.shows_progress,
+            console=self.runtime.progress_console,
         )
         with display:
             self._evaluate_if_due()
@@ -427,6 +430,7 @@ class TrainingRun:
             self.runtime.device,
             num_processes=self.runtime.num_processes_here,
             file_bytes=file_bytes,
+            host=self.runtime.host,
         )
         self.memory.log()
         self.memory.write_measured(self.metrics, self.progress.step)

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import rich
+from rich.console import Console
 from rich.progress import Progress, ProgressColumn, Task, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -38,15 +39,21 @@ class ProgressDisplay:
         num_steps: optimizer steps in all.
         step: steps already taken.
         logging_steps: where there is no terminal, steps between two lines.
-        enabled: False in all processes but one.
+        console: where it is shown; shared with the log, no line cuts through the bar. None: nowhere.
     """
 
-    def __init__(self, *, num_steps: int, step: int, logging_steps: int, enabled: bool) -> None:
-        console = rich.get_console()  # shared with the log, so that no line cuts through the bar
+    def __init__(self, *, num_steps: int, step: int, logging_steps: int, console: Console | None) -> None:
         self._logging_steps = logging_steps
-        self._enabled = enabled
-        self._live = enabled and console.is_terminal
-        self._progress = Progress(OneLine(), console=console, disable=not self._live)
+        self._enabled = console is not None
+        self._live = console is not None and console.is_terminal
+        is_shared = console is rich.get_console()  # what others print goes above the bar
+        self._progress = Progress(
+            OneLine(console),
+            console=console,
+            disable=not self._live,
+            redirect_stdout=is_shared,
+            redirect_stderr=is_shared,
+        )
         self._num_steps = num_steps
         self._task = self._progress.add_task("train", total=num_steps, completed=step, status={})
 
@@ -79,9 +86,13 @@ class OneLine(ProgressColumn):
 
     max_refresh = None
 
+    def __init__(self, console: Console | None) -> None:
+        super().__init__()
+        self._console = console or rich.get_console()
+
     def render(self, task: Task) -> Table:
         """The parts that fit, of those in the order of :data:`DROPPED_FIRST`."""
-        width = rich.get_console().width
+        width = self._console.width
         *choices, shortest = self._choices(task)
         parts = next((parts for parts in choices if _width(parts) <= width), shortest)
         line = Table.grid(padding=0)

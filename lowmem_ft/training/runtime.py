@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,6 +24,7 @@ from lowmem_ft.models import MasterWeights, ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.config import DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded
+from lowmem_ft.training.budget_cap import Host
 
 if TYPE_CHECKING:
     from lowmem_ft.training.session import Session
@@ -131,8 +133,10 @@ class RunRuntime(Runtime, Protocol):
     num_processes_here: int
     is_main: bool
     """Whether this process writes what is written once: the first of all."""
-    shows_progress: bool
-    """Whether this process shows how far the run is."""
+    host: Host
+    """What its memory is read from, where it is held against budgets."""
+    progress_console: Console | None
+    """Where this process shows how far the run is; None: nowhere."""
 
     def take_step(self, window: Sequence[Batch], step: Callable[[Sequence[Batch]], StepResult]) -> StepResult:
         """Take an optimizer step over a window; a rehearsal takes one for all windows of a shape."""

@@ -14,6 +14,7 @@ from lowmem_ft.models import load_master_weights, load_model, load_model_config
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training import joining, out_of_memory_report, train
+from lowmem_ft.training.budget_cap import ThisHost
 from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session_files import save_trained
@@ -25,7 +26,8 @@ class PlainRuntime:
     """One process on a CPU in plain torch, which keeps the optimizer's state in a file of its own."""
 
     device = torch.device("cpu")
-    num_processes, num_processes_here, process_index, is_main, shows_progress = 1, 1, 0, True, True
+    num_processes, num_processes_here, process_index, is_main = 1, 1, 0, True
+    host, progress_console = ThisHost(), None
 
     def __init__(self):
         self.logged = []

@@ -27,7 +27,9 @@ def last_line(monkeypatch, width: int, num_steps: int = 5000) -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width, color_system=None, legacy_windows=False)
     monkeypatch.setattr(rich, "_console", console)
-    with ProgressDisplay(num_steps=num_steps, step=0, logging_steps=10, enabled=True) as display:
+    with ProgressDisplay(
+        num_steps=num_steps, step=0, logging_steps=10, console=rich.get_console()
+    ) as display:
         for step in range(1, 5):
             display.update({**RECORD, "step": step + 1200})
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n").splitlines()
@@ -63,7 +65,7 @@ def test_without_a_terminal_lines_are_whole(monkeypatch, caplog):
     monkeypatch.setattr(rich, "_console", Console(file=io.StringIO(), force_terminal=False, width=80))
     with (
         caplog.at_level(logging.INFO),
-        ProgressDisplay(num_steps=20, step=0, logging_steps=10, enabled=True) as display,
+        ProgressDisplay(num_steps=20, step=0, logging_steps=10, console=rich.get_console()) as display,
     ):
         for step in range(1, 21):
             display.update({**RECORD, "step": step})

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from lowmem_ft.memory.category import Place
 from lowmem_ft.memory.timeline import Timeline
 
-_ON_HOST: tuple[Place, ...] = ("host", "pinned")
+ON_HOST: tuple[Place, ...] = ("host", "pinned")
+"""Where tensors count for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class HostTensors:
         most = {True: 0, False: 0}
         is_load = True
         for index, ((kind, allocation), live) in enumerate(
-            zip(timeline.events, timeline.live_bytes(_ON_HOST), strict=True)
+            zip(timeline.events, timeline.live_bytes(ON_HOST), strict=True)
         ):
             if kind == "malloc":
                 is_load = timeline.allocations[allocation].phase == "load"
@@ -63,6 +64,6 @@ def _by_category(timeline: Timeline, position: int) -> dict[str, int]:
     by_category: dict[str, int] = {}
     for index in timeline.alive_at(position):
         allocation = timeline.allocations[index]
-        if allocation.place in _ON_HOST:
+        if allocation.place in ON_HOST:
             by_category[allocation.category] = by_category.get(allocation.category, 0) + allocation.size_bytes
     return by_category

@@ -1,0 +1,48 @@
+"""The host of the machine that a run is rehearsed for, whatever this one holds."""
+
+from __future__ import annotations
+
+from lowmem_ft.memory.process_size import PROCESS_BESIDE_GPU_BYTES
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.virtual_gpu.replay.host_peak import ON_HOST
+
+
+class RehearsedHost:
+    """A :class:`~lowmem_ft.training.budget_cap.Host` that holds a process's libraries and what the trace has put there.
+
+    Weights on their way while files are read and written are no part of a trace; the estimate adds them
+    (``estimator/host.py``).
+
+    Args:
+        timeline: of the machine that everything runs on.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._seen = 0
+        self._alive: dict[int, int] = {}
+        self._live_bytes = self._most_bytes = 0
+
+    def held_bytes(self) -> int:
+        """Now, pages of files left out."""
+        self._catch_up()
+        return PROCESS_BESIDE_GPU_BYTES + self._live_bytes
+
+    def peak_bytes(self, file_bytes: int) -> int:
+        """The most, pages of files left out: the trace has them on the disk."""
+        self._catch_up()
+        return PROCESS_BESIDE_GPU_BYTES + self._most_bytes
+
+    def limit(self, file_bytes: int) -> None:
+        """None: how much the machine has is not known, nor what else goes on there."""
+
+    def _catch_up(self) -> None:
+        events, allocations = self._timeline.events, self._timeline.allocations
+        for kind, index in events[self._seen :]:
+            if kind == "free":
+                self._live_bytes -= self._alive.pop(index, 0)
+            elif kind == "malloc" and allocations[index].place in ON_HOST:
+                self._alive[index] = allocations[index].size_bytes
+                self._live_bytes += allocations[index].size_bytes
+            self._most_bytes = max(self._most_bytes, self._live_bytes)
+        self._seen = len(events)
