@@ -37,6 +37,12 @@ TORCH = (
         "whether a tensor on its way to the host was written to",
         "getset_descriptor",
     ),
+    *data(
+        "torch.Tensor",
+        "_backward_hooks _post_accumulate_grad_hooks",
+        "stay with a fake tensor that moves to another device",
+        "getset_descriptor",
+    ),
     called("torch.Tensor", "_is_view", None, "autocast keeps casts of weights, not of their views"),
     called(
         "torch.Tensor",
@@ -57,6 +63,9 @@ TORCH = (
     ),
     called("torch", "_assert_async", None, "labels out of the vocabulary, without waiting for the device"),
     # Modules and schedules.
+    called(
+        "torch.nn.Module()", "_apply", "fn", "whose calls of `swap_tensors` stand for `parameter.data = moved`"
+    ),
     *data("torch.nn.Module()", "_parameters _buffers", "puts another tensor under a weight's name", "dict"),
     *data(
         "torch.optim.lr_scheduler.LRScheduler()",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import worker as data_loading_worker
 
+from lowmem_ft.errors import UserError
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
 from lowmem_ft.virtual_gpu.kernels.type_names import device_of
 
@@ -69,6 +71,7 @@ def fake_tensors_in_disguise(
         if import_utils is not None:
             replace(undo, import_utils, "is_fake_tensor", _never)
         replace(undo, torch.utils, "swap_tensors", _swap_tensors)
+        replace(undo, Tensor, "data", property(_data.__get__, _set_data))
         replace(undo, Tensor, "numpy", _of(read_values, Tensor.numpy))
         replace(undo, FakeTensor, "tolist", _list_of(list_values))
         replace(undo, FakeTensor, "share_memory_", _itself)
@@ -91,12 +94,55 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _swap_tensors(first: Tensor, second: Tensor) -> None:
-    """``Module.to`` puts fake parameters in place by swapping; torch refuses, as fake tensors are weakly referenced."""
+    """Torch refuses, as fake tensors are weakly referenced; ``Module.to`` puts moved parameters in place by it."""
+    # For CUDA a module says `parameter.data = moved`.
+    if sys._getframe(1).f_code.co_name == "_apply":
+        _take_place(first, second)
+        return
     for name in ("__class__", "__dict__"):
         of_first, of_second = getattr(first, name), getattr(second, name)
         setattr(first, name, of_second)
         setattr(second, name, of_first)
     torch._C._swap_tensor_impl(first, second)
+
+
+def _take_place(tensor: Tensor, moved: Tensor) -> None:
+    """Let a tensor be what another is, and keep its own attributes and hooks."""
+    hooks = {name: getattr(tensor, name) for name in _HOOKS}
+    torch._C._swap_tensor_impl(tensor, moved)
+    vars(tensor).update(vars(moved))
+    for name, registered in hooks.items():
+        if registered:
+            setattr(tensor, name, registered)
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_data: Any = Tensor.data
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """``tensor.data = data`` between the host and the device, which torch allows for CUDA and not for others.
+
+    The tensor keeps its attributes and its hooks. On CUDA a graph would be told, and a gradient stay where it was.
+
+    Raises:
+        UserError: for a tensor with a gradient, or one that a graph or a view holds.
+    """
+    is_compatible = torch._has_compatible_shallow_copy_type(tensor, data)
+    if is_compatible or not (isinstance(tensor, FakeTensor) and isinstance(data, FakeTensor)):
+        _data.__set__(tensor, data)
+        return
+    if tensor.grad is not None or tensor._use_count() > 1:  # type: ignore[attr-defined]
+        holder = "a graph or a view of it" if tensor.grad is None else "a gradient"
+        raise UserError(
+            "A virtual GPU follows `tensor.data = other` to another device only where nothing else depends on the "
+            f"tensor, got {holder}. Delete what is left of the step before, such as the loss, and set tensor.grad = "
+            "None."
+        )
+    moved = data.detach()
+    if moved.is_floating_point() or moved.is_complex():
+        moved.requires_grad_(tensor.requires_grad)
+    _take_place(tensor, moved)
 
 
 def _of(read_values: Callable[[Tensor], Tensor], numpy: Callable[..., Any]) -> Callable[..., Any]:
