@@ -18,6 +18,8 @@ DESIGNED = {
 BYTES_ON_HOST = {"+ state on the host": 3.03, "+ weights streamed": 5.03, "+ MLP and head in tiles": 5.03}
 """Of a parameter: a byte of master and two of state, with their scales; weights; waiting gradients are two more."""
 NUM_PARAMETERS = 8_030_261_248
+PINNED_BATCH_BYTES = 2**16
+"""At the most, of tokens that wait to be copied."""
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ def test_llama_8b_needs_what_the_design_says(rung):
     estimate = estimate_memory(recipe, "h200")
     assert estimate.allocated_peak_bytes == pytest.approx(DESIGNED[rung.name], rel=0.1)
     on_host = BYTES_ON_HOST.get(rung.name, 0) * NUM_PARAMETERS
-    assert estimate.host_pinned_bytes == pytest.approx(on_host, rel=0.02)
+    assert estimate.host_pinned_bytes == pytest.approx(on_host, rel=0.02, abs=PINNED_BATCH_BYTES)
 
 
 @pytest.mark.slow

@@ -64,7 +64,10 @@ TORCH = (
     called("torch", "_assert_async", None, "labels out of the vocabulary, without waiting for the device"),
     # Modules and schedules.
     called(
-        "torch.nn.Module()", "_apply", "fn", "whose calls of `swap_tensors` stand for `parameter.data = moved`"
+        "torch.nn.Module()",
+        "_apply",
+        "fn",
+        "whose calls of `swap_tensors` stand for `parameter.data = moved`",
     ),
     *data("torch.nn.Module()", "_parameters _buffers", "puts another tensor under a weight's name", "dict"),
     *data(
