@@ -317,5 +317,7 @@ def without_pinning(
             raise RuntimeError(f"cannot pin '{class_of(args[0])}' only dense CPU tensors can be pinned")
         return aten.clone.default, args[:1], {}, True
     if kwargs.get("pin_memory"):
+        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            raise RuntimeError("Only dense CPU tensors can be pinned")
         return func, args, {**kwargs, "pin_memory": False}, True
     return func, args, kwargs, False

@@ -83,6 +83,7 @@ class VirtualGPU(VirtualMachine):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        _call_it_cuda(exception[1])
         if self.races and exception[0] is None:
             raise race_error(self.races)
 
@@ -123,3 +124,12 @@ class VirtualGPU(VirtualMachine):
             self.trace_seconds,
         )
         return dataclasses.replace(estimate, races=self.races)
+
+
+def _call_it_cuda(error: BaseException | None) -> None:
+    """Let what torch's C++ has refused read as on CUDA; it names the device as tensors do.
+
+    Not of operators that this device alone lacks.
+    """
+    if type(error) is RuntimeError and error.args and isinstance(error.args[0], str):
+        error.args = (error.args[0].replace(DEVICE_TYPE, "cuda"), *error.args[1:])

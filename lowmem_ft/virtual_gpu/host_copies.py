@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+_INDEXING = frozenset(
+    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+)
+
 SENT_AT_ONCE_BYTES = 2**16
 """So much goes to the device with the command, from whatever memory."""
 
@@ -39,6 +43,15 @@ class HostCopies:
     def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
         self._recorder = recorder
         self._say = say
+
+    def indices(self, func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """What an operator on the device takes from the host to index it: CUDA copies it first, and the host waits.
+
+        Source: pytorch, aten/src/ATen/native/TensorAdvancedIndexing.cpp, ``make_info``.
+        """
+        if func not in _INDEXING or args[0].device.type != self._recorder.device_type != "cpu":
+            return []
+        return [index for index in args[1] if index is not None and index.device.type == "cpu"]
 
     def begin(self, func: Any, args: tuple[Any, ...], result: Any, copy: Work) -> None:
         """Let the host wait for a copy, though it is asked not to, where CUDA makes it.

@@ -54,7 +54,7 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
 _IS_PINNED = aten.is_pinned.default
-_SUM, _COPY = aten.add.Tensor, aten.copy_.default
+_SUM, _COPY, _TO_COPY = aten.add.Tensor, aten.copy_.default, aten._to_copy.default
 
 
 class Recorder(TorchDispatchMode):
@@ -208,6 +208,8 @@ class Recorder(TorchDispatchMode):
         if func is _IS_PINNED:
             return self.place_of(args[0]) == "pinned"
         func, args, kwargs, is_pinned = without_pinning(func, args, kwargs)
+        for index in self._host_copies.indices(func, args):
+            self.__torch_dispatch__(_TO_COPY, types, (index,), {"device": args[0].device})
         called = func
         if func is _SUM and is_in_place_unwatched(func, args, kwargs):
             func = aten.add_.Tensor  # what would be called: the timeline and the work are those of a run
@@ -384,13 +386,11 @@ class Recorder(TorchDispatchMode):
 
     def _log_resizing(self, before: Allocation, size: int) -> None:
         """The copy within the device by which a storage gets another size."""
-        size_copied = min(before.size_bytes, size)
-        if size_copied and before.place == "device":
-            name, num_bytes = "resize_", 2 * size_copied
-            times = self.alike.times
-            self.work.add(
-                Work("kernel", self.work.position, self.stream, name, num_bytes=num_bytes, times=times)
-            )
+        size_copied = min(before.size_bytes, size) if before.place == "device" else 0
+        if size_copied:
+            copy = Work("kernel", self.work.position, self.stream, "resize_", num_bytes=2 * size_copied)
+            copy.times = self.alike.times
+            self.work.add(copy)
 
     def close(self) -> None:
         """Write nothing more: what is freed from now on lived to the end of the trace."""

@@ -93,10 +93,12 @@ ASKED_TO_WAIT = {
     "a condition": lambda: bool(device()[0] > 0),
     "where it is not zero": lambda: device().nonzero(),
     "a mask": lambda: device()[device() > 0],
+    "indices from the host": lambda: device()[torch.tensor([0, 1])],
     "a comparison": lambda: torch.equal(device(), device()),
     "a stream": lambda: torch.cuda.current_stream().synchronize(),
 }
 SILENT = {
+    "indices that are there": lambda: device()[torch.zeros(2, dtype=torch.int64, device="cuda")],
     **GOES_ON,
     **{name: copy for name, copy in WAITS.items() if "pageable" in name},
     "all streams": lambda: torch.cuda.synchronize(),

@@ -108,6 +108,10 @@ DEVICES = {
         lambda: cuda(3).pin_memory(),
         "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned",
     ),
+    "made and pinned": (
+        lambda: torch.empty(3, device="cuda", pin_memory=True),
+        "Only dense CPU tensors can be pinned",
+    ),
 }
 
 
@@ -138,6 +142,11 @@ TAKEN = {
 @on("call", TAKEN.values(), ids=TAKEN)
 def test_what_cuda_takes_from_both_devices_is_taken(call, gpu):
     call()
+
+
+def test_what_torch_itself_refuses_names_cuda_to_whoever_hears_of_it_outside():
+    with pytest.raises(RuntimeError, match=r"type 'cpu' to a tensor with device type 'cuda'"), VirtualGPU():
+        cuda(3).grad = host(3)
 
 
 def test_which_operators_are_checked_is_torchs_own_list():
