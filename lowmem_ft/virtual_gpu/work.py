@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,7 +30,7 @@ class Work:
         blocking: of a copy: whether the host waits for its end.
         to_host: of a copy: its direction; each has a copy engine of its own.
         times: how many entries like this one it stands for: its round is done so often, as a whole.
-        launches: of a kernel: how many of them CUDA runs one after the other.
+        launches: of a kernel: how many of them CUDA runs one after the other, before they are rounded up.
     """
 
     kind: Literal["kernel", "copy", "collective", "record", "wait", "synchronize", "mark"]
@@ -43,7 +44,12 @@ class Work:
     blocking: bool = False
     to_host: bool = False
     times: int = 1
-    launches: int = 1
+    launches: float = 1
+
+    @property
+    def num_launches(self) -> int:
+        """Of a kernel: as many as CUDA runs."""
+        return max(1, math.ceil(self.launches - _ROUNDING))
 
     def at(self, position: int) -> Work:
         """The same at another place of the timeline; seven times as fast as ``dataclasses.replace``."""
@@ -62,6 +68,9 @@ class Work:
             self.launches,
         )
 
+
+_ROUNDING = 1e-6
+"""Of sums of shares of a launch."""
 
 STEP_END = "step end"
 BETWEEN_STEPS = "between steps"

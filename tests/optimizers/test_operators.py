@@ -51,7 +51,7 @@ class Traffic(TorchDispatchMode):
         work = work_of(func, args, kwargs or {}, result, device_type="cpu")
         if work is not None:
             self.num_bytes += work.num_bytes
-            self.launches += work.launches
+            self.launches += work.num_launches
         return result
 
 

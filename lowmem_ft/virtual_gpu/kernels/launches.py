@@ -1,7 +1,8 @@
 """How many kernels an operator of torch launches on CUDA, where it is not one.
 
-One rule for each operator, from the code that launches them; memsets are issued as kernels are, and count as such. What
-is not here counts as one. Left out is what the hardware decides (products whose inner dimension cuBLAS cuts up, the
+One rule for each operator, from the code that launches them; memsets are issued as kernels are, and count as such. Of
+lists each tensor takes a share of a launch, so that what more layers take is a sum; who counts rounds up. What is not
+here counts as one. Left out is what the hardware decides (products whose inner dimension cuBLAS cuts up, the
 memset before a reduction over several blocks) and what training of language models hardly calls (sorts, ``topk``).
 
 Sources: pytorch 2.13, under ``aten/src/ATen/native``; CUB 3, ``dispatch_radix_sort.cuh``.
@@ -17,7 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-Rule = Callable[[dict[str, Any], Any], int]
+Rule = Callable[[dict[str, Any], Any], float]
 """Arguments by name and result of a call to its launches."""
 
 _CHUNK_ELEMENTS = 65536
@@ -26,8 +27,6 @@ _MOST_TENSORS = (770, 448, 336, 252, 210)
 _MOST_TENSORS_WITH_SCALARS = (672, 448, 336, 252, 210)
 """By the number of lists: ``cuda/MultiTensorApply.cuh``, as it is compiled with CUDA 13, which torch's wheels bring;
 before that a launch took a seventh of both."""
-_MOST_NORMS = 3200
-"""``cuda/ForeachReduceOp.cu``, likewise."""
 
 _MOST_JOINED = 128
 _MOST_JOINED_WITH_STRIDES = 64
@@ -40,8 +39,8 @@ _FEW_TOKENS = 3072
 _SORTED_BY_ONE_BLOCK = 256 * 9
 
 
-def launches_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """How many kernels one call of an operator launches.
+def launches_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
+    """How many kernels one call of an operator launches, before they are rounded up.
 
     Args:
         func: the operator, as a dispatch mode sees it.
@@ -73,7 +72,7 @@ def _always(launches: int) -> Rule:
 # --- lists of tensors ------------------------------------------------------------------------------------------------
 
 
-def _foreach(func: Any, call: dict[str, Any], result: Any) -> int:
+def _foreach(func: Any, call: dict[str, Any], result: Any) -> float:
     """A launch takes so many tensors, and so many chunks of them; lists of several types go one by one."""
     lists = _lists_in(func, call)
     first = lists[0]
@@ -84,15 +83,15 @@ def _foreach(func: Any, call: dict[str, Any], result: Any) -> int:
     return _multi_tensor_launches(first, depth, _MOST_TENSORS_WITH_SCALARS if has_scalars else _MOST_TENSORS)
 
 
-def _foreach_norm(call: dict[str, Any], result: Any) -> int:
-    """Two buffers of zeros, the chunks' norms, and those of the tensors."""
+def _foreach_norm(call: dict[str, Any], result: Any) -> float:
+    """``cuda/ForeachReduceOp.cu``: two buffers of zeros, the chunks' norms, and those of the tensors."""
     tensors = call["self"]
     if not _is_fast([tensors]):
         return len(tensors)
-    return 2 + _multi_tensor_launches(tensors, 1) + -(-len(tensors) // _MOST_NORMS)
+    return 3 + _multi_tensor_launches(tensors, 1)
 
 
-def _fused_optimizer(func: Any, call: dict[str, Any], result: Any) -> int:
+def _fused_optimizer(func: Any, call: dict[str, Any], result: Any) -> float:
     """All lists but the steps', which are counted up by one launch for so many scalars before."""
     lists = [
         each
@@ -104,22 +103,14 @@ def _fused_optimizer(func: Any, call: dict[str, Any], result: Any) -> int:
 
 def _multi_tensor_launches(
     tensors: Iterable[Tensor], depth: int, most_tensors: Sequence[int] = _MOST_TENSORS
-) -> int:
-    """As ``multi_tensor_apply`` fills its launches: one ends where its blocks are used up, or its tensors."""
-    limit = most_tensors[depth - 1]
-    launches = num_tensors = num_chunks = 0
-    for tensor in tensors:
-        chunks = -(-tensor.numel() // _CHUNK_ELEMENTS)
-        if not chunks:
-            continue
-        num_tensors += 1
-        full, num_chunks = divmod(num_chunks + chunks, _MOST_CHUNKS)
-        launches += full
-        if full:
-            num_tensors = 1 if num_chunks else 0
-        if num_tensors == limit:
-            launches, num_tensors, num_chunks = launches + 1, 0, 0
-    return launches + bool(num_chunks)
+) -> float:
+    """As ``multi_tensor_apply`` fills them: a launch ends where its chunks are used up, or its tensors.
+
+    A list of large tensors and of many small ones is counted by the sum of both, too high by a factor of two at most.
+    """
+    least = 1 / most_tensors[depth - 1]
+    chunks = (-(-tensor.numel() // _CHUNK_ELEMENTS) for tensor in tensors if tensor.numel())
+    return sum(max(least, number / _MOST_CHUNKS) for number in chunks)
 
 
 def _lists_in(func: Any, call: dict[str, Any]) -> list[Sequence[Tensor]]:
@@ -141,7 +132,7 @@ def _is_fast(lists: Sequence[Sequence[Tensor]]) -> bool:
     )
 
 
-def _joined(call: dict[str, Any], result: Any) -> int:
+def _joined(call: dict[str, Any], result: Any) -> float:
     """Of what is small enough to be told to a kernel in its arguments; else a copy each."""
     tensors = [tensor for tensor in call["tensors"] if tensor.numel()]
     if len(tensors) <= 1 or any(tensor.dtype != result.dtype for tensor in tensors):
@@ -149,7 +140,7 @@ def _joined(call: dict[str, Any], result: Any) -> int:
     if result.dim() > _MOST_JOINED_DIMS:
         return len(tensors)
     is_contiguous = all(tensor.is_contiguous() for tensor in tensors)
-    return -(-len(tensors) // (_MOST_JOINED if is_contiguous else _MOST_JOINED_WITH_STRIDES))
+    return len(tensors) / (_MOST_JOINED if is_contiguous else _MOST_JOINED_WITH_STRIDES)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class Clock:
         self._is_collective = np.array([entry.kind == "collective" for entry in entries], dtype=bool)
         self._is_copy = np.array([entry.kind == "copy" for entry in entries], dtype=bool)
         self._times = np.array([entry.times for entry in entries], dtype=np.float64)
-        self._launches = np.array([entry.launches for entry in entries], dtype=np.float64)
+        self._launches = np.array([entry.num_launches for entry in entries], dtype=np.float64)
         self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
         self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)

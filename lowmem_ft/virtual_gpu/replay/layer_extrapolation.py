@@ -67,7 +67,7 @@ class GrowingWork(NamedTuple):
     """
 
     costs: tuple[tuple[int, int], ...]
-    more: tuple[tuple[int, int, int], ...] = ()
+    more: tuple[tuple[int, int, float], ...] = ()
     added: tuple[tuple[int, tuple[Work, ...]], ...] = ()
 
     def grown(self, entries: Sequence[Work], extra: int) -> list[Work]:

@@ -214,8 +214,7 @@ def _growing_work(
                 (
                     _each(by.num_bytes - entry.num_bytes, layers),
                     _each(by.flops - entry.flops, layers),
-                    # A launch takes what fits: they do not grow by equal steps, and are right but for a few.
-                    (by.launches - entry.launches) // len(layers.pivots),
+                    (by.launches - entry.launches) / len(layers.pivots),
                 )
                 for entry, by in zip(work, longer, strict=True)
             )

@@ -151,5 +151,5 @@ def _repetition_of(header: Any, arrays: Arrays) -> Repetition | None:
     )
 
 
-def _tuples(values: Iterable[Iterable[int]]) -> tuple[Any, ...]:
+def _tuples(values: Iterable[Iterable[float]]) -> tuple[Any, ...]:
     return tuple(map(tuple, values))
