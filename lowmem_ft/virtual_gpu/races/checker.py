@@ -13,6 +13,7 @@ behavior".
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -213,6 +214,11 @@ def _use_of(access: Access) -> MemoryUse:
     return MemoryUse(operator=call.name, writes=access.writes, stream=call.stream, places=places)
 
 
+@functools.cache
+def _is_passed_over(file: str) -> bool:
+    return file.startswith(_PASSED_OVER) or file.endswith(_WRAPPERS)
+
+
 def _lines() -> tuple[Line, ...]:
     """The innermost line outside torch and the virtual GPU, the first of another file, the first of no library."""
     frame: FrameType | None = sys._getframe(2)
@@ -221,7 +227,7 @@ def _lines() -> tuple[Line, ...]:
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        if name != file and not name.startswith(_PASSED_OVER) and not name.endswith(_WRAPPERS):
+        if name != file and not _is_passed_over(name):
             is_own = not is_of_library(name)
             if len(lines) < 2 or is_own:
                 lines.append((code, frame.f_lineno))

@@ -43,8 +43,10 @@ class Span:
     strides: tuple[int, ...] = ()
     itemsize: int = 1
 
-    def contains(self, other: Span) -> bool:
-        """Whether the extent of another lies within this one's."""
+    def covers(self, other: Span) -> bool:
+        """Whether all bytes of another are this one's, as far as is known: it is the same, or without gaps."""
+        if self.shape:
+            return self == other
         return self.start <= other.start and other.stop <= self.stop
 
     def shares_bytes_with(self, other: Span) -> bool:
@@ -183,7 +185,7 @@ class HappensBefore:
                 self.conflicts.append(Conflict(old, new, memory))
             # Who comes after this comes after the old one, too, and need not ask about it.
             is_implied = is_over and (writes or (not old.writes and old.agent == agent))
-            if not (is_implied and not span.shape and span.contains(old.span)):
+            if not (is_implied and span.covers(old.span)):
                 kept.append(old)
         kept.append(new)
         memory.accesses = kept

@@ -11,6 +11,7 @@ A ``while`` loop that only such an answer can end is stopped, with its line.
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
@@ -131,6 +132,7 @@ def asking_line() -> str:
     return "a line without source" if asking is None else _place(asking)
 
 
+@functools.cache
 def is_of_library(file: str) -> bool:
     """Whether code lies in this package, in an installed one, or comes with Python."""
     return file.startswith(_LIBRARIES)
