@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,15 @@ from lowmem_ft.cli.stopping import if_stopped
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from lowmem_ft.recipe import Recipe
+    from lowmem_ft.rehearsal import Rehearsal
+    from lowmem_ft.rehearsal.mending import Mend
 
 _USAGE = (
     "lowmem-ft rehearse recipe=NAME|PATH [key=value ...] [--gpu NAME]\n"
-    "       [--steps N] [--json FILE|-] [--overwrite]"
+    "       [--steps N] [--changes|--no-changes] [--json FILE|-] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
@@ -97,14 +102,45 @@ def _rehearse(arguments: list[str]) -> int:
         )
     console = report_console(options)
     console.print(rehearsal_table(found))
-    if not found.fits:
-        console.print(
-            "\nWhat would need less: `lowmem-ft estimate` with the same settings and --changes, or `lowmem-ft plan`."
-        )
     values = found.to_json()
+    if not found.fits and (options.json is None if options.changes is None else options.changes):
+        console.print("", *_mended(found, values), sep="\n")
+    elif not found.fits:
+        console.print("\nWith --changes: the smallest change with which it fits, rehearsed, in some minutes.")
     console.print(_kept(recipe, values), soft_wrap=True)
     write_json(values, options)
     return 0 if found.fits else EXIT_DOES_NOT_FIT
+
+
+def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType]:
+    """What is to be said of changes that were rehearsed, up to the first that fits; they are added to the values."""
+    from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.planner.ctrl_c import CtrlC
+    from lowmem_ft.rehearsal.mending import Mending
+    from lowmem_ft.reports.rehearsal_table import mend_table
+
+    tried: list[Mend] = []
+    complete = False
+    doing = "searching for a change with which it fits"
+    with CtrlC() as ctrl_c, progress_line(doing) as say:
+
+        def before_an_estimate(made: int) -> None:
+            ctrl_c.check()
+            say(f"{doing}: {made} estimated, {len(tried)} rehearsed; Ctrl-C ends it")
+
+        def on_step(step: int, shapes: int) -> None:
+            ctrl_c.check()
+            say(f"rehearsing a change: step {step:,}, shapes traced {shapes}; Ctrl-C ends it")
+
+        mending = Mending(found, kept=KeptTraces.of_user(), on_estimate=before_an_estimate, on_step=on_step)
+        with contextlib.suppress(KeyboardInterrupt):
+            for mend in mending:
+                tried.append(mend)
+                if mend.rehearsal.fits:
+                    break
+            complete = True
+    values["mends"] = [mend.to_json() for mend in tried]
+    yield mend_table(tried, mending.all_together, found.gpu.name, complete=complete)
 
 
 def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
@@ -181,6 +217,12 @@ def _parser() -> Parser:
         metavar="FILE|-",
         action=Once,
         help="write what was found as JSON; - is stdout, then JSON alone",
+    )
+    parser.add_argument(
+        "--changes",
+        action=argparse.BooleanOptionalAction,
+        help="where it does not fit, search for the smallest change with which it does, and which trains the same "
+        "numbers, and rehearse it, which takes minutes; the default, but under --json (Ctrl-C ends the search)",
     )
     add_overwrite(parser)
     return parser

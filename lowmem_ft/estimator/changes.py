@@ -28,14 +28,22 @@ class Change:
     """Settings that need less memory.
 
     Args:
-        overrides: the settings as they are typed.
-        why: what they do, in a clause each.
+        way: the settings, and what they do in a clause each.
         estimate: of the recipe with them.
     """
 
-    overrides: tuple[str, ...]
-    why: str
+    way: Remediation
     estimate: MemoryEstimate
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings as they are typed."""
+        return self.way.overrides
+
+    @property
+    def why(self) -> str:
+        """What they do."""
+        return self.way.why
 
     def to_json(self) -> dict[str, Any]:
         """The change as JSON types, with the peaks it leads to."""
@@ -107,6 +115,7 @@ class ChangeSearch:
         budget: what may be used; None: the recipe's own.
         kept: traces made before, as for ``estimate_memory``.
         on_estimate: called before each estimate, with the number of those made.
+        exact: whether only changes are tried that train the same numbers, up to the order of sums.
     """
 
     def __init__(
@@ -117,7 +126,9 @@ class ChangeSearch:
         budget: Budget | None = None,
         kept: KeptTraces | None = None,
         on_estimate: Callable[[int], None] = lambda num_estimates: None,
+        exact: bool = False,
     ) -> None:
+        self._exact = exact
         self._recipe = recipe
         self._gpu = gpu
         self._budget = budget
@@ -129,7 +140,8 @@ class ChangeSearch:
 
     def __iter__(self) -> Iterator[Change]:
         """The ways, cheapest first; three at most."""
-        ways = self._that_run(list(remediations_for(self._recipe, has_bfloat16=self._has_bfloat16())))
+        ways = list(remediations_for(self._recipe, has_bfloat16=self._has_bfloat16()))
+        ways = self._that_run([way for way in ways if not self._exact or way.is_exact_for(self._recipe)])
         self._all_together = self._change(ways) if ways else None
         dearest = 0  # of the way before: without it, all the cheaper changes together do not fit
         while len(self._found) < NUM_CHANGES and self._fits(ways):
@@ -189,8 +201,7 @@ class ChangeSearch:
         estimate = self._estimate(ways)
         assert not isinstance(estimate, UserError), "only changes that run get so far"
         return Change(
-            overrides=_overrides(self._recipe, ways),
-            why="; ".join(way.why for way in ways),
+            way=_together(self._recipe, ways),
             estimate=estimate,
         )
 
@@ -198,7 +209,7 @@ class ChangeSearch:
         return not isinstance(self._estimate(ways), UserError)
 
     def _estimate(self, ways: Sequence[Remediation]) -> MemoryEstimate | UserError:
-        overrides = _overrides(self._recipe, ways)
+        overrides = _together(self._recipe, ways).overrides
         if overrides not in self._estimates:
             self._on_estimate(len(self._estimates))
             recipe = self._recipe
@@ -213,12 +224,12 @@ class ChangeSearch:
         return self._estimates[overrides]
 
 
-def _overrides(recipe: Recipe, ways: Sequence[Remediation]) -> tuple[str, ...]:
-    """What to type for some changes; of two values for one key the later counts."""
+def _together(recipe: Recipe, ways: Sequence[Remediation]) -> Remediation:
+    """Some changes as one; of two values for one key the later counts."""
     settings: dict[str, Any] = {}
     for way in ways:
         settings |= way.settings
     return Remediation(
         settings={key: value for key, value in settings.items() if value != operator.attrgetter(key)(recipe)},
-        why="",
-    ).overrides
+        why="; ".join(way.why for way in ways),
+    )

@@ -1,6 +1,7 @@
 """The whole run before it is paid for: ``train()``'s own loop over the real data, on a virtual GPU."""
 
+from lowmem_ft.rehearsal.mending import Mend, Mending
 from lowmem_ft.rehearsal.rehearse import rehearse
 from lowmem_ft.rehearsal.result import Rehearsal
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["Mend", "Mending", "Rehearsal", "rehearse"]

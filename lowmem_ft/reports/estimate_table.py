@@ -68,7 +68,7 @@ def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
     if not changes.fitting and not changes.complete:
         return Text(f"The search was ended before it had found a change that makes it fit on {gpu_name}.")
     if not changes.fitting:
-        return _what_is_missing(changes.all_together, gpu_name)
+        return what_is_missing(changes.all_together, gpu_name)
     table = _grid()
     for change in changes.fitting:
         setting = Text(shlex.join(change.overrides), "bold")
@@ -107,7 +107,13 @@ def format_dollars(dollars: float) -> str:
     return f"${dollars:.2f}" if dollars >= 0.1 else f"${dollars:.2g}"
 
 
-def _what_is_missing(all_together: Change | None, gpu_name: str) -> Text:
+def what_is_missing(all_together: Change | None, gpu_name: str) -> Text:
+    """By how much a run does not fit with every change at once.
+
+    Args:
+        all_together: those changes; None: there are none.
+        gpu_name: where.
+    """
     if all_together is None:
         return Text(f"It does not fit on {gpu_name}, and no setting is left that would need less.")
     estimate = all_together.estimate

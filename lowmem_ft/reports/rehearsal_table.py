@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from lowmem_ft.estimator.changes import Change
 from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.rehearsal.mending import Mend
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, TracedShape
 from lowmem_ft.rehearsal.runtime import Saved
-from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled
+from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
-from lowmem_ft.reports.wording import PHASE_WORDS, host_need, module_words
+from lowmem_ft.reports.wording import PHASE_WORDS, host_need, module_words, verdict
 from lowmem_ft.units import counted, format_bytes
 
 MOST_WARNINGS = 20
@@ -33,6 +36,46 @@ def rehearsal_table(rehearsal: Rehearsal) -> RenderableType:
         parts += [Text(), Prose(failure_words(rehearsal.failure), "bold red")]
     parts += [Text(), labelled(_lines(rehearsal)), Text(), _shapes(rehearsal)]
     return Group(*parts)
+
+
+def mend_table(
+    tried: Sequence[Mend], all_together: Change | None, gpu_name: str, *, complete: bool
+) -> RenderableType:
+    """What would make a run fit that does not, as settings to paste.
+
+    Args:
+        tried: the changes that were rehearsed; the last fits, or none does.
+        all_together: every change at once, for what is missing where there is nothing to rehearse.
+        gpu_name: where it would fit.
+        complete: whether the search came to its end.
+    """
+    mend = next((mend for mend in tried if mend.rehearsal.fits), None)
+    if mend is None:
+        failed = "".join(
+            f"With {shlex.join(mend.change.overrides)} it would by the estimate, and does not when rehearsed. "
+            for mend in tried
+        )
+        if not complete:
+            return Prose(f"{failed}The search was ended before a change was found with which it fits.")
+        return Group(
+            Prose(failed) if failed else what_is_missing(all_together, gpu_name),
+            Prose(
+                "These are the changes that train the same numbers. `lowmem-ft estimate` with the same settings and "
+                "--changes tries others too, and with --gpu all other GPUs."
+            ),
+        )
+    run = mend.rehearsal
+    cost = "" if run.cost_usd is None else f", {format_dollars(run.cost_usd)}"
+    steps = "the whole run" if run.rehearsed_steps == run.num_steps else counted(run.rehearsed_steps, "step")
+    return Group(
+        Text("With this change it fits, and trains the same numbers:", "bold"),
+        Text("  " + "\n  ".join(map(shlex.quote, mend.change.overrides)), "bold"),
+        Prose(mend.change.why),
+        Prose(
+            f"Rehearsed with it ({steps}): {verdict(run.estimate)}. The whole run takes "
+            f"{duration(run.time.seconds)}{cost}."
+        ),
+    )
 
 
 def failure_words(failure: Failure) -> str:

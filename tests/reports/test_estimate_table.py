@@ -17,6 +17,7 @@ from lowmem_ft.reports.estimate_table import (
     format_dollars,
     price_per_million_tokens,
 )
+from lowmem_ft.training.remediations import Remediation
 from lowmem_ft.units import GIB, MIB
 
 PRICE = Price(provider="somebody", usd_per_hour=0.72, date="2026-10-01", source="https://example.org")
@@ -178,8 +179,9 @@ def test_it_can_be_written_where_only_ascii_can(estimate):
 
 def make_change(estimate) -> Change:
     return Change(
-        overrides=("checkpointing.mode=full", "loss.chunk_tokens=512"),
-        why="a second forward",
+        way=Remediation(
+            settings={"checkpointing.mode": "full", "loss.chunk_tokens": 512}, why="a second forward"
+        ),
         estimate=estimate,
     )
 

@@ -1,0 +1,101 @@
+"""Settings with which a run that does not fit does, rehearsed with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lowmem_ft.estimator.changes import Change, ChangeSearch
+from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.rehearsal.rehearse import rehearse
+from lowmem_ft.rehearsal.result import Rehearsal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mend:
+    """A change of settings, and the run with it.
+
+    Args:
+        change: which trains the same numbers, up to the order of sums.
+        rehearsal: of the recipe with it, over the same steps.
+    """
+
+    change: Change
+    rehearsal: Rehearsal
+
+    def to_json(self) -> dict[str, Any]:
+        """The change, and the main numbers of the run with it."""
+        found = self.rehearsal
+        return {
+            "overrides": list(self.change.overrides),
+            "why": self.change.why,
+            "fits": found.fits,
+            "rehearsed_steps": found.rehearsed_steps,
+            "process_peak_bytes": found.estimate.process_peak_bytes,
+            "host_peak_bytes": found.estimate.host_peak_bytes,
+            "seconds": found.time.seconds,
+            "cost_usd": found.cost_usd,
+        }
+
+
+class Mending:
+    """The smallest changes that should make a run fit by the estimate of its longest rows; each is rehearsed in turn.
+
+    Only changes that train the same numbers, up to the order of sums. Stop at the first whose rehearsal fits: by what
+    an allocator cannot use again, or in an evaluation, one may fail still.
+
+    Args:
+        found: the rehearsal that failed.
+        kept: of the estimates, as for :func:`lowmem_ft.estimate_memory`.
+        on_estimate: called before each estimate, with the number of those made.
+        on_step: as for :func:`~lowmem_ft.rehearsal.rehearse`.
+    """
+
+    def __init__(
+        self,
+        found: Rehearsal,
+        *,
+        kept: KeptTraces | None = None,
+        on_estimate: Callable[[int], None] = lambda num_estimates: None,
+        on_step: Callable[[int, int], None] = lambda step, shapes: None,
+    ) -> None:
+        self._found, self._kept, self._on_step = found, kept, on_step
+        self._search = ChangeSearch(
+            _with_rows_as_they_are(found), found.gpu, kept=kept, on_estimate=on_estimate, exact=True
+        )
+
+    def __iter__(self) -> Iterator[Mend]:
+        """Each change with its rehearsal, over as many steps as the one that failed; three at most."""
+        found = self._found
+        is_part = found.rehearsed_steps < found.num_steps
+        for change in self._search:
+            rehearsed = rehearse(
+                change.way.applied_to(found.recipe),
+                found.gpu,
+                steps=found.rehearsed_steps if is_part else None,
+                kept=self._kept,
+                on_step=self._on_step,
+            )
+            yield Mend(change=change, rehearsal=rehearsed)
+
+    @property
+    def all_together(self) -> Change | None:
+        """Every change at once: what is missing even then, where none fits; None: there is nothing left to change."""
+        return self._search.found(complete=True).all_together
+
+
+def _with_rows_as_they_are(found: Rehearsal) -> Recipe:
+    """The longest that were met, where all were; shorter than the recipe allows, perhaps."""
+    recipe, length = found.recipe, found.longest.shape.length
+    recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, use_cpu=False))
+    limit = recipe.data.max_length
+    if (
+        found.rehearsed_steps < found.num_steps
+        or recipe.data.packing
+        or (limit is not None and length >= limit)
+    ):
+        return recipe
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_length=length))

@@ -1,0 +1,87 @@
+"""Where a rehearsed run does not fit: the smallest change of settings with which it does, rehearsed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from rich.console import Console
+
+from lowmem_ft.catalog import find_gpu
+from lowmem_ft.cli import main
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.rehearsal import rehearse
+from lowmem_ft.rehearsal.mending import Mending
+from lowmem_ft.reports.rehearsal_table import mend_table
+
+LARGE = (
+    *("data.eval_size=null", "training.eval_steps=null", "data.max_length=256"),
+    *("training.per_device_train_batch_size=64", "loss.chunk_tokens=null", "checkpointing.mode=none"),
+)
+
+
+@pytest.fixture
+def settings(tmp_path, chats):
+    """Of the command, for a step that takes some hundred MiB."""
+    return ["recipe=tiny", f"data={chats([160] * 64)}", f"training.output_dir={tmp_path / 'run'}", *LARGE]
+
+
+def test_the_command_prints_a_change_with_which_the_same_command_fits(settings, capsys, tmp_path):
+    wanted = [*settings, "budget=700MiB", "--gpu", "rtx-4090", "--steps", "1"]
+    assert main(["rehearse", *wanted, "--json", str(tmp_path / "found.json"), "--changes"]) == 3
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines()[:-1])) <= 80
+    (mend,) = json.loads((tmp_path / "found.json").read_text())["mends"]
+    assert mend["fits"]
+    lines = said.splitlines()
+    title = lines.index("With this change it fits, and trains the same numbers:")
+    printed = [line.strip() for line in lines[title + 1 : title + 1 + len(mend["overrides"])]]
+    assert printed == mend["overrides"] != []
+    assert main(["rehearse", *wanted, *printed]) == 0
+
+
+def test_no_search_is_made_for_a_program_that_has_not_asked(settings, capsys):
+    assert (
+        main(["rehearse", *settings, "budget=700MiB", "--gpu", "rtx-4090", "--steps", "1", "--json", "-"])
+        == 3
+    )
+    assert "mends" not in json.loads(capsys.readouterr().out)
+
+
+def test_where_nothing_mends_it_what_is_missing_is_said(settings, capsys):
+    assert main(["rehearse", *settings, "budget=470MiB", "--gpu", "rtx-4090", "--steps", "1"]) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No change makes it fit on rtx-4090. All of them together still need" in said
+    assert "With this change" not in said
+
+
+def test_changes_are_for_rows_as_long_as_the_data_has_them(chats, recipe):
+    """Of 256 tokens at the most, the longest has some 30."""
+    wanted = recipe(f"data={chats([9] * 64)}", *LARGE)
+    needs = rehearse(wanted, "rtx-4090", steps=1).estimate.process_high_bytes
+    small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - 2**20, held_by_others_bytes=0)
+    found = rehearse(wanted, small)
+    assert not found.fits
+    mend = next(iter(Mending(found)))
+    assert mend.rehearsal.fits
+    mended = mend.change.way.applied_to(wanted)
+    rows = dataclasses.replace(mended.data, max_length=found.longest.shape.length)
+    estimate = estimate_memory(dataclasses.replace(mended, data=rows), small)
+    assert mend.change.estimate.allocated_peak_bytes == estimate.allocated_peak_bytes
+    assert mend.rehearsal.longest.peak_bytes <= estimate.allocated_peak_bytes
+
+
+def test_a_change_that_fails_when_rehearsed_is_not_offered(settings, monkeypatch):
+    found = rehearse(load_recipe("tiny", [*settings[1:], "budget=700MiB"]), "rtx-4090", steps=1)
+    monkeypatch.setattr("lowmem_ft.rehearsal.mending.rehearse", lambda *arguments, **options: found)
+    mending = Mending(found)
+    tried = list(mending)
+    assert tried
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(mend_table(tried, mending.all_together, "rtx-4090", complete=True))
+    said = " ".join(capture.get().split())
+    assert "it would by the estimate, and does not when rehearsed." in said
+    assert "With this change" not in said
