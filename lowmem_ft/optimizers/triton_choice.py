@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -27,6 +29,7 @@ _OLDEST = (8, 0)
 
 _works: dict[Hashable, bool] = {}
 _told: set[str] = set()
+_says_of_virtual = contextvars.ContextVar("_says_of_virtual", default=False)
 
 
 def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: Trial) -> bool:
@@ -46,18 +49,34 @@ def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: 
     if kernel == "untried":
         return True
     if is_virtual(device):  # one name for GPUs of all kinds, and none that computes what could be compared
-        return _works_or_refused(kernel, _problem_of(device))
+        problem = _problem_of(device)
+        if problem is not None and kernel == "auto" and _says_of_virtual.get():
+            _tell(problem)
+        return _works_or_refused(kernel, problem)
     key = (kernel, device, formats)
     if key not in _works:
         problem = _problem_of(device) or _problem_of_trial(trial)
         _works[key] = _works_or_refused(kernel, problem)
         if problem is not None and problem not in _told:
             _told.add(problem)
-            logger.warning(
-                "Weights are updated by many small kernels, which takes longer than one in Triton: %s",
-                problem,
-            )
+            _tell(problem)
     return _works[key]
+
+
+@contextlib.contextmanager
+def said_of_virtual_gpus() -> Iterator[None]:
+    """Within the block a virtual GPU without the kernel is warned of each time, as a run would be once; else never."""
+    before = _says_of_virtual.set(True)
+    try:
+        yield
+    finally:
+        _says_of_virtual.reset(before)
+
+
+def _tell(problem: str) -> None:
+    logger.warning(
+        "Weights are updated by many small kernels, which takes longer than one in Triton: %s", problem
+    )
 
 
 def _works_or_refused(kernel: Kernel, problem: str | None) -> bool:
@@ -80,9 +99,10 @@ def _problem_of(device: torch.device) -> str | None:
     if not is_nvidia:
         return f"it needs an NVIDIA GPU, got {device}."
     if compute_capability(device) < _OLDEST:
+        name = f"cuda:{device.index or 0}" if is_virtual(device) else device
         return (
             f"it needs compute capability {_OLDEST[0]}.{_OLDEST[1]}, "
-            f"{device} has {'.'.join(map(str, compute_capability(device)))}."
+            f"{name} has {'.'.join(map(str, compute_capability(device)))}."
         )
     return None
 

@@ -21,6 +21,7 @@ from lowmem_ft.estimator.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.tracing import copied_weight_bytes, mark_weight_memory
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.models import load_tokenizer, vocab_size
+from lowmem_ft.optimizers.triton_choice import said_of_virtual_gpus
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.cards import on_cards
 from lowmem_ft.rehearsal.findings import Findings
@@ -104,7 +105,8 @@ def _on_one_gpu(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
     if recipe.distributed.num_processes not in (None, 1):
         raise UserError(
             f"A rehearsal is of one process, got distributed.num_processes={recipe.distributed.num_processes}. "
-            "`lowmem-ft estimate` says what each of several needs."
+            "`lowmem-ft estimate` with the same settings and --gpu says what each of several needs; with "
+            "distributed.strategy=none distributed.num_processes=1 and one GPU, data, warnings and files are rehearsed."
         )
     spec, _ = choose_gpu(named, recipe.budget, use_cpu=False)
     if spec is None:
@@ -224,7 +226,8 @@ def _warnings_heard() -> Iterator[list[str]]:
     log.addHandler(handler)
     log.propagate = False
     try:
-        yield heard
+        with said_of_virtual_gpus():
+            yield heard
     finally:
         log.propagate = propagated
         log.removeHandler(handler)

@@ -98,7 +98,7 @@ def test_one_gpu_does_not_decide_for_the_next():
 
 def test_demanding_it_is_refused_where_the_real_gpu_would():
     assert update("a100-80gb", kernel="triton")[0]
-    with pytest.raises(UserError, match=r"needs compute capability 8.0, vgpu:0 has 7.5"):
+    with pytest.raises(UserError, match=r"needs compute capability 8.0, cuda:0 has 7.5"):
         update("t4", kernel="triton")
     with pytest.raises(UserError, match="Triton is not installed"):
         update(WITHOUT_TRITON, kernel="triton")

@@ -124,6 +124,17 @@ def test_warnings_of_the_run_are_told_once(recipe, chats):
     assert any("max_length" in warning for warning in found.warnings)
 
 
+def test_a_gpu_without_the_kernel_for_updates_is_warned_of_as_the_run_does(recipe, caplog):
+    wanted = recipe("training.max_steps=2", "training.eval_steps=null", "data.eval_size=null")
+    for _ in range(2):  # each rehearsal says so
+        (warning,) = rehearse(wanted, "t4").warnings
+        assert warning.startswith("Weights are updated by many small kernels")
+        assert warning.endswith("it needs compute capability 8.0, cuda:0 has 7.5.")
+    assert rehearse(wanted, "rtx-4090").warnings == ()
+    estimate_memory(wanted, "t4")
+    assert "small kernels" not in caplog.text
+
+
 def test_what_only_values_could_tell_is_no_warning(recipe):
     found = rehearse(recipe("model.dtype=bfloat16", "optimizer.master=none"), "rtx-4090", steps=2)
     assert [warning.partition(" beside")[0] for warning in found.warnings] == ["No master weights"]
