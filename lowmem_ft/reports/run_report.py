@@ -16,7 +16,9 @@ from rich.text import Text
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.comparison import Peaks, Row, compared
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
+from lowmem_ft.recipe.paths import MODEL_FOLDER
 from lowmem_ft.reports.prose import Prose
+from lowmem_ft.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +171,21 @@ def _rehearsed(run: RunRecord) -> Iterator[tuple[str, str]]:
     if steps:
         yield "steps of the run", f"{of_run['steps']:,} / {steps[-1]['step']:,}"
         yield "tokens of the run", f"{of_run['tokens']:,} / {steps[-1]['tokens']:,}"
+    if of_run["model_bytes"] and run.is_finished:
+        files = [file for file in (run.path / MODEL_FOLDER).rglob("*") if file.is_file()]
+        written_bytes = sum(file.stat().st_size for file in files)
+        yield "files of the model", f"{format_bytes(of_run['model_bytes'])} / {format_bytes(written_bytes)}"
     measured = run.peaks("measured")
-    if measured is None or measured.reserved_bytes is None:
-        return  # a processor's run has other quantities than a GPU's
+    if measured is None or _is_of_cpu(measured):
+        return
     for row in compared(Peaks.from_json(run.rehearsal["peaks"]), measured):
         if not row.is_part and row.estimated is not None:
             yield f"{row.name}, real batches", _cell(row)
+
+
+def _is_of_cpu(measured: Peaks) -> bool:
+    """Whether a run was on a processor, whose quantities are others than a GPU's."""
+    return measured.reserved_bytes is None
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
@@ -200,7 +211,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def _notes(runs: Sequence[RunRecord]) -> list[RenderableType]:
-    return [*_without_estimate(runs), *_rehearsed_otherwise(runs)]
+    return [*_without_estimate(runs), *_rehearsed_otherwise(runs), *_rehearsed_elsewhere(runs)]
 
 
 def _rehearsed_otherwise(runs: Sequence[RunRecord]) -> list[RenderableType]:
@@ -215,6 +226,22 @@ def _rehearsed_otherwise(runs: Sequence[RunRecord]) -> list[RenderableType]:
     return [
         Prose(
             f"\nWhat was rehearsed of {', '.join(others)} has other settings than the run: compare with care."
+        )
+    ]
+
+
+def _rehearsed_elsewhere(runs: Sequence[RunRecord]) -> list[RenderableType]:
+    """Of which runs memory and time are not set beside the rehearsal's, and why."""
+    others = [
+        run.path.name
+        for run in runs
+        if run.rehearsal is not None and (peaks := run.peaks("measured")) is not None and _is_of_cpu(peaks)
+    ]
+    if not others:
+        return []
+    return [
+        Prose(
+            f"\n{', '.join(others)} ran on a CPU and was rehearsed for a GPU: memory and seconds are not compared."
         )
     ]
 

@@ -108,7 +108,7 @@ def test_what_was_rehearsed_stands_beside_what_was_measured(finished, capsys, mo
     monkeypatch.setenv("COLUMNS", "80")
     rehearsed = {
         "peaks": {**PEAKS, "peak_bytes": 8 * 2**30},
-        "run": {"steps": 3, "tokens": 900},
+        "run": {"steps": 3, "tokens": 900, "model_bytes": None},
         "recipe": "",
     }
     (Path(finished) / "rehearsal.json").write_text(json.dumps(rehearsed))

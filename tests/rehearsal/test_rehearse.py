@@ -214,6 +214,9 @@ def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys
     shown = capsys.readouterr().out
     assert "steps of the run" in shown
     assert "3 / 3" in shown
+    assert "files of the model" in shown
+    assert "ran on a CPU and was rehearsed for a GPU" in " ".join(shown.split())
+    assert "real batches" not in shown
     assert "other settings" not in shown
     assert main(["report", str(folder), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
