@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.virtual_gpu.replay.dma_engine import DmaEngine
 from lowmem_ft.virtual_gpu.replay.links import SECONDS_PER_COLLECTIVE, Link, link_between, pcie_rate
 from lowmem_ft.virtual_gpu.replay.logged_rounds import LoggedRound, rounds_of
 from lowmem_ft.virtual_gpu.work import Work
@@ -253,7 +254,7 @@ class _Replay:
         self._exchange_ready = 0.0
         self._host = 0.0
         self._stream_ready: dict[int, float] = {}
-        self._engine_ready = {False: 0.0, True: 0.0}  # to the device, to the host
+        self._engines = {False: DmaEngine(), True: DmaEngine()}  # to the device, to the host
         self._events: dict[int, tuple[float, int]] = {}  # time, and the stream it was recorded on
 
     def go_through(self, logged: LoggedRound) -> None:
@@ -313,10 +314,11 @@ class _Replay:
 
     def _copy(self, index: int, entry: Work, ready: float) -> None:
         self._host += HOST_SECONDS_PER_OPERATOR
-        start = max(self._host, ready, self._engine_ready[entry.to_host])
-        end = start + float(self._durations[index])
+        engine = self._engines[entry.to_host]
+        engine.forget(self._host)
+        start, end = engine.carry(max(self._host, ready), float(self._durations[index]))
         self.starts[index], self.ends[index] = start, end
-        self._stream_ready[entry.stream] = self._engine_ready[entry.to_host] = end
+        self._stream_ready[entry.stream] = end
         if entry.blocking:
             self._hold_host(index, end, entry.stream)
 

@@ -1,5 +1,7 @@
 """The clock agrees with sums done by hand, and streams, events and the host hold each other back as on a GPU."""
 
+import itertools
+import random
 import time
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.virtual_gpu.replay import clock
 from lowmem_ft.virtual_gpu.replay.clock import Clock, host_link_rate, matmul_rate, time_of
+from lowmem_ft.virtual_gpu.replay.dma_engine import DmaEngine
 from lowmem_ft.virtual_gpu.work import Work
 
 LAUNCH = clock.HOST_SECONDS_PER_OPERATOR
@@ -182,6 +185,35 @@ def test_each_direction_of_the_link_has_its_own_engine():
     there, back = copying(0.010, stream=1), copying(0.010, stream=2, to_host=True)
     assert seconds_of([there, back]) == pytest.approx(0.010, abs=3 * LAUNCH)
     assert seconds_of([there, copying(0.010, stream=2)]) == pytest.approx(0.020, abs=3 * LAUNCH)
+
+
+def after_computing(seconds: float, copy: Work) -> list[Work]:
+    """A copy that its stream begins only after a kernel."""
+    return [computing(seconds), Work("record", 0, 0, event=9), Work("wait", 0, copy.stream, event=9), copy]
+
+
+def test_a_copy_that_waits_for_an_event_holds_no_other_one_up():
+    times = time_of([*after_computing(0.010, copying(0.020, stream=1)), copying(0.004, stream=2)], H100)
+    assert times.ends[4] == pytest.approx(0.004, abs=4 * LAUNCH)
+    assert times.ends[3] == pytest.approx(0.030, abs=4 * LAUNCH)
+
+
+def test_a_copy_that_is_overtaken_goes_on_afterwards():
+    times = time_of([*after_computing(0.010, copying(0.020, stream=1)), copying(0.014, stream=2)], H100)
+    assert times.starts[4] == pytest.approx(0.0, abs=4 * LAUNCH)
+    assert times.ends[3] == pytest.approx(0.030, abs=4 * LAUNCH)
+    assert times.ends[4] == pytest.approx(0.034, abs=4 * LAUNCH)
+
+
+def test_a_copy_gets_the_first_moments_that_those_before_it_have_left():
+    engine, choose, taken = DmaEngine(), random.Random(0), set()
+    for number in range(300):
+        engine.forget(number)  # the host goes on
+        ready, seconds = number + choose.randrange(40), choose.randrange(1, 5)
+        free = itertools.islice((moment for moment in itertools.count(ready) if moment not in taken), seconds)
+        expected = list(free)
+        taken.update(expected)
+        assert engine.carry(ready, seconds) == (expected[0], expected[-1] + 1)
 
 
 def test_a_blocking_copy_holds_the_host():
