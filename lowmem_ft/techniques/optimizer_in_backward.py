@@ -12,6 +12,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.memory.side_stream import SideStream
 from lowmem_ft.repetition import rounds
 from lowmem_ft.shards import is_sharded, local_part, sum_over_shards
 from lowmem_ft.techniques.gradients.norm import clip_factor, norm_in_float32
@@ -110,6 +112,7 @@ class InBackward(Technique):
         self._deferred: set[nn.Parameter] = set()
         self._pending: dict[nn.Parameter, Pending] = {}
         self._is_updating = False
+        self._side = SideStream(device)
         # Python's collector does not see that torch holds these hooks: one that led back to its parameter, as we do by
         # the optimizer, would keep all of them for good.
         take = partial(_take_from_autograd, weakref.ref(self))
@@ -184,6 +187,10 @@ class InBackward(Technique):
         """From now on apply kept gradients of these parameters only when :meth:`apply` is called for them."""
         self._deferred.update(parameters)
 
+    def defer_no_more(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on apply them in the step again."""
+        self._deferred.difference_update(parameters)
+
     def has_deferred(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether :meth:`apply` would update any of these parameters."""
         return any(parameter in self._pending for parameter in parameters)
@@ -196,6 +203,23 @@ class InBackward(Technique):
         for step in steps.values():
             assert len(steps) == 1, "nothing waits for longer than one step"
             self._update(waiting, step.scale, step.hyperparameters)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether updates may be made beside the computing.
+
+        Gradients that wait on the device would have to stay until the streams have joined.
+        """
+        return self._kept.memory is not None
+
+    def beside(self) -> AbstractContextManager[None]:
+        """In a ``with`` block, updates are made beside further computing; with :attr:`overlaps` alone."""
+        assert self.overlaps, "gradients are not on the host"
+        return self._side.forked()
+
+    def join(self) -> None:
+        """Let further computing wait for the updates that are made beside it."""
+        self._side.join()
 
     def written(self, parameter: nn.Parameter) -> CopyEvent:
         """The end of the last copy that brought an updated weight back to where it waits."""
@@ -215,6 +239,7 @@ class InBackward(Technique):
 
     def flush(self) -> None:
         """Make every update that waits: before weights are read by anyone but the next step."""
+        self.join()
         self.apply(list(self._pending))
 
     @torch.no_grad()

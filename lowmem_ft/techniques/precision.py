@@ -162,7 +162,9 @@ class LostUpdateMeter(Technique):
     ) -> Callable[[], None] | None:
         if (id(parameter), start) in self._seen:  # once more: another step has begun
             self._seen.clear()
-            self._last, self._last_rate = {}, 0.0
+            self._last_rate = 0.0
+            for sums in self._last.values():
+                sums.zero_()
         self._seen.add((id(parameter), start))
         rate = hyperparameters["lr"]
         if rate == 0:
@@ -247,8 +249,13 @@ def _bits(flat: Tensor, stride: int) -> Tensor:
 
 
 def _add(sums: dict[torch.device, Tensor], counts: Tensor) -> None:
-    """Add counts to the running sum of their device; a model may lie on several."""
-    sums[counts.device] = sums[counts.device] + counts if counts.device in sums else counts
+    """Add counts to the running sum of their device; a model may lie on several.
+
+    The sum stays where it is: updates may be made in several streams, by turns.
+    """
+    if counts.device not in sums:
+        sums[counts.device] = torch.zeros_like(counts)
+    sums[counts.device] += counts
 
 
 def _is_known(counts: dict[torch.device, Tensor]) -> bool:

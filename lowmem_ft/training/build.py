@@ -44,12 +44,13 @@ from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.fully_sharded import FullySharded
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
-from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
+from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
 from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
 from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming, enable_parameter_streaming
 from lowmem_ft.techniques.technique import Technique, Techniques
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
+from lowmem_ft.techniques.update_overlap import enable_update_overlap
 from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.training.distributed_rules import problems_with_processes
 from lowmem_ft.training.runtime import Runtime
@@ -168,6 +169,7 @@ def build_session(
         sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
         finer_weights=lambda: runtime.master_weights(recipe.model, plan.hf_config),
         shard=lambda: runtime.shard(model, recipe.distributed),
+        reads_weights_flushed=True,
     )
     scheduler = runtime.schedule(on.optimizer, recipe.training, num_training_steps)
     prepared_model, prepared_optimizer = runtime.prepare(model, on.optimizer)
@@ -207,6 +209,7 @@ def switch_on(
     sums: bool,
     finer_weights: Callable[[], MasterWeights | None],
     shard: Callable[[], FullySharded | None] = lambda: None,
+    reads_weights_flushed: bool = False,
 ) -> SwitchedOn:
     """Switch a recipe's techniques on, in their order, and make the optimizer between them.
 
@@ -219,6 +222,9 @@ def switch_on(
         sums: whether a step sums several gradients.
         finer_weights: reads what bfloat16 weights have lost of their checkpoint.
         shard: cuts the model's parameters among several processes, if they share them.
+        reads_weights_flushed: whether the loop calls ``techniques.flush()`` before anyone reads weights between two
+            steps, so that updates of weights on the device may be put off to the next forward, too. Somebody else's
+            callbacks would read those of the step before.
 
     Returns:
         Both; an error leaves the model as it was.
@@ -249,6 +255,9 @@ def switch_on(
         sharded = in_forward.find(FullySharded)
         for technique in techniques_in_step(optimizer, recipe, host_memory, streaming, sharded, sums=sums):
             after_forward.add(technique)
+        in_backward = after_forward.find(InBackward)
+        if reads_weights_flushed and in_backward and in_backward.overlaps and not (streaming or sharded):
+            after_forward.add(enable_update_overlap(model, in_backward))
     except BaseException:
         Handle(in_forward.remove, after_forward.remove).remove()
         raise

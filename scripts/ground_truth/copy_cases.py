@@ -61,6 +61,8 @@ CASES = (
     | {
         "tied, not clipped": CopyCase(settings=(*_TILED, NOT_CLIPPED)),
         "untied, clipped": CopyCase(settings=(*_TILED, CLIPPED), is_tied=False),
+        "own head, clipped": CopyCase(settings=(*_ON_HOST, CLIPPED), is_tied=False),
+        "lost updates are counted": CopyCase(settings=(*_ON_HOST, CLIPPED, "optimizer.master=none")),
         "all logits": CopyCase(settings=(*_STREAMED, NOT_CLIPPED, "loss.chunk_tokens=null"), is_tied=False),
         "two layers stay": CopyCase(settings=(*_STREAMED, NOT_CLIPPED, "offload.resident_layers=2")),
         "all activations": CopyCase(settings=(*_ON_HOST, CLIPPED, "offload.activations=all")),

@@ -5,9 +5,9 @@ On a CPU every copy is done when the call returns, so that a missing wait change
 
 - *late*: a copy runs when somebody waits for an event behind it, and not before; *random*: some time before that. What
   read or wrote too early has other numbers then. Copies hold their tensors weakly, as CUDA's do.
-- Computing is done at once, so that numbers do not show what should have waited for *it*. Therefore every operator's
-  reads and writes of memory are also held against the order that events make (``virtual_gpu/races``), which sees each
-  missing one in a single run, whatever came first in it.
+- Computing is done at once, and before it the copies that its stream was told to wait for, so that numbers do not show
+  what should have waited for *it*. Therefore every operator's reads and writes of memory are also held against the
+  order that events make (``virtual_gpu/races``), which sees each missing one in a single run, whatever came first.
 
 Host memory is what :class:`HostMemory` hands out and what is allocated pinned; all other tensors count as the device's.
 A number that the host asks of the device (``item``) orders nothing here: no copy may rely on somebody's looking.
@@ -30,7 +30,7 @@ from ground_truth.late_streams import HostRanges, Stream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowmem_ft.memory import host_copies, host_memory
+from lowmem_ft.memory import host_copies, host_memory, side_stream
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.techniques import optimizer_offload
@@ -127,6 +127,7 @@ class LateDevice(TorchDispatchMode):
             mock.patch.object(torch, "get_device_module", self.module_of),
             mock.patch.object(host_copies, "kernels_of", _stands_for_cuda),
             mock.patch.object(host_memory, "kernels_of", _stands_for_cuda),
+            mock.patch.object(side_stream, "kernels_of", _stands_for_cuda),
             mock.patch.object(chunked_optimizer, "is_apart", self.is_apart),
             mock.patch.object(optimizer_offload, "is_apart", self.is_apart),
             mock.patch.object(HostMemory, "allocate", allocate_on_host),
@@ -212,6 +213,7 @@ class LateDevice(TorchDispatchMode):
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
         if not func.is_view:
+            self._current.catch_up()
             self._touch_arguments(func, args, kwargs)
         result = func(*args, **kwargs)
         if not func.is_view:
@@ -226,13 +228,15 @@ class LateDevice(TorchDispatchMode):
         what = f"{'a copy on the host' if agent == HOST else 'a copy'} {_place()}"
         self._touch(source, agent, writes=False, what=what)
         self._touch(target, agent, writes=True, what=what)
-        if agent in (HOST, COMPUTE):
+        if agent in (HOST, COMPUTE) or not num_on_host:
+            if agent != HOST:
+                stream.catch_up()
             target = aten.copy_.default(target, source)
         else:
             self.num_copies += 1
             stream.give(self._later(self._handle(target), self._handle(source), what))
             if self._when == "at once":
-                stream.run(len(stream.waiting))
+                stream.catch_up()
             elif self._when == "random":
                 self._run_some()
         if num_on_host == 1 and not (
@@ -300,9 +304,11 @@ class LateDevice(TorchDispatchMode):
                     self._touch_where_it_is(tensor, writes=is_written, what=func._opname)
 
     def _touch_results(self, func: Any, result: Any) -> None:
-        """New memory: of what was freed before in the order of computing."""
+        """New memory: of what was freed before in the order of the current stream, to whose pool it goes back."""
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(tensor, Tensor) and self._memory_of(tensor.untyped_storage()) is None:
+                storage: Any = tensor.untyped_storage()
+                storage.pool = self._current.agent
                 self._touch_where_it_is(tensor, writes=True, what=func._opname)
 
     def _touch_where_it_is(self, tensor: Tensor, *, writes: bool, what: str) -> None:
@@ -323,7 +329,8 @@ class LateDevice(TorchDispatchMode):
                 memory = storage.memory = Memory(self.order)
             if agent != COMPUTE and not memory.is_watched:
                 memory.is_watched = True
-                weakref.finalize(storage, self.order.free, memory).atexit = False
+                pool = getattr(storage, "pool", COMPUTE)
+                weakref.finalize(storage, self.order.free, memory, pool).atexit = False
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         span = Span(start, start + (extent + 1) * tensor.element_size())
         self.order.access(agent, memory, span, writes=writes, what=what)

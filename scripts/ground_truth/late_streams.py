@@ -38,7 +38,11 @@ class Stream:
         """Add work; computing is done at once."""
         self.waiting.append(work)
         if self.agent == COMPUTE:
-            self.run(len(self.waiting))
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Do all that was ever given."""
+        self.run(len(self.waiting))
 
     def run(self, up_to: int) -> None:
         """Do the first so many of all that was ever given."""

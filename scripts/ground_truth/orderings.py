@@ -19,6 +19,7 @@ from typing import Any
 MODULES = (
     "lowmem_ft.memory.host_copies",
     "lowmem_ft.memory.host_memory",
+    "lowmem_ft.memory.side_stream",
     "lowmem_ft.techniques.activation_offload",
     "lowmem_ft.techniques.optimizer_in_backward",
     "lowmem_ft.techniques.optimizer_offload",
@@ -26,11 +27,21 @@ MODULES = (
     "lowmem_ft.techniques.streaming.embedding",
     "lowmem_ft.techniques.streaming.head",
     "lowmem_ft.techniques.streaming.layers",
+    "lowmem_ft.techniques.update_overlap",
     "lowmem_ft.training.session",
 )
 """Where copies are ordered: a test looks for others that use the engine."""
 
-_WAITS = ("wait", "hold", "synchronize", "wait_event", "release_sources", "end_backward", "_wait_for_arrival")
+_WAITS = (
+    "wait",
+    "hold",
+    "synchronize",
+    "wait_event",
+    "release_sources",
+    "end_backward",
+    "_wait_for_arrival",
+    "join",
+)
 _COPIES = ("to_host", "to_device")
 _EVENTS = (*_COPIES, "now", "record_event", "_travels")
 _NAMES_OF_EVENTS = ("end", "arrived", "written")

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.memory.side_stream import SideStream
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.techniques.activation_offload import OffloadPool
-from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
+from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
 from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload
 from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.head import StreamedHead
 from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream
+from lowmem_ft.techniques.update_overlap import UpdateOverlap
 
 ROWS, COLUMNS = 8, 16
 
@@ -123,22 +125,48 @@ def _nobody_takes(*_: object) -> None:
 def gradients_that_wait_for_their_norm(device: LateDevice) -> None:
     """Two steps of the clipping phase: gradients go to the host part by part, and come back to be applied."""
     weights = [nn.Parameter(torch.zeros(2048)) for _ in range(3)]
+    in_backward = _clipped_in_backward(weights)
+    for _ in range(2):
+        _take_ones(in_backward, weights, size=1024)
+    assert all(weight.eq(weight[0]).all() and weight[0] != 0 for weight in weights)
+
+
+def _clipped_in_backward(weights: list[nn.Parameter]) -> InBackward:
     optimizer = ChunkedOptimizer(
         weights, AdamW(), {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     )
     enable_optimizer_offload(optimizer, _host())
-    in_backward = enable_optimizer_in_backward(optimizer, device=DEVICE, max_grad_norm=1.0, memory=_host())
-    for _ in range(2):
-        for weight in weights:
-            for start in (1024, 0):
-                in_backward.take(weight, torch.ones(1024), start)
-        in_backward.clip_grad_norm(_unscale_nothing)
-        in_backward.update_weights(finite=True)
-    assert all(weight.eq(weight[0]).all() and weight[0] != 0 for weight in weights)
+    return enable_optimizer_in_backward(optimizer, device=DEVICE, max_grad_norm=1.0, memory=_host())
+
+
+def _take_ones(in_backward: InBackward, weights: list[nn.Parameter], size: int) -> None:
+    """A step with a gradient of ones, given in parts of a size."""
+    for weight in weights:
+        for start in reversed(range(0, weight.numel(), size)):
+            in_backward.take(weight, torch.ones(size), start)
+    in_backward.clip_grad_norm(_unscale_nothing)
+    in_backward.update_weights(finite=True)
 
 
 def _unscale_nothing(tensor: Tensor) -> None:
     pass
+
+
+def updates_beside_a_forward_pass(device: LateDevice) -> None:
+    """Weights are used, and others updated meanwhile; a pass that ends after the first layer, and then all are read."""
+    layers = [nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(4)]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    for weight in weights:
+        nn.init.zeros_(weight)
+    in_backward = _clipped_in_backward(weights)
+    UpdateOverlap(layers[:-1], [[weight] for weight in weights], in_backward)
+    ones = torch.ones(1, COLUMNS)
+    for num_layers in (4, 4, 1):
+        _take_ones(in_backward, weights, size=ROWS * COLUMNS)
+        seen = [layer(ones) for layer in layers[:num_layers]]
+        assert all(values.eq(seen[0]).all() and seen[0][0, 0] != 0 for values in seen)
+    in_backward.flush()
+    assert all(weight.eq(weights[0]).all() for weight in weights)
 
 
 class _AddsOne:
@@ -146,7 +174,10 @@ class _AddsOne:
 
     def __init__(self, *, at_once: bool) -> None:
         self.updates_at_once = at_once
+        self.overlaps = not at_once
         self.waiting: set[nn.Parameter] = set()
+        side = SideStream(DEVICE)
+        self.beside, self.join = side.forked, side.join
 
     def defer(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
@@ -259,6 +290,7 @@ VISITS = (
     a_layer_that_nobody_comes_for,
     a_chunk_that_nobody_comes_for,
     gradients_that_wait_for_their_norm,
+    updates_beside_a_forward_pass,
     layers_that_are_updated_at_once,
     layers_that_are_updated_later,
     activations_sent_for_in_vain,

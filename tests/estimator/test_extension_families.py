@@ -133,8 +133,8 @@ DEEPER_TECHNIQUES = {
     "every-2-layers": 20,
     "all-but-2-layers": 20,
     **dict.fromkeys(TWO_STRETCHES, 22),
-    **dict.fromkeys(("inputs-on-host", "in-backward-on-host", "masters-on-host", "streamed"), 12),
-    **dict.fromkeys(("streamed-all-logits", "streamed-not-clipped", "lora-streamed"), 12),
+    **dict.fromkeys(("inputs-on-host", "masters-on-host", "streamed-not-clipped", "lora-streamed"), 12),
+    **dict.fromkeys(("in-backward-on-host", "streamed", "streamed-all-logits"), 14),
 }
 
 

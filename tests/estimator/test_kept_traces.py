@@ -26,7 +26,7 @@ from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 
-NUM_LAYERS = 12
+NUM_LAYERS = 14
 
 
 @pytest.fixture(scope="module")

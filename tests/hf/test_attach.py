@@ -9,7 +9,7 @@ import pytest
 import torch
 from attached_trainers import attached_trainer, measure_kept_bytes, recipe_of, trainer_of, weights_of
 from tiny_models import tiny_llama
-from transformers import TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from lowmem_ft import hf
 from lowmem_ft.errors import UserError
@@ -81,6 +81,28 @@ def test_rounded_state_drifts_and_is_our_optimizers(stock, tmp_path):
     assert "optimizer.state=8bit" in handle.applied
     assert meter.losses[:2] == pytest.approx(stock.losses[:2], abs=1e-4)
     assert meter.losses != pytest.approx(stock.losses, abs=SAME_LOSSES)
+
+
+class KeepsWeights(TrainerCallback):
+    """Those that somebody's callback reads at the end of each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.seen.append(weights_of(model))
+
+
+def test_callbacks_read_the_weights_of_their_step(tmp_path):
+    """Here updates are made in the step; our own loop makes those of layers beside the next forward pass."""
+    expected, seen = KeepsWeights(), KeepsWeights()
+    settings = (*VERTICAL, "optimizer.in_backward=true")
+    for callback, added in ((expected, ()), (seen, ("offload.optimizer=host",))):
+        trainer, _, _ = attached_trainer(tmp_path, *settings, *added, fields={"max_steps": 2})
+        trainer.add_callback(callback)
+        trainer.train()
+    for here, there in zip(seen.seen, expected.seen, strict=True):
+        assert all(here[name].equal(weight) for name, weight in there.items())
 
 
 ONE_STEP = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 1}

@@ -2,12 +2,13 @@
 
 Layer i always visits slot ``i % 2``. While it computes, the next layer's weights travel to the other slot; the weights
 of the turn, at the end of forward, and of the first layers, at the end of backward, are still there when they are
-needed again.
+needed again. Updates that wait for the next layer's visit in forward are made in its slot meanwhile, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +32,11 @@ class SupportsDeferredUpdates(Protocol):
     updates_at_once: bool
     """Whether weights are updated while their gradients are made, or when :meth:`apply` is called."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether :meth:`beside` puts work beside the computing."""
+        ...
+
     def defer(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave the updates of these parameters to :meth:`apply`, where they cannot be made at once."""
         ...
@@ -41,6 +47,14 @@ class SupportsDeferredUpdates(Protocol):
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
         """Update those of them whose update waits."""
+        ...
+
+    def beside(self) -> AbstractContextManager[None]:
+        """In a ``with`` block, give work to a stream that further computing does not wait for."""
+        ...
+
+    def join(self) -> None:
+        """Let further computing wait for all that was given to that stream."""
         ...
 
 
@@ -160,18 +174,25 @@ class LayerStream:
             self.end_visit()
             slot = self._load(index)
             self._engine.wait(slot.filled)
-            self._engine.wait(slot.emptied)
+            if self.updates is not None:
+                self.updates.join()
+                if self.updates.updates_at_once:
+                    self._engine.wait(slot.emptied)
             self.slabs[index].load(slot.memory)
             self._visiting = index
-        if not in_backward and self.updates is not None and self._has_waiting(index):
-            # A layer that never left, being the only one, may still be on its way to the host since its last update.
-            self._engine.wait(self._slots[index % NUM_SLOTS].emptied)
-            self.is_updating = True
-            self.updates.apply(self.slabs[index].parameters)
-            self._write_back(index)
-            self.is_updating = False
+        if not in_backward and self._has_waiting(index):
+            self._update(index)
         if 0 <= then < len(self.slabs):
             self._load(then)
+            if (
+                not in_backward
+                and self.updates is not None
+                and self.updates.overlaps
+                and self._has_waiting(then)
+            ):
+                with self.updates.beside():
+                    self._update(then)
+                self.slabs[then].evict()
         self._is_changed |= in_backward and self.updates is not None and self.updates.updates_at_once
 
     @torch.no_grad()
@@ -186,7 +207,8 @@ class LayerStream:
 
     def flush(self) -> None:
         """Make all updates that wait, and end all copies: the slabs are then up to date."""
-        for index in filter(self._has_waiting, range(len(self.slabs))):
+        waiting = list(filter(self._has_waiting, range(len(self.slabs))))
+        for index in range(waiting[0], waiting[-1] + 1) if waiting else ():  # each updates the next one
             self.visit(index, then=index + 1, in_backward=False)
         self.end_visit()
         self._engine.synchronize()
@@ -203,6 +225,19 @@ class LayerStream:
 
     def _has_waiting(self, index: int) -> bool:
         return self.updates is not None and self.updates.has_deferred(self.slabs[index].parameters)
+
+    def _update(self, index: int) -> None:
+        """Make a layer's updates that wait, in its slot and in the current stream, and send it home."""
+        assert self.updates is not None, "somebody has updates that wait"
+        slot, slab = self._slots[index % NUM_SLOTS], self.slabs[index]
+        self._engine.wait(slot.filled)
+        # It may still be on its way to the host since its last update.
+        self._engine.wait(slot.emptied)
+        slab.load(slot.memory)
+        self.is_updating = True
+        self.updates.apply(slab.parameters)
+        self._write_back(index)
+        self.is_updating = False
 
     def _load(self, index: int) -> _Slot:
         slot, slab = self._slots[index % NUM_SLOTS], self.slabs[index]

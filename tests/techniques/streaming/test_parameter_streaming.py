@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -52,6 +53,8 @@ class PlainUpdates:
 
     def __init__(self, model, *, deferred=False, learning_rate=LEARNING_RATE):
         self.updates_at_once = not deferred
+        self.overlaps = deferred
+        self.beside, self.join = contextlib.nullcontext, int  # a CPU has no streams
         self.learning_rate = learning_rate
         self.gradients = {}
         self.waiting = {}

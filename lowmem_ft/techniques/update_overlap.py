@@ -1,0 +1,107 @@
+"""Updates of weights on the device whose gradients and state wait on the host, made beside the next step's forward."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.optimizer_in_backward import InBackward
+from lowmem_ft.techniques.technique import Technique
+
+log = logging.getLogger(__name__)
+
+
+def enable_update_overlap(model: Any, in_backward: InBackward) -> UpdateOverlap:
+    """Puts the updates of decoder layers and head off to the next forward, each one layer ahead of its use.
+
+    Frees: nothing.
+    Costs: memory of the device for the chunks of gradients that arrive, in a pool of a second stream; saves the time
+    that a step waits for gradients and state to cross the host link, where a layer's forward takes longer.
+    Equals: the same updates bit for bit.
+    Limits: until its next forward, a layer's weights are those before the last step; ``flush()`` makes all updates that
+    wait, before anyone reads weights. Embeddings, and whatever else is used before the layers, are updated in the step.
+    Source: ZeRO-Offload++, 2023, and StrongHold, 2022 (SC22), which overlap updates with computing, theirs on the CPU.
+
+    Args:
+        model: a causal LM from transformers, wrapped or not, with all of its weights on the device.
+        in_backward: its optimizer, whose gradients wait on the host for their norm.
+
+    Returns:
+        A handle whose ``remove()`` makes the updates that wait, and lets all be made in the step again.
+
+    Raises:
+        UserError: if gradients are applied at once, or wait on the device.
+        ModelError: if the model's layers cannot be found.
+    """
+    if not in_backward.overlaps:
+        raise UserError(
+            "Updates can be made beside the forward pass where gradients wait on the host until their norm is known. "
+            "Give enable_optimizer_in_backward a max_grad_norm and a memory, or leave updates in the step."
+        )
+    layers = list(decoder_layers(model, way_out="offload.optimizer=device"))
+    overlap = UpdateOverlap(layers, _groups(model, layers), in_backward)
+    log.info("Updates of %d layers are made beside the next forward pass, one layer ahead.", len(layers))
+    return overlap
+
+
+class UpdateOverlap(Technique):
+    """Updates that are made one layer ahead; see :func:`enable_update_overlap`.
+
+    Args:
+        layers: the decoder layers, in the order of forward.
+        groups: the parameters that each updates, and after them those that are used behind the last layer.
+        updates: who updates.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], groups: Sequence[list[nn.Parameter]], updates: InBackward
+    ) -> None:
+        self._groups = groups
+        self._updates = updates
+        for group in groups:
+            updates.defer(group)
+        super().__init__(*self._hooks(layers), self._defer_no_more)
+
+    def _hooks(self, layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
+        for index, layer in enumerate(layers):
+            before = partial(self._before_forward, index)
+            yield layer.register_forward_pre_hook(before, prepend=True).remove
+        yield layers[-1].register_forward_hook(self._after_last_layer).remove
+
+    @torch.no_grad()
+    def _before_forward(self, index: int, *_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # a recomputation
+            return
+        self._updates.join()
+        self._updates.apply(self._groups[index])
+        if self._updates.has_deferred(self._groups[index + 1]):
+            with self._updates.beside():
+                self._updates.apply(self._groups[index + 1])
+
+    def _after_last_layer(self, *_: Any) -> None:
+        self._updates.join()
+
+    def _defer_no_more(self) -> None:
+        self._updates.flush()
+        for group in self._groups:
+            self._updates.defer_no_more(group)
+
+
+def _groups(model: Any, layers: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """By layer, the parameters that no other one and nothing outside has; behind them the head's, if it has its own."""
+    count = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    groups = [
+        [parameter for parameter in layer.parameters() if parameter.requires_grad and count[parameter] == 1]
+        for layer in layers
+    ]
+    head = model.get_output_embeddings()
+    own = [] if head is None else [one for one in head.parameters() if one.requires_grad and count[one] == 1]
+    return [*groups, own]
