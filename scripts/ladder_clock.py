@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from ladder_rungs import RUNGS, Rung, settings_of
 
@@ -14,7 +15,9 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator.estimate import estimate_of_trace
 from lowmem_ft.estimator.tracing import trace_recipe
-from lowmem_ft.recipe import load_recipe
+from lowmem_ft.memory.estimate import StepTime
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, allocator_config_of_runs, step_time
 from lowmem_ft.virtual_gpu.replay.replays import Replays
@@ -27,8 +30,7 @@ RESIDENT = next(rung for rung in RUNGS if rung.name == "+ step in backward")
 COSTS: dict[str, Callable[[Work], bool]] = {
     "matrix products": lambda work: work.kind == "kernel" and work.flops > 0,
     "other kernels": lambda work: work.kind == "kernel" and not work.flops,
-    "copies in": lambda work: work.kind == "copy" and not work.to_host,
-    "copies out": lambda work: work.kind == "copy" and work.to_host,
+    "copies": lambda work: work.kind == "copy",
 }
 """Kinds of work that a step is timed without, one at a time: what that saves is what they cost it. Copies that hide
 behind kernels cost nothing, and two kinds that hide each other cost less than what both together do."""
@@ -49,12 +51,18 @@ def on_clock(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             print(f"{gpu.name}: {rung.name}", file=sys.stderr)
             row = resident if rung is RESIDENT else _row(rung, gpu, settings)
             if row["fits"] or rung is RESIDENT:
-                yield row | {"of_resident": row["tokens_per_second"] / resident["tokens_per_second"]}
+                yield row | {
+                    "of_resident": resident["step_seconds"] / row["step_seconds"],
+                    "of_resident_without_overlap": (
+                        resident["step_seconds"] / row["step_seconds_without_overlap"]
+                    ),
+                }
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """The cells of a table of :func:`on_clock`, its headings first."""
-    yield ["GPU", "rung", "tokens/s", "of resident", "bound by", *(f"for {kind}" for kind in COSTS)]
+    measured = ["tokens/s", "of resident", "without overlap"]
+    yield ["GPU", "rung", *measured, "bound by", *(f"for {kind}" for kind in COSTS)]
     for row in rows:
         beyond = "" if row["fits"] else " (memory assumed)"
         yield [
@@ -62,6 +70,7 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
             row["rung"],
             f"{row['tokens_per_second']:,.0f}",
             f"{row['of_resident']:.2f}",
+            f"{row['of_resident_without_overlap']:.2f}",
             row["bound_by"],
             *(f"{share:.1%}" for share in row["cost_shares"].values()),
         ]
@@ -72,16 +81,9 @@ def _row(rung: Rung, gpu: Gpu, settings: Sequence[str]) -> dict[str, Any]:
     traced = trace_recipe(recipe, lambda: VirtualGPU(gpu))
     estimate = estimate_of_trace(recipe, traced, gpu, recipe.budget, 0.0, "")
     assert estimate.step is not None, "two steps are traced"
-    is_vertical = recipe.accumulation.order == "vertical"  # then a trace has all of a step's micro-batches
-    surroundings = Surroundings(
-        micro_batches_per_step=None if is_vertical else recipe.training.gradient_accumulation_steps
-    )
 
     def seconds_without(is_free: Callable[[Work], bool]) -> float:
-        replays = Replays(_without(traced.trace, is_free), allocator_config_of_runs())
-        step = step_time(replays, gpu, surroundings)
-        assert step is not None
-        return step.seconds
+        return _step(recipe, _without(traced.trace, is_free), gpu).seconds
 
     seconds = estimate.step.seconds
     return {
@@ -92,9 +94,33 @@ def _row(rung: Rung, gpu: Gpu, settings: Sequence[str]) -> dict[str, Any]:
         "host_peak_bytes": estimate.host_peak_bytes,
         "step_seconds": seconds,
         "tokens_per_second": estimate.step.tokens_per_second,
+        "step_seconds_without_overlap": _seconds_without_overlap(recipe, gpu) or seconds,
         "bound_by": estimate.step.bound_by,
         "cost_shares": {kind: 1 - seconds_without(is_free) / seconds for kind, is_free in COSTS.items()},
     }
+
+
+def _seconds_without_overlap(recipe: Recipe, gpu: Gpu) -> float | None:
+    """With every update made in the computing stream; None: so they are anyway."""
+    asked: list[bool] = []
+
+    def overlaps(updates: InBackward) -> bool:
+        asked.append(True)
+        return False
+
+    with mock.patch.object(InBackward, "overlaps", property(overlaps)):
+        traced = trace_recipe(recipe, lambda: VirtualGPU(gpu))
+    return _step(recipe, traced.trace, gpu).seconds if asked else None
+
+
+def _step(recipe: Recipe, trace: Trace, gpu: Gpu) -> StepTime:
+    is_vertical = recipe.accumulation.order == "vertical"  # then a trace has all of a step's micro-batches
+    surroundings = Surroundings(
+        micro_batches_per_step=None if is_vertical else recipe.training.gradient_accumulation_steps
+    )
+    step = step_time(Replays(trace, allocator_config_of_runs()), gpu, surroundings)
+    assert step is not None, "two steps are traced"
+    return step
 
 
 def _without(trace: Trace, is_free: Callable[[Work], bool]) -> Trace:
