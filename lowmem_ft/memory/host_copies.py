@@ -182,7 +182,8 @@ class CopyEngine:
     def _free_buffer(self, direction: str, number: int) -> Tensor:
         key = (direction, number)
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True), CopyEvent()
+            buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._buffers[key] = buffer, CopyEvent()
         buffer, travelled = self._buffers[key]
         travelled.synchronize()
         return buffer

@@ -155,7 +155,11 @@ class HostMemory:
             return tensor
         pages = self._pinned(num_bytes) if self.is_pinned and num_bytes else None
         is_pageable = pages is None
-        tensor = torch.empty(sizes, dtype=dtype) if is_pageable else pages[:num_bytes].view(dtype).view(sizes)
+        tensor = (
+            torch.empty(sizes, dtype=dtype, device="cpu")
+            if is_pageable
+            else pages[:num_bytes].view(dtype).view(sizes)
+        )
         self._count(tensor, category, in_file=False)
         return tensor.zero_()
 
@@ -163,7 +167,8 @@ class HostMemory:
         """Pinned bytes in whole pages; None where the driver refuses, and from then on."""
         num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         if is_virtual(self.device):
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)  # its recorder rounds nothing
+            # Its recorder rounds nothing.
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         pages = _own_pages(num_bytes)
         error = _register(pages, self.device)
         if error is None:
