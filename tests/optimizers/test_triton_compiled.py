@@ -17,8 +17,13 @@ print(json.dumps([vars(triton_kernel.compiled(*job)) for job in json.loads(sys.a
 
 
 def compiled(jobs, folder):
-    """In a process where Triton's interpreter is off."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    """In a process where Triton's interpreter is off, and which finds modules where this one does."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(folder),
+    }
     command = [sys.executable, "-c", PROGRAM, json.dumps(jobs)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
