@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowmem_ft.errors import UserError
+from lowmem_ft.techniques.modules.backward import is_in_backward
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.techniques.technique import Technique
@@ -28,7 +29,8 @@ def enable_update_overlap(model: Any, in_backward: InBackward) -> UpdateOverlap:
     Equals: the same updates bit for bit.
     Limits: until its next forward, a layer's weights are those before the last step; ``flush()`` makes all updates that
     wait, before anyone reads weights. Embeddings, and whatever else is used before the layers, are updated in the step.
-    Source: ZeRO-Offload++, 2023, and StrongHold, 2022 (SC22), which overlap updates with computing, theirs on the CPU.
+    Source: ZeRO-Offload, 2021 (arXiv:2101.06840), whose delayed update runs beside the next step; that uses weights a
+    step old, this waits for each layer's.
 
     Args:
         model: a causal LM from transformers, wrapped or not, with all of its weights on the device.
@@ -78,7 +80,7 @@ class UpdateOverlap(Technique):
 
     @torch.no_grad()
     def _before_forward(self, index: int, *_: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a recomputation
+        if is_in_backward():  # a recomputation
             return
         self._updates.join()
         self._updates.apply(self._groups[index])

@@ -140,7 +140,7 @@ def lift_cap(budget: Budget) -> None:
 
 
 class BudgetWatch:
-    """Compares host memory with its budgets after each step, as :func:`apply_budget` cannot cap it.
+    """Compares memory with its budgets: after each step the host's, which :func:`apply_budget` cannot cap.
 
     A run on a CPU that is above ``budget.device`` after its first step ends there, as on a device of that size; one
     that grows beyond a budget later says so at once and goes on, since there is memory after all.
@@ -157,6 +157,8 @@ class BudgetWatch:
     ) -> None:
         self._host = host
         self._budget = budget
+        self._device = device
+        self._num_processes = num_processes
         self._limits = _limits_of_host(budget, device, num_processes)
         self._is_first = True
         self._has_warned_of_machine = False
@@ -184,6 +186,30 @@ class BudgetWatch:
             del self._limits[words]
         self._is_first = False
 
+    def report(self, *, file_bytes: int = 0) -> None:
+        """Log the measured peaks beside the budget; on a CPU the device's memory is the host's.
+
+        Args:
+            file_bytes: the most that files of ``offload.folder`` held: they count for no budget, as the system takes
+                them back when there is no room.
+        """
+        budget, device = self._budget, self._device
+        on_host = self._host.peak_bytes(file_bytes)
+        in_words = budget.host_in_words(self._num_processes)
+        peaks = [("host", budget.host_bytes(self._num_processes), in_words, on_host)]
+        if device.type == "cuda" or budget.device is not None:
+            limit_bytes = None if budget.device is None else parse_bytes(budget.device)
+            peak_bytes = read_device_memory(device).peak_bytes if device.type == "cuda" else on_host
+            peaks.insert(0, ("device", limit_bytes, f"budget.device={budget.device}", peak_bytes))
+        for name, limit_bytes, words, peak_bytes in peaks:
+            peak = format_bytes(peak_bytes)
+            if limit_bytes is None:
+                logger.info("Peak %s memory: %s.", name, peak)
+            elif peak_bytes > limit_bytes:
+                logger.warning("Peak %s memory: %s, above %s.", name, peak, words)
+            else:
+                logger.info("Peak %s memory: %s, within %s.", name, peak, words)
+
     def _warn_of_machine(self, file_bytes: int) -> None:
         """Say once that the machine or the container is about to run out: the system then kills without a word."""
         limit = self._host.limit(file_bytes)
@@ -206,37 +232,3 @@ def _limits_of_host(budget: Budget, device: torch.device, num_processes: int) ->
     if host_bytes is not None:
         limits[budget.host_in_words(num_processes)] = host_bytes
     return limits
-
-
-def report_budget(
-    budget: Budget,
-    device: torch.device,
-    *,
-    num_processes: int = 1,
-    file_bytes: int = 0,
-    host: Host = THIS_HOST,
-) -> None:
-    """Log the measured peaks beside the budget; on a CPU the device's memory is the host's.
-
-    Args:
-        budget: what was allowed.
-        device: where it was trained.
-        num_processes: of this machine, which shared its host.
-        file_bytes: the most that files of ``offload.folder`` held: they count for no budget, as the system takes them
-            back when there is no room.
-        host: of the process.
-    """
-    on_host = host.peak_bytes(file_bytes)
-    peaks = [("host", budget.host_bytes(num_processes), budget.host_in_words(num_processes), on_host)]
-    if device.type == "cuda" or budget.device is not None:
-        limit_bytes = None if budget.device is None else parse_bytes(budget.device)
-        peak_bytes = read_device_memory(device).peak_bytes if device.type == "cuda" else on_host
-        peaks.insert(0, ("device", limit_bytes, f"budget.device={budget.device}", peak_bytes))
-    for name, limit_bytes, words, peak_bytes in peaks:
-        peak = format_bytes(peak_bytes)
-        if limit_bytes is None:
-            logger.info("Peak %s memory: %s.", name, peak)
-        elif peak_bytes > limit_bytes:
-            logger.warning("Peak %s memory: %s, above %s.", name, peak, words)
-        else:
-            logger.info("Peak %s memory: %s, within %s.", name, peak, words)

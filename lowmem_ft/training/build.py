@@ -44,7 +44,7 @@ from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.fully_sharded import FullySharded
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
-from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
+from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
 from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
 from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming, enable_parameter_streaming
@@ -253,11 +253,17 @@ def switch_on(
             _initialize_masters(optimizer, model, finer_weights)
         streaming = in_forward.find(ParameterStreaming)
         sharded = in_forward.find(FullySharded)
-        for technique in techniques_in_step(optimizer, recipe, host_memory, streaming, sharded, sums=sums):
+        for technique in techniques_in_step(
+            model,
+            optimizer,
+            recipe,
+            host_memory,
+            streaming,
+            sharded,
+            sums=sums,
+            reads_weights_flushed=reads_weights_flushed,
+        ):
             after_forward.add(technique)
-        in_backward = after_forward.find(InBackward)
-        if reads_weights_flushed and in_backward and in_backward.overlaps and not (streaming or sharded):
-            after_forward.add(enable_update_overlap(model, in_backward))
     except BaseException:
         Handle(in_forward.remove, after_forward.remove).remove()
         raise
@@ -319,6 +325,7 @@ def techniques_of_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostM
 
 
 def techniques_in_step(
+    model: PreTrainedModel,
     optimizer: Optimizer,
     recipe: Recipe,
     host_memory: HostMemory,
@@ -326,6 +333,7 @@ def techniques_in_step(
     sharded: FullySharded | None = None,
     *,
     sums: bool,
+    reads_weights_flushed: bool,
 ) -> Iterator[Technique]:
     """Switches on how gradients are summed, applied and watched; those of streamed weights go the same way."""
     if recipe.accumulation.dtype == "float32" and (sums or sharded is not None):
@@ -345,6 +353,8 @@ def techniques_in_step(
         if streaming is not None:
             streaming.update_with(in_backward)
         yield in_backward
+        if reads_weights_flushed and in_backward.overlaps and streaming is None and sharded is None:
+            yield enable_update_overlap(model, in_backward)
 
 
 def _initialize_masters(

@@ -23,7 +23,7 @@ from lowmem_ft.errors import Interrupted
 from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
+from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoint import load_checkpoint, save_checkpoint
@@ -424,14 +424,7 @@ class TrainingRun:
                 self._delete_old_checkpoints()  # a process that was killed after its last save may have left them
                 if self.runtime.is_main:
                     log_finished_model(self.folder.model_folder, self.recipe)
-        file_bytes = self.session.host_memory.peak_file_bytes
-        report_budget(
-            self.recipe.budget,
-            self.runtime.device,
-            num_processes=self.runtime.num_processes_here,
-            file_bytes=file_bytes,
-            host=self.runtime.host,
-        )
+        self.budget_watch.report(file_bytes=self.session.host_memory.peak_file_bytes)
         self.memory.log()
         self.memory.write_measured(self.metrics, self.progress.step)
         number = self._signal_number()

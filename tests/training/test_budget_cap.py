@@ -16,7 +16,7 @@ from lowmem_ft.memory.meter import MemoryReading
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.training import budget_cap
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
-from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap, report_budget
+from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap
 from lowmem_ft.units import GIB
 from lowmem_ft.virtual_gpu.replay.context_overhead import BITSANDBYTES_BYTES, NCCL_BYTES_OF_TWO
 
@@ -36,7 +36,7 @@ CONTEXT_BYTES = load_gpus()["h100-80gb"].context_bytes
 )
 def test_peaks_stand_beside_the_budget(budget, said, caplog):
     with caplog.at_level(logging.INFO):
-        report_budget(budget, CPU)
+        BudgetWatch(budget, CPU).report()
     assert len(caplog.messages) == len(said)
     assert all(text in message for text, message in zip(said, caplog.messages, strict=True))
 
@@ -58,7 +58,7 @@ def peak_of_8_with_2_left(monkeypatch):
 )
 def test_pages_of_mapped_files_count_for_no_budget(budget, file_bytes, said, caplog, peak_of_8_with_2_left):
     with caplog.at_level(logging.INFO):
-        report_budget(Budget(host=budget), CPU, file_bytes=file_bytes)
+        BudgetWatch(Budget(host=budget), CPU).report(file_bytes=file_bytes)
     assert said in caplog.text
 
 
@@ -115,7 +115,7 @@ def test_a_budget_of_the_size_a_card_is_sold_with_says_nothing(cuda_driver, capl
 def test_peaks_on_a_device_are_its_allocators(cuda_driver, caplog):
     cuda_driver().hold(3 * 2**30, 4 * 2**30)
     with caplog.at_level(logging.INFO):
-        report_budget(Budget(device="20GiB"), torch.device("cuda", 0))
+        BudgetWatch(Budget(device="20GiB"), torch.device("cuda", 0)).report()
     assert "Peak device memory: 3.00 GiB, within budget.device=20GiB." in caplog.messages
 
 
@@ -192,7 +192,7 @@ def test_processes_of_a_machine_share_its_host(caplog, monkeypatch):
     with pytest.raises(DoesNotFitError, match=r"^budget\.host=6GiB shared by 4 processes is less than"):
         apply_budget(budget, CPU, num_processes_here=4)
     BudgetWatch(budget, CPU, 4).after_step()
-    report_budget(budget, CPU, num_processes=4)
+    BudgetWatch(budget, CPU, 4).report()
     assert caplog.messages == [
         "Host memory has grown to 2.00 GiB, above budget.host=6GiB shared by 4 processes.",
         "Peak host memory: 2.00 GiB, above budget.host=6GiB shared by 4 processes.",

@@ -184,15 +184,8 @@ class LayerStream:
             self._update(index)
         if 0 <= then < len(self.slabs):
             self._load(then)
-            if (
-                not in_backward
-                and self.updates is not None
-                and self.updates.overlaps
-                and self._has_waiting(then)
-            ):
-                with self.updates.beside():
-                    self._update(then)
-                self.slabs[then].evict()
+            if not in_backward and self._has_waiting(then):
+                self._update_ahead(then)
         self._is_changed |= in_backward and self.updates is not None and self.updates.updates_at_once
 
     @torch.no_grad()
@@ -225,6 +218,14 @@ class LayerStream:
 
     def _has_waiting(self, index: int) -> bool:
         return self.updates is not None and self.updates.has_deferred(self.slabs[index].parameters)
+
+    def _update_ahead(self, index: int) -> None:
+        """Make the updates of a layer that comes next, where they can be made beside the computing."""
+        assert self.updates is not None, "somebody has updates that wait"
+        if self.updates.overlaps:
+            with self.updates.beside():
+                self._update(index)
+            self.slabs[index].evict()
 
     def _update(self, index: int) -> None:
         """Make a layer's updates that wait, in its slot and in the current stream, and send it home."""

@@ -18,6 +18,7 @@ from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
+from lowmem_ft.techniques.modules.backward import is_in_backward
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.head import StreamedHead
@@ -314,14 +315,14 @@ def _visiting_hooks(layers: Sequence[nn.Module], stream: LayerStream) -> Iterato
     """Let each layer's weights come before its forward, and again before its backward; how to undo that."""
 
     def before_forward(index: int, layer: nn.Module, args: Any) -> None:
-        if not _is_in_backward():  # a recomputation: the weights are there
+        if not is_in_backward():  # a recomputation: the weights are there
             stream.visit(index, then=index + 1, in_backward=False)
 
     def before_backward(index: int, gradient: Tensor) -> None:
         stream.visit(index, then=index - 1, in_backward=True)
 
     def after_forward(index: int, layer: nn.Module, args: Any, output: Any) -> None:
-        if _is_in_backward():
+        if is_in_backward():
             return
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -331,7 +332,3 @@ def _visiting_hooks(layers: Sequence[nn.Module], stream: LayerStream) -> Iterato
     for index, layer in enumerate(layers):
         yield layer.register_forward_pre_hook(partial(before_forward, index), prepend=True).remove
         yield layer.register_forward_hook(partial(after_forward, index)).remove
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

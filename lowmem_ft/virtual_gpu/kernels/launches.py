@@ -5,7 +5,9 @@ lists each tensor takes a share of a launch, so that what more layers take is a 
 here counts as one. Left out is what the hardware decides (products whose inner dimension cuBLAS cuts up, the
 memset before a reduction over several blocks) and what training of language models hardly calls (sorts, ``topk``).
 
-Sources: pytorch 2.13, under ``aten/src/ATen/native``; CUB 3, ``dispatch_radix_sort.cuh``.
+Sources: pytorch, under ``aten/src/ATen/native``, as it was around 2.13; the kernels of CUB's sort
+(``dispatch_radix_sort.cuh``) and the last ones of an embedding's gradient are counted from memory. No count has been
+held against a profile of a GPU.
 """
 
 from __future__ import annotations

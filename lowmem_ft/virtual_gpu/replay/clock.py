@@ -48,7 +48,7 @@ tensors on a CPU takes 4.3 microseconds an operator forward and 3.2 backward (to
 
 HOST_SECONDS_PER_FURTHER_LAUNCH = 5e-6
 """Of each kernel but the first that an operator runs: its launch, and what comes before it, which is little in C++ and
-2.7 to 3.7 microseconds in the formats' arithmetic, written in Python (chunks of 512 elements on the same CPU,
+2.7 to 3.7 microseconds in the formats' arithmetic, written in Python (chunks of 512 elements on an Intel Xeon,
 2026-11-23)."""
 
 Seconds = NDArray[np.float64]

@@ -8,8 +8,8 @@ from bisect import bisect_right
 class DmaEngine:
     """Carries what is ready, and of that what was issued first; a copy that still waits for an event holds nobody up.
 
-    Streams have queues of their own on NVIDIA's GPUs, and the engine takes turns among those that can go on. A
-    large copy that one issued before it overtakes goes on when that is through.
+    Streams have queues of their own on NVIDIA's GPUs, and the engine is taken to turn to those that can go on; this has
+    not been held against a GPU. A large copy that one issued before it overtakes goes on when that is through.
     """
 
     def __init__(self) -> None:

@@ -142,6 +142,7 @@ TAKEN = {
 @on("call", TAKEN.values(), ids=TAKEN)
 def test_what_cuda_takes_from_both_devices_is_taken(call, gpu):
     call()
+    assert any(work.kind in ("kernel", "copy", "synchronize") for work in gpu.work.entries)
 
 
 def test_what_torch_itself_refuses_names_cuda_to_whoever_hears_of_it_outside():
@@ -230,12 +231,13 @@ def test_types_without_a_kernel_are_refused(call, words, gpu):
 
 
 def test_types_that_go_together_are_taken(gpu):
-    torch.mm(cuda(3, 3, dtype=BF16), cuda(3, 3, dtype=BF16), out_dtype=torch.float32)
-    torch.addmm(cuda(3, 3), cuda(3, 3, dtype=BF16), cuda(3, 3, dtype=BF16), out_dtype=torch.float32)
-    F.batch_norm(cuda(3, 3, dtype=BF16), cuda(3), cuda(3))
-    cuda(3, dtype=F8).to(BF16).to(F8)
+    factors = cuda(3, 3, dtype=BF16), cuda(3, 3, dtype=BF16)
+    assert torch.mm(*factors, out_dtype=torch.float32).dtype == torch.float32
+    assert torch.addmm(cuda(3, 3), *factors, out_dtype=torch.float32).dtype == torch.float32
+    assert F.batch_norm(cuda(3, 3, dtype=BF16), cuda(3), cuda(3)).dtype == BF16
+    assert cuda(3, dtype=F8).to(BF16).to(F8).dtype == F8
     with torch.autocast("cuda", BF16):
-        F.linear(cuda(3, 3), cuda(3, 3, dtype=BF16), cuda(3))
+        assert F.linear(cuda(3, 3), cuda(3, 3, dtype=BF16), cuda(3)).dtype == BF16
 
 
 NEWER = {
