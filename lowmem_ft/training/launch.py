@@ -35,24 +35,28 @@ class Launch:
     refused: tuple[str, ...] = ()
 
 
-def processes_here(num_processes: int, environment: Mapping[str, str] = os.environ) -> int:
+def processes_here(num_processes: int, environment: Mapping[str, str] | None = None) -> int:
     """How many processes of a run are on this machine, by what a launcher says; all of them if it says nothing.
 
     Args:
         num_processes: on all machines together.
-        environment: the variables.
+        environment: the variables; None: this process's.
     """
+    if environment is None:  # os.environ as it is now: datasets replaces it when it maps in processes
+        environment = os.environ
     return max(1, min(num_processes, int(environment.get("LOCAL_WORLD_SIZE") or num_processes)))
 
 
-def read_launch(*, use_cpu: bool, environment: Mapping[str, str] = os.environ) -> Launch:
+def read_launch(*, use_cpu: bool, environment: Mapping[str, str] | None = None) -> Launch:
     """What this process was told by its launcher; one process without one.
 
     Args:
         use_cpu: whether it trains on the CPU. As Accelerate counts: on a GPU a process without ``LOCAL_RANK`` trains by
             itself, whatever ``WORLD_SIZE`` a cluster has set.
-        environment: the variables.
+        environment: the variables; None: this process's.
     """
+    if environment is None:
+        environment = os.environ
     if not use_cpu and int(environment.get("LOCAL_RANK") or -1) == -1:
         return Launch()
     num_processes = int(environment.get("WORLD_SIZE") or 1)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import accelerate.commands.launch as accelerate_launch
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from datasets import Dataset
 
 from lowmem_ft.errors import RecipeError
-from lowmem_ft.training.launch import Launch, as_launched, read_launch
+from lowmem_ft.training.launch import Launch, as_launched, processes_here, read_launch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -31,6 +33,17 @@ DEEPSPEED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"}
 def test_processes_are_counted_as_accelerate_does(told, on_gpu, on_cpu):
     assert read_launch(use_cpu=False, environment=told).num_processes == on_gpu
     assert read_launch(use_cpu=True, environment=told).num_processes == on_cpu
+
+
+def test_the_environment_is_read_after_datasets_has_replaced_it(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ)  # put back at the end
+    before = os.environ
+    Dataset.from_dict({"text": ["a", "b"]}).map(lambda example: {"length": len(example["text"])}, num_proc=1)
+    assert os.environ is not before
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert read_launch(use_cpu=True).num_processes == 4
+    assert processes_here(4) == 2
 
 
 @pytest.mark.parametrize(
