@@ -107,9 +107,9 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     period = math.lcm(period, *counts)
     if _sends_for_the_next_layer(recipe):
         lead += period
-    # The last layer makes no updates for a next one, which moves the ends of what lives until then.
-    num_last_layers = LAST_LAYERS + _updates_the_next_layer(recipe)
-    repeated, edge = 2 * period, max(period, num_last_layers) + sum(counts)
+    if recipe.offload.folder is not None:  # what goes to files is copied in a later layer's turn
+        lead += period
+    repeated, edge = 2 * period, max(period, LAST_LAYERS) + sum(counts)
     first_of_last = len(stack) - num_last
     short = _shortened(first_of_last, lead + repeated + edge, period)
     short_last = _shortened(num_last, repeated + edge, period)
@@ -189,12 +189,6 @@ def _sends_for_the_next_layer(recipe: Recipe) -> bool:
         or recipe.offload.parameters == "stream"
         or recipe.distributed.strategy == "fsdp2"
     )
-
-
-def _updates_the_next_layer(recipe: Recipe) -> bool:
-    """Whether a layer's forward is when the next one's updates are made: see ``techniques/update_overlap.py``."""
-    is_clipped = recipe.training.max_grad_norm is not None
-    return recipe.optimizer.in_backward and is_clipped and recipe.offload.optimizer == "host"
 
 
 def _layer_counts(recipe: Recipe, which: CountedLayers) -> list[tuple[str, int]]:

@@ -2,13 +2,19 @@
 
 Streams see each other's work only through events. ``Tensor.record_stream`` would do too, but gives memory back late, at
 a moment that nobody can tell beforehand.
+
+Pageable memory, such as that of files, goes through pinned buffers, and the host works and waits meanwhile. So such a
+copy is put off until somebody waits for its end: what the program has given to the device by then, a layer's kernels,
+runs while the host reads what the next one needs. No thread does it: a copy that is ordered by when it is asked for and
+when it is waited for can be replayed, and its races be found.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +40,52 @@ class CopyEvent:
 
     def hold(self, stream: Any) -> None:
         """Let a stream's further work wait."""
-        if self._event is not None:
-            stream.wait_event(self._event)
+        event = self._made()
+        if event is not None:
+            stream.wait_event(event)
 
     def synchronize(self) -> None:
         """Let the host wait, so that it may read or reuse host memory."""
-        if self._event is not None:
-            self._event.synchronize()
+        event = self._made()
+        if event is not None:
+            event.synchronize()
+
+    def _made(self) -> Any:
+        return self._event
+
+
+class PutOffCopy(CopyEvent):
+    """The end of a copy that is made when somebody waits for it, or for one that was asked for later.
+
+    Args:
+        make: makes it, and returns its end; None where the host has waited for that.
+        queue: all that the same engine has put off, which this joins: they are made in their order.
+    """
+
+    __slots__ = ("_make", "_queue")
+
+    def __init__(self, make: Callable[[], Any], queue: deque[PutOffCopy]) -> None:
+        super().__init__()
+        self._make: Callable[[], Any] | None = make
+        self._queue = queue
+        queue.append(self)
+
+    def make(self) -> None:
+        """Make it, the first of the queue, now."""
+        assert self._make is not None, "what is made has left the queue"
+        self._event = self._make()
+        self._queue.popleft()
+        self._make = None  # it may hold the last reference to a source
+
+    def cancel(self) -> None:
+        """Never make it."""
+        self._queue.remove(self)
+        self._make = None
+
+    def _made(self) -> Any:
+        while self._make is not None:
+            self._queue[0].make()
+        return self._event
 
 
 class CopyEngine:
@@ -49,8 +94,9 @@ class CopyEngine:
     A copy begins once the computing stream has done all that it was given before, or after the moments that the caller
     names instead; the computing stream waits for a copy only when told to (:meth:`wait`).
 
-    Host tensors may be pinned or not: pageable ones go through small pinned buffers, and the host waits where CUDA
-    would not let it run ahead. On a CPU each copy is done when the call returns.
+    Host tensors may be pinned or not: pageable ones go through small pinned buffers when somebody first waits for the
+    copy, or for a later one; the host waits then where CUDA would not let it run ahead. Until then the host changes
+    neither side. On a CPU each copy is done when the call returns.
 
     Args:
         device: which device.
@@ -60,6 +106,7 @@ class CopyEngine:
         self.device = device
         self._is_asynchronous = kernels_of(device) == "cuda"
         self._leaving: deque[tuple[CopyEvent, Tensor]] = deque()
+        self._put_off: deque[PutOffCopy] = deque()
         self._buffers: dict[tuple[str, int], tuple[Tensor, CopyEvent]] = {}
         if self._is_asynchronous:
             self._module: Any = torch.get_device_module(device)
@@ -90,11 +137,11 @@ class CopyEngine:
         if not self._is_asynchronous:
             target.copy_(host)
             return CopyEvent()
+        after = (self.now(),) if after is None else tuple(after)
+        if not host.is_pinned():
+            return PutOffCopy(partial(self._stage_in, _pieces(host, target), after), self._put_off)
         with self._on(self._inward, after):
-            if host.is_pinned():
-                target.copy_(host, non_blocking=True)
-            else:
-                self._stage_in(host, target)
+            target.copy_(host, non_blocking=True)
             return CopyEvent(self._inward.record_event())
 
     def to_host(
@@ -115,12 +162,13 @@ class CopyEngine:
         if not self._is_asynchronous:
             host.copy_(source)
             return CopyEvent()
-        with self._on(self._outward, after):
-            if host.is_pinned():
+        after = (self.now(),) if after is None else tuple(after)
+        if host.is_pinned():
+            with self._on(self._outward, after):
                 host.copy_(source, non_blocking=True)
-            else:
-                self._stage_out(source, host)
-            end = CopyEvent(self._outward.record_event())
+                end = CopyEvent(self._outward.record_event())
+        else:
+            end = PutOffCopy(partial(self._stage_out, _pieces(source, host), after), self._put_off)
         if keep:
             self._leaving.append((end, source))
             self._let_go(SOURCES_KEPT)
@@ -131,12 +179,17 @@ class CopyEngine:
         self._let_go(0)
 
     def forget_sources(self) -> None:
-        """Let go of every source that is held; the device is at rest, so that none is being copied."""
+        """Let go of every source that is held; the device is at rest, so that none is being copied, or will be."""
+        ends = [end for end, _ in self._leaving]
+        for copy in [copy for copy in self._put_off if copy in ends]:
+            copy.cancel()
         self._leaving.clear()
 
     def synchronize(self) -> None:
         """Let the host wait until every copy is done, and let go of all sources."""
         if self._is_asynchronous:
+            while self._put_off:
+                self._put_off[0].make()
             self._let_go(0)
             self._inward.synchronize()
             self._outward.synchronize()
@@ -152,30 +205,33 @@ class CopyEngine:
         return self._module.current_stream(self.device)
 
     @contextlib.contextmanager
-    def _on(self, stream: Any, after: Iterable[CopyEvent] | None) -> Iterator[None]:
-        for event in (self.now(),) if after is None else after:
+    def _on(self, stream: Any, after: Iterable[CopyEvent]) -> Iterator[None]:
+        for event in after:
             event.hold(stream)
         with self._module.stream(stream):
             yield
 
     # --- pageable memory: the host copies to or from a pinned buffer while the other one travels ----------------------
 
-    def _stage_in(self, host: Tensor, target: Tensor) -> None:
-        host_parts, target_parts = _parts(host), _parts(target)
-        for index, (part, place) in enumerate(zip(host_parts, target_parts, strict=True)):
-            buffer = self._free_buffer("in", index % 2)[: len(part)]
-            buffer.copy_(part)
-            place.copy_(buffer, non_blocking=True)
-            self._travels("in", index % 2, self._inward)
+    def _stage_in(self, pieces: Sequence[tuple[Tensor, Tensor]], after: Iterable[CopyEvent]) -> Any:
+        with self._on(self._inward, after):
+            for index, (part, place) in enumerate(pieces):
+                buffer = self._free_buffer("in", index % 2)[: len(part)]
+                buffer.copy_(part)
+                place.copy_(buffer, non_blocking=True)
+                self._travels("in", index % 2, self._inward)
+            return self._inward.record_event()
 
-    def _stage_out(self, source: Tensor, host: Tensor) -> None:
+    def _stage_out(self, pieces: Sequence[tuple[Tensor, Tensor]], after: Iterable[CopyEvent]) -> None:
+        """The host has waited for every piece: nobody else need."""
         arrived: list[tuple[Tensor, Tensor, CopyEvent]] = []
-        for index, (part, place) in enumerate(zip(_parts(source), _parts(host), strict=True)):
-            buffer = self._free_buffer("out", index % 2)[: len(part)]
-            buffer.copy_(part, non_blocking=True)
-            arrived.append((place, buffer, self._travels("out", index % 2, self._outward)))
-            if len(arrived) == 2:
-                _unload(arrived.pop(0))
+        with self._on(self._outward, after):
+            for index, (part, place) in enumerate(pieces):
+                buffer = self._free_buffer("out", index % 2)[: len(part)]
+                buffer.copy_(part, non_blocking=True)
+                arrived.append((place, buffer, self._travels("out", index % 2, self._outward)))
+                if len(arrived) == 2:
+                    _unload(arrived.pop(0))
         for last in arrived:
             _unload(last)
 
@@ -195,9 +251,13 @@ class CopyEngine:
         return end
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The bytes of a contiguous tensor, as much at once as a buffer holds."""
-    return tensor.detach().view(-1).view(torch.uint8).split(STAGING_BYTES)
+def _pieces(source: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The bytes of two contiguous tensors, as much at once as a buffer holds.
+
+    Views are made when a copy is asked for: what is recorded of a tensor goes by the moment.
+    """
+    parts = (one.detach().view(-1).view(torch.uint8).split(STAGING_BYTES) for one in (source, target))
+    return list(zip(*parts, strict=True))
 
 
 def _unload(arrived: tuple[Tensor, Tensor, CopyEvent]) -> None:

@@ -1,4 +1,4 @@
-"""A stream beside the one that computes, for work that the next computing need not wait for."""
+"""A stream beside the one that computes, for work that goes beside what was computed just before."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lowmem_ft.devices import kernels_of
 class SideStream:
     """A second stream that computes; on a CPU, where all is done at once, there is none.
 
-    Memory that is allocated in a fork comes from this stream's pool, and may be let go in one. What was allocated
-    outside and is used inside has to be kept until the streams have joined.
+    Memory that is allocated beside the computing comes from this stream's pool, and may be let go there. What was
+    allocated outside and is used inside has to be kept until the end of the block.
 
     Args:
         device: which device.
@@ -23,25 +23,30 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._is_joined = True
+        self._is_forked = False
         self._is_asynchronous = kernels_of(device) == "cuda"
         if self._is_asynchronous:
             self._module: Any = torch.get_device_module(device)
             self._stream = self._module.Stream(device)
 
+    def fork(self) -> None:
+        """Let this stream's further work come after all computing so far, and beside what comes next."""
+        if self._is_asynchronous:
+            self._stream.wait_event(self._module.current_stream(self._device).record_event())
+            self._is_forked = True
+
     @contextlib.contextmanager
-    def forked(self) -> Iterator[None]:
-        """What is given to the device in a ``with`` block comes after all so far, and beside what comes next."""
+    def beside(self) -> Iterator[None]:
+        """In a ``with`` block, give work to this stream: beside all computing since the fork, if there was one.
+
+        Further computing waits for it.
+        """
         if not self._is_asynchronous:
             yield
             return
-        self._stream.wait_event(self._module.current_stream(self._device).record_event())
-        self._is_joined = False
+        if not self._is_forked:
+            self.fork()
+        self._is_forked = False
         with self._module.stream(self._stream):
             yield
-
-    def join(self) -> None:
-        """Let the current stream's further work wait for all forks so far."""
-        if not self._is_joined:
-            self._module.current_stream(self._device).wait_event(self._stream.record_event())
-            self._is_joined = True
+        self._module.current_stream(self._device).wait_event(self._stream.record_event())

@@ -12,7 +12,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -208,18 +208,18 @@ class InBackward(Technique):
     def overlaps(self) -> bool:
         """Whether updates may be made beside the computing.
 
-        Gradients that wait on the device would have to stay until the streams have joined.
+        Gradients that wait on the device would have to stay until the computing has waited for their updates.
         """
         return self._kept.memory is not None
 
-    def beside(self) -> AbstractContextManager[None]:
-        """In a ``with`` block, updates are made beside further computing; with :attr:`overlaps` alone."""
-        assert self.overlaps, "gradients are not on the host"
-        return self._side.forked()
+    def fork(self) -> None:
+        """Let the updates of the next :meth:`beside` run beside all that is computed from here on."""
+        if self.overlaps:
+            self._side.fork()
 
-    def join(self) -> None:
-        """Let further computing wait for the updates that are made beside it."""
-        self._side.join()
+    def beside(self) -> AbstractContextManager[None]:
+        """In a ``with`` block, make updates beside the computing since the fork; without :attr:`overlaps` after it."""
+        return self._side.beside() if self.overlaps else nullcontext()
 
     def written(self, parameter: nn.Parameter) -> CopyEvent:
         """The end of the last copy that brought an updated weight back to where it waits."""
@@ -239,7 +239,6 @@ class InBackward(Technique):
 
     def flush(self) -> None:
         """Make every update that waits: before weights are read by anyone but the next step."""
-        self.join()
         self.apply(list(self._pending))
 
     @torch.no_grad()

@@ -82,14 +82,19 @@ class UpdateOverlap(Technique):
     def _before_forward(self, index: int, *_: Any) -> None:
         if is_in_backward():  # a recomputation
             return
-        self._updates.join()
-        self._updates.apply(self._groups[index])
+        self._apply(self._groups[index])
         if self._updates.has_deferred(self._groups[index + 1]):
-            with self._updates.beside():
-                self._updates.apply(self._groups[index + 1])
+            self._updates.fork()  # the next call's updates run beside this layer
 
+    @torch.no_grad()
     def _after_last_layer(self, *_: Any) -> None:
-        self._updates.join()
+        self._apply(self._groups[-1])
+
+    def _apply(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Issued behind the layer before: the host may have to wait for files, and the device has work meanwhile."""
+        if self._updates.has_deferred(parameters):
+            with self._updates.beside():
+                self._updates.apply(parameters)
 
     def _defer_no_more(self) -> None:
         self._updates.flush()

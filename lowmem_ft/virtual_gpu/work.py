@@ -18,14 +18,15 @@ class Work:
         kind: ``kernel`` runs on a stream; ``copy`` moves bytes over the host link on a stream; ``collective`` exchanges
             bytes with the other processes on a stream; ``record`` and ``wait``
             put an event on a stream or a stream behind an event; ``synchronize`` lets the host wait for an event, or
-            for all streams if ``event`` is -1; ``mark`` takes no time: it names a moment.
+            for all streams if ``event`` is -1; ``host copy`` is one within host memory, which the host makes itself;
+            ``mark`` takes no time: it names a moment.
         position: number of events that the timeline of memory had when it was issued.
         stream: where it runs.
         name: of the operator, or of the moment.
         flops: floating-point operations.
         dtype: of the operands of the products, such as ``bfloat16``; empty where there are none.
-        num_bytes: read and written in device memory; for a copy, moved over the host link; for a collective, sent by
-            each process.
+        num_bytes: read and written in device memory; for a copy, moved over the host link, or within host memory; for
+            a collective, sent by each process.
         event: of ``record``, ``wait``, ``synchronize``; of a round's begin: the number of its loop.
         blocking: of a copy: whether the host waits for its end.
         to_host: of a copy: its direction; each has a copy engine of its own.
@@ -33,7 +34,7 @@ class Work:
         launches: of a kernel: how many of them CUDA runs one after the other, before they are rounded up.
     """
 
-    kind: Literal["kernel", "copy", "collective", "record", "wait", "synchronize", "mark"]
+    kind: Literal["kernel", "copy", "collective", "record", "wait", "synchronize", "host copy", "mark"]
     position: int
     stream: int = 0
     name: str = ""

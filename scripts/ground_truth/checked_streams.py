@@ -29,6 +29,7 @@ from torch import Tensor
 from lowmem_ft import VirtualGPU
 from lowmem_ft.errors import RaceError
 from lowmem_ft.estimator.tracing import trace_layers
+from lowmem_ft.memory.host_copies import PutOffCopy
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import load_recipe
@@ -272,7 +273,10 @@ def _refused(memory: HostMemory, num_bytes: int) -> None:
 
 
 def _site() -> Site:
-    """The functions of the engine that lead here, and the line that calls it."""
+    """The functions of the engine that lead here, and the line that calls it.
+
+    Which line a copy that was put off is made in goes by who waits first: it is one place, whoever does.
+    """
     steps = []
     for frame in _package_frames(sys._getframe(2)):
         code = frame.f_code
@@ -280,6 +284,8 @@ def _site() -> Site:
         if not code.co_filename.endswith(ENGINE):
             file = code.co_filename.rpartition("/")[2]
             return f"{' < '.join(steps)} < {file} {code.co_name}: {source}"
+        if code is PutOffCopy.make.__code__:
+            return " < ".join([*steps, "a copy that was put off"])
         steps.append(code.co_name if steps else source)
     return " < ".join([*steps, "the program"])
 

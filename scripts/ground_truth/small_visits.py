@@ -174,10 +174,9 @@ class _AddsOne:
 
     def __init__(self, *, at_once: bool) -> None:
         self.updates_at_once = at_once
-        self.overlaps = not at_once
         self.waiting: set[nn.Parameter] = set()
         side = SideStream(DEVICE)
-        self.beside, self.join = side.forked, side.join
+        self.fork, self.beside = side.fork, side.beside
 
     def defer(self, parameters: Iterable[nn.Parameter]) -> None:
         pass

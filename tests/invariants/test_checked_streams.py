@@ -15,6 +15,8 @@ IMPLIED = {
     "head.py _forget_others": "computing next waits for a later copy of the same stream",
     "optimizer_offload.py _next_slot": "a slot that nobody has visited was empty all along",
     "optimizer_offload.py <genexpr>": "whoever had the memory of a new slot has been waited for by then",
+    "put off waits for return CopyEvent(self._compute.record_event()) if self._is_asynchronous else CopyEvent() "
+    "< to_device < activation_offload.py _sent_for": "the visit has read what lay in that memory before",
     "synchronize() < the program": "a visit has waited for its last copy itself",
 }
 """Orderings of the visits that others make as well, and which."""
@@ -23,7 +25,7 @@ IMPLIED = {
 def test_each_ordering_that_is_left_out_is_found_or_implied():
     findings = leave_out_each(orders_of_visits())
     assert findings.num_false_alarms == 0
-    assert len(findings.found) >= 47
+    assert len(findings.found) >= 59
     unexplained = [str(edge) for edge in findings.missed if not any(key in str(edge) for key in NOT_NEEDED)]
     assert unexplained == []
     assert len(findings.missed) == len(NOT_NEEDED)

@@ -118,11 +118,13 @@ def test_two_parts_of_a_memory_do_not_wait_for_each_other():
     assert device.races == []
 
 
-def test_pageable_memory_is_not_copied_beside_the_host():
+def test_pageable_memory_is_copied_by_the_host_when_somebody_waits():
     with late_copies("late", pins=False) as device:
-        engine, host, here = CopyEngine(DEVICE), host_of([1.0, 2.0]), torch.zeros(2)
+        engine, host, here = CopyEngine(DEVICE), host_of([0.0, 0.0]), torch.zeros(2)
         assert not host.is_pinned()
-        engine.to_device(host, here)
+        end = engine.to_device(host, here)
+        host.copy_(torch.tensor([1.0, 2.0]))
+        engine.wait(end)
         host.zero_()
         device.forget()
         assert here.sum() == 3

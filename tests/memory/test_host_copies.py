@@ -1,4 +1,4 @@
-"""Copies wait for what they need and for nothing else; pageable memory goes through buffers unchanged."""
+"""Copies wait for what they need and for nothing else; pageable memory goes through buffers when it is waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowmem_ft.memory import host_copies
 from lowmem_ft.memory.host_copies import SOURCES_KEPT, CopyEngine
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.clock import time_of
+from lowmem_ft.virtual_gpu.replay.clock import HOST_COPY_RATE, time_of
 
 MIB = 2**20
 
@@ -170,9 +170,9 @@ def test_pageable_memory_goes_through_small_buffers_and_arrives(monkeypatch, num
     host = torch.randn(num_elements)
     device = torch.zeros(num_elements)
     for _ in range(2):
-        engine.to_device(host, device)
+        engine.wait(engine.to_device(host, device))
         assert torch.equal(device, host)
-        engine.to_host(device.mul_(2), host)
+        engine.to_host(device.mul_(2), host).synchronize()
         assert torch.equal(host, device)
     assert {buffer.nbytes for buffer in buffers} == {64}
     assert len(buffers) == (2 if num_elements <= 16 else 4)
@@ -183,7 +183,7 @@ def test_the_host_waits_before_it_touches_a_buffer_that_travels(monkeypatch):
     with VirtualGPU("rtx-4090") as gpu:
         engine, pageable = CopyEngine(gpu.device), torch.empty(16 * 5)
         engine.to_device(pageable, torch.empty(16 * 5, device=gpu.device))
-        engine.to_host(torch.empty(16 * 5, device=gpu.device), pageable)
+        engine.to_host(torch.empty(16 * 5, device=gpu.device), pageable).synchronize()
     kinds = [entry.kind for entry in gpu.work.entries if entry.kind in ("copy", "synchronize")]
     copy, wait = "copy", "synchronize"
     inward = [copy, copy, wait, copy, wait, copy, wait, copy]
@@ -192,6 +192,68 @@ def test_the_host_waits_before_it_touches_a_buffer_that_travels(monkeypatch):
     assert outward.count(copy) == 5
     assert outward[-1] == wait
     assert not any(entry.blocking for entry in gpu.work.entries)
+
+
+@pytest.fixture
+def pageable(gpu):
+    """Memory on the host that is not pinned, as much as a copy of the virtual GPU's takes."""
+    return torch.zeros(8 * MIB, dtype=torch.uint8)
+
+
+def num_copies(gpu):
+    return sum(entry.kind == "copy" for entry in gpu.work.entries)
+
+
+def test_pageable_memory_is_copied_when_somebody_waits_and_not_before(gpu, pageable):
+    """So the host reads, and waits, while the device does what it was given in between."""
+    kernel, target = compute(gpu), on_device(gpu)
+    early = gpu.engine.to_device(pageable, target, after=[])
+    busy = compute(gpu)
+    assert not num_copies(gpu)
+    gpu.engine.wait(early)
+    assert num_copies(gpu) == 1
+    times = time_of(gpu.work.entries, gpu.spec)
+    assert times.starts[last_copy(gpu)] < times.ends[kernel] < times.ends[busy]
+
+
+def test_copies_that_were_put_off_are_made_in_their_order(gpu, pageable):
+    gpu.engine.to_device(pageable, on_device(gpu))
+    second = gpu.engine.to_host(on_device(gpu), pageable, keep=False)
+    gpu.engine.to_device(pageable, on_device(gpu))
+    second.synchronize()
+    assert [entry.to_host for entry in gpu.work.entries if entry.kind == "copy"] == [False, True]
+    gpu.engine.synchronize()
+    assert num_copies(gpu) == 3
+
+
+def test_a_copy_that_waits_for_another_engines_makes_that_first(gpu, pageable):
+    other = CopyEngine(gpu.device)
+    written = gpu.engine.to_host(on_device(gpu), pageable, keep=False)
+    other.wait(other.to_device(pageable, on_device(gpu), after=[written]))
+    assert [entry.to_host for entry in gpu.work.entries if entry.kind == "copy"] == [True, False]
+
+
+def test_sources_that_are_forgotten_are_not_copied_any_more(gpu, pageable):
+    before = gpu.recorder.live_bytes
+    for _ in range(SOURCES_KEPT + 1):
+        end = gpu.engine.to_host(on_device(gpu), pageable)
+    gpu.engine.forget_sources()
+    assert gpu.recorder.live_bytes == before
+    gpu.engine.synchronize()
+    end.synchronize()
+    assert num_copies(gpu) == 1
+
+
+def test_the_clock_counts_what_the_host_copies_itself(gpu, pageable):
+    """A buffer of pinned memory is filled at HOST_COPY_RATE; the device has nothing to do meanwhile."""
+    gpu.engine.wait(gpu.engine.to_device(pageable, on_device(gpu)))
+    times = time_of(gpu.work.entries, gpu.spec)
+    [fill] = [index for index, entry in enumerate(gpu.work.entries) if entry.kind == "host copy"]
+    assert gpu.work.entries[fill].num_bytes == 8 * MIB
+    assert times.ends[fill] - times.starts[fill] == pytest.approx(8 * MIB / HOST_COPY_RATE)
+    assert times.starts[last_copy(gpu)] >= times.ends[fill]
+    span = times.between(fill, fill + 1)
+    assert span.bound_by == "host copies"
 
 
 def test_nothing_in_the_package_uses_record_stream():

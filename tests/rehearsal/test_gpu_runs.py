@@ -70,7 +70,9 @@ def test_streamed_weights_that_do_not_wait_are_found(seven_layers, tmp_path, mon
     (streamed,) = (rung for rung in RUNGS if rung.name == "+ weights streamed")
     settings = (*seven_layers, *settings_of(streamed))
     begin = CopyEngine._on
-    monkeypatch.setattr(CopyEngine, "_on", lambda engine, stream, after: begin(engine, stream, None))
+    monkeypatch.setattr(
+        CopyEngine, "_on", lambda engine, stream, after: begin(engine, stream, [engine.now()])
+    )
     assert rehearse(short_recipe(tmp_path / "run", *settings), GPU, steps=2).estimate.races
 
 

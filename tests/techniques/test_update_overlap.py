@@ -1,4 +1,4 @@
-"""Updates made beside the next forward pass are those made in the step, one layer ahead of their use."""
+"""Updates made beside the next forward pass are those made in the step, and come before a layer's own."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_updates_are_those_of_the_step_bit_for_bit(tied):
     assert is_equal(weights(model), weights(other))
 
 
-def test_each_layer_is_updated_in_the_forward_of_the_one_before():
+def test_each_layer_is_updated_before_its_own_forward_and_the_head_after_the_last():
     model = tiny_model(num_hidden_layers=3)
     on = techniques_on(model)
     before = weights(model)
@@ -91,10 +91,12 @@ def test_each_layer_is_updated_in_the_forward_of_the_one_before():
     seen = [changed()]
     for layer in layers:
         layer.register_forward_pre_hook(lambda *_: seen.append(changed()))
+    model.lm_head.register_forward_pre_hook(lambda *_: seen.append(changed()))
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 4, dtype=torch.long))
     assert seen == [
         [True, False, False, False, False],
+        [True, True, False, False, False],
         [True, True, True, False, False],
         [True, True, True, True, False],
         [True, True, True, True, True],

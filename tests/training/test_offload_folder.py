@@ -9,13 +9,22 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
+from lowmem_ft import VirtualGPU
+from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.errors import RecipeError
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.memory.allocator_config import AllocatorConfig
+from lowmem_ft.memory.host_copies import PutOffCopy
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import is_in_file
 from lowmem_ft.memory.uncertainty import HEAP_SHARE
+from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import build, train
+from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, step_time
+from lowmem_ft.virtual_gpu.replay.replays import Replays
 
 HOST_STATE = ("offload.optimizer=host",)
 STREAMED = (
@@ -52,6 +61,32 @@ def sessions(monkeypatch):
     built, session_class = [], build.Session
     monkeypatch.setattr(build, "Session", lambda **parts: built.append(session_class(**parts)) or built[-1])
     return built
+
+
+def seconds_of_a_step(folder, *settings):
+    gpu = find_gpu("a100-80gb")
+    shape = ("data.max_length=2048", "training.gradient_accumulation_steps=64", "checkpointing.mode=full")
+    recipe = load_recipe(None, [f"model={folder}", "data=any", *shape, *STREAMED, *COMPACT, *settings])
+    traced = trace_recipe(recipe, lambda: VirtualGPU(gpu))
+    step = step_time(Replays(traced.trace, AllocatorConfig()), gpu, Surroundings())
+    return step.seconds
+
+
+def test_the_device_works_while_the_host_reads_files(tmp_path, disk_folder, monkeypatch):
+    LlamaConfig(
+        vocab_size=1000, hidden_size=2048, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16
+    ).save_pretrained(tmp_path)
+    pinned = seconds_of_a_step(tmp_path)
+    in_files = seconds_of_a_step(tmp_path, f"offload.folder={disk_folder}")
+    assert in_files > pinned
+    put_off = PutOffCopy.__init__
+
+    def made_at_once(copy, *args):
+        put_off(copy, *args)
+        copy.make()
+
+    monkeypatch.setattr(PutOffCopy, "__init__", made_at_once)
+    assert in_files - pinned < 0.9 * (seconds_of_a_step(tmp_path, f"offload.folder={disk_folder}") - pinned)
 
 
 def weights_of(folder):

@@ -3,6 +3,10 @@
 Layer i always visits slot ``i % 2``. While it computes, the next layer's weights travel to the other slot; the weights
 of the turn, at the end of forward, and of the first layers, at the end of backward, are still there when they are
 needed again. Updates that wait for the next layer's visit in forward are made in its slot meanwhile, too.
+
+Not more slots, and no copies in pieces: by the clock of virtual GPUs (Llama 3.1 8B, 1 to 16 rows of 2048 tokens a step,
+A100, H100 and RTX 4090, 2026-11-23) a third slot, with each layer sent for two ahead, saves at most 0.6 % of a step for
+a layer's memory, and pieces of 32 MiB save nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +36,6 @@ class SupportsDeferredUpdates(Protocol):
     updates_at_once: bool
     """Whether weights are updated while their gradients are made, or when :meth:`apply` is called."""
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether :meth:`beside` puts work beside the computing."""
-        ...
-
     def defer(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave the updates of these parameters to :meth:`apply`, where they cannot be made at once."""
         ...
@@ -49,12 +48,12 @@ class SupportsDeferredUpdates(Protocol):
         """Update those of them whose update waits."""
         ...
 
-    def beside(self) -> AbstractContextManager[None]:
-        """In a ``with`` block, give work to a stream that further computing does not wait for."""
+    def fork(self) -> None:
+        """Let what the next :meth:`beside` does run beside all that is computed from here on."""
         ...
 
-    def join(self) -> None:
-        """Let further computing wait for all that was given to that stream."""
+    def beside(self) -> AbstractContextManager[None]:
+        """In a ``with`` block, work beside the computing since the fork, if that is possible; what comes next waits."""
         ...
 
 
@@ -172,20 +171,19 @@ class LayerStream:
         """
         if self._visiting != index:
             self.end_visit()
-            slot = self._load(index)
-            self._engine.wait(slot.filled)
-            if self.updates is not None:
-                self.updates.join()
-                if self.updates.updates_at_once:
-                    self._engine.wait(slot.emptied)
-            self.slabs[index].load(slot.memory)
-            self._visiting = index
         if not in_backward and self._has_waiting(index):
             self._update(index)
+        if self._visiting != index:
+            slot = self._load(index)
+            self._engine.wait(slot.filled)
+            if self.updates is not None and self.updates.updates_at_once:
+                self._engine.wait(slot.emptied)
+            self.slabs[index].load(slot.memory)
+            self._visiting = index
         if 0 <= then < len(self.slabs):
             self._load(then)
-            if not in_backward and self._has_waiting(then):
-                self._update_ahead(then)
+            if not in_backward and self.updates is not None and self._has_waiting(then):
+                self.updates.fork()
         self._is_changed |= in_backward and self.updates is not None and self.updates.updates_at_once
 
     @torch.no_grad()
@@ -219,26 +217,22 @@ class LayerStream:
     def _has_waiting(self, index: int) -> bool:
         return self.updates is not None and self.updates.has_deferred(self.slabs[index].parameters)
 
-    def _update_ahead(self, index: int) -> None:
-        """Make the updates of a layer that comes next, where they can be made beside the computing."""
-        assert self.updates is not None, "somebody has updates that wait"
-        if self.updates.overlaps:
-            with self.updates.beside():
-                self._update(index)
-            self.slabs[index].evict()
-
     def _update(self, index: int) -> None:
-        """Make a layer's updates that wait, in its slot and in the current stream, and send it home."""
+        """Make a layer's updates that wait, in its slot, and send it home; beside the layer before, where they can be.
+
+        They are issued behind that layer: the host may have to wait for files, and the device has work meanwhile.
+        """
         assert self.updates is not None, "somebody has updates that wait"
-        slot, slab = self._slots[index % NUM_SLOTS], self.slabs[index]
-        self._engine.wait(slot.filled)
-        # It may still be on its way to the host since its last update.
-        self._engine.wait(slot.emptied)
-        slab.load(slot.memory)
-        self.is_updating = True
-        self.updates.apply(slab.parameters)
-        self._write_back(index)
-        self.is_updating = False
+        slot, slab = self._load(index), self.slabs[index]
+        with self.updates.beside():
+            self._engine.wait(slot.filled)
+            # It may still be on its way to the host since its last update.
+            self._engine.wait(slot.emptied)
+            slab.load(slot.memory)
+            self.is_updating = True
+            self.updates.apply(slab.parameters)
+            self._write_back(index)
+            self.is_updating = False
 
     def _load(self, index: int) -> _Slot:
         slot, slab = self._slots[index % NUM_SLOTS], self.slabs[index]

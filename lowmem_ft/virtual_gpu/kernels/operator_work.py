@@ -1,4 +1,4 @@
-"""One operator as work for the clock: a kernel with its operations and bytes, or a copy over the host link."""
+"""One operator as work for the clock: a kernel with its operations and bytes, or a copy."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ _READ_ROWS = frozenset(
 )
 """They read as much as they write, however large the table is."""
 
+LEAST_HOST_COPY_BYTES = 2**20
+"""Copies within host memory count from here on: pieces of what waits there, and not the numbers of a batch."""
+
 ADD_TO_WIDER = frozenset({aten.addmm.dtype, aten.addmm.dtype_out})
 """Products whose first argument, to which they are added, has another type than what is multiplied."""
 
@@ -44,16 +47,17 @@ def work_of(
         device_type: the device.
 
     Returns:
-        An entry for the log, at its beginning and on stream 0.
+        An entry for the log, at its beginning and on stream 0; of what the host does by itself, large copies alone.
     """
     if is_free(func):
         return None
     inputs = list(tensors_in((args, [value for name, value in kwargs.items() if name != "out"])))
     results = list(tensors_in((result,)))
     devices = {tensor.device.type for tensor in (*inputs, *results)}
-    if device_type not in devices:
-        return None
     name = str(func._opname)
+    if device_type not in devices:
+        is_large = func is aten.copy_.default and result.nbytes >= LEAST_HOST_COPY_BYTES
+        return Work("host copy", position=0, name=name, num_bytes=result.nbytes) if is_large else None
     if getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES:
         collective = collective_of(func, args)
         if collective is not None:

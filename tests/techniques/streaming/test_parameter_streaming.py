@@ -53,8 +53,7 @@ class PlainUpdates:
 
     def __init__(self, model, *, deferred=False, learning_rate=LEARNING_RATE):
         self.updates_at_once = not deferred
-        self.overlaps = deferred
-        self.beside, self.join = contextlib.nullcontext, int  # a CPU has no streams
+        self.beside, self.fork = contextlib.nullcontext, int  # a CPU has no streams
         self.learning_rate = learning_rate
         self.gradients = {}
         self.waiting = {}
