@@ -13,9 +13,10 @@ from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
 from lowmem_ft.memory.replay import replay
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, RunTime, TracedShape
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime, Traced
-from lowmem_ft.rehearsal.shapes import WindowShape
+from lowmem_ft.rehearsal.shapes import Counted, WindowShape
 from lowmem_ft.virtual_gpu.replay.clock import Times
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_runs
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _StepSeconds:
-    """Of a step of one shape: beside its micro-batches, of the first of them and of each other one."""
+    """Of a step of one shape: beside its micro-batches, of the first of them and of each other one.
+
+    Micro-batches that pass through the layers together are one.
+    """
 
     beside: float
     first: float
@@ -52,6 +56,7 @@ class Findings:
         self.replays = Replays(trace, allocator_config_of_runs())
         self._times: Times = self.replays.clock.times_on(gpu)
         self._seconds = {step.shape: self._step_seconds(step) for step in self._runtime.steps}
+        self._by_tokens = SecondsByTokens((shape.tokens, one.other) for shape, one in self._seconds.items())
 
     @property
     def longest(self) -> WindowShape:
@@ -99,8 +104,12 @@ class Findings:
             label_tokens=round(runtime.num_label_tokens * share),
             padded_tokens=runtime.padded_tokens,
             rounded_tokens=runtime.rounded_tokens,
-            steps=self._shapes(runtime.steps, _counted(runtime.windows)),
-            evaluations=self._shapes(runtime.evaluations, runtime.evaluated),
+            interpolation_error=self._by_tokens.error,
+            steps=self._shapes(
+                runtime.steps,
+                _counted((one, times) for units, times in runtime.windows.items() for one in units),
+            ),
+            evaluations=self._shapes(runtime.evaluations, _counted(runtime.evaluated.items())),
             num_evaluations=num_evaluations,
             checkpoints=tuple(runtime.checkpoints),
             num_checkpoints=num_checkpoints,
@@ -119,26 +128,28 @@ class Findings:
         whole = self._times.between(first, last).seconds
         bounds = [one for one in self._trace.micro_batches if first <= one[0] < last]
         if step.shape.num_micro_batches > 1 or not bounds:  # all of a window passes together
-            return _StepSeconds(beside=whole, first=0.0, other=0.0)
+            return _StepSeconds(beside=0.0, first=whole, other=whole)
         micro_batches = [self._times.between(*one).seconds for one in bounds]
         return _StepSeconds(
             beside=max(0.0, whole - sum(micro_batches)), first=micro_batches[0], other=micro_batches[-1]
         )
 
-    def _window_seconds(self, shapes: Sequence[WindowShape]) -> float:
-        first, *others = (self._seconds[shape] for shape in shapes)
-        return first.beside + first.first + sum(other.other for other in others)
+    def _window_seconds(self, units: Sequence[Counted]) -> float:
+        first, *others = ((self._seconds[one.shape], _share(one, self._by_tokens)) for one in units)
+        seconds, share = first
+        return seconds.beside + seconds.first * share + sum(other.other * share for other, share in others)
 
     @property
     def _seconds_of_steps(self) -> float:
         windows = self._runtime.windows
-        return sum(self._window_seconds(shapes) * times for shapes, times in windows.items())
+        return sum(self._window_seconds(units) * times for units, times in windows.items())
 
     def _time(self, share: float, num_evaluations: int, num_checkpoints: int) -> RunTime:
         runtime = self._runtime
+        evaluated = {one.shape: self._times.between(*one.work).seconds for one in runtime.evaluations}
+        by_tokens = SecondsByTokens((shape.tokens, seconds) for shape, seconds in evaluated.items())
         once = sum(
-            self._times.between(*one.work).seconds * runtime.evaluated[one.shape]
-            for one in runtime.evaluations
+            evaluated[one.shape] * _share(one, by_tokens) * times for one, times in runtime.evaluated.items()
         ) / max(runtime.num_evaluations, 1)
         saved = runtime.checkpoints[-1].total_bytes * num_checkpoints if runtime.checkpoints else 0
         saved += runtime.model.total_bytes if runtime.model else 0
@@ -206,12 +217,16 @@ class Findings:
         return (began or parts)[-1 if began else 0]
 
 
-def _counted(windows: Counter[tuple[WindowShape, ...]]) -> Counter[WindowShape]:
+def _share(one: Counted, by_tokens: SecondsByTokens) -> float:
+    """Of its shape's seconds, what it takes."""
+    return by_tokens.share(one.tokens, of=one.shape.tokens)
+
+
+def _counted(units: Iterable[tuple[Counted, int]]) -> Counter[WindowShape]:
     """How often each shape came."""
     counts: Counter[WindowShape] = Counter()
-    for shapes, times in windows.items():
-        for shape in shapes:
-            counts[shape] += times
+    for one, times in units:
+        counts[one.shape] += times
     return counts
 
 

@@ -94,6 +94,8 @@ class Rehearsal:
         label_tokens: likewise.
         padded_tokens: of the rehearsed steps, padding included.
         rounded_tokens: of the shapes that they count as.
+        interpolation_error: the most by which a traced shape's seconds lie off the line through the others, on which
+            the seconds of what is padded up to shapes are read; 0 where too few were traced to say.
         steps: the shapes that were traced, the largest first.
         evaluations: likewise, of held-out batches.
         num_evaluations: of the whole run.
@@ -117,6 +119,7 @@ class Rehearsal:
     label_tokens: int
     padded_tokens: int
     rounded_tokens: int
+    interpolation_error: float
     steps: tuple[TracedShape, ...]
     evaluations: tuple[TracedShape, ...]
     num_evaluations: int
@@ -142,7 +145,7 @@ class Rehearsal:
 
     @property
     def rounding(self) -> float:
-        """By which share the shapes have more tokens than the data: the most that hours are too high by for that."""
+        """By which share the shapes have more tokens than the data that counts as them."""
         return self.rounded_tokens / max(self.padded_tokens, 1) - 1
 
     @property
@@ -181,6 +184,7 @@ class Rehearsal:
                 "host_waits": sum(self.longest.waits.values()),
                 "host_waits_at": dict(self.longest.waits),
                 "rounding": self.rounding,
+                "interpolation_error": self.interpolation_error,
             },
             "shapes": [asdict(shape) for shape in self.steps],
             "evaluation_shapes": [asdict(shape) for shape in self.evaluations],

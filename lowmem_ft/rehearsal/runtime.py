@@ -26,7 +26,15 @@ from lowmem_ft.models.saving import save_tokenizer
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.rehearsal.host import RehearsedHost
-from lowmem_ft.rehearsal.shapes import Shapes, WindowShape, in_shape, tensors_of
+from lowmem_ft.rehearsal.shapes import (
+    MOST_EVALUATION_SHAPES,
+    MOST_SHAPES,
+    Counted,
+    Shapes,
+    WindowShape,
+    in_shape,
+    tensors_of,
+)
 from lowmem_ft.rehearsal.waits import HostWaits
 from lowmem_ft.training.budget_cap import Host
 from lowmem_ft.training.schedule import create_scheduler
@@ -92,7 +100,7 @@ class RehearsalRuntime(VirtualRuntime):
 
     Attributes:
         steps: what was traced, the run's very first step left out where the shape came again.
-        windows: how often a window of these shapes came: of its micro-batches, or of itself in vertical order.
+        windows: how often a window came that counts as these: its micro-batches, or itself in vertical order.
         evaluated: likewise of held-out batches.
         evaluations: what was traced of them.
         num_tokens: of all windows, padding left out.
@@ -113,8 +121,8 @@ class RehearsalRuntime(VirtualRuntime):
         super().__init__(machine, recipe.training, device=torch.device("cuda"))  # Accelerate's name for it
         self.steps: list[Traced] = []
         self.evaluations: list[Traced] = []
-        self.windows: Counter[tuple[WindowShape, ...]] = Counter()
-        self.evaluated: Counter[WindowShape] = Counter()
+        self.windows: Counter[tuple[Counted, ...]] = Counter()
+        self.evaluated: Counter[Counted] = Counter()
         self.num_evaluations = 0
         self.num_tokens = self.num_label_tokens = self.padded_tokens = self.rounded_tokens = 0
         self.checkpoints: list[Saved] = []
@@ -126,7 +134,7 @@ class RehearsalRuntime(VirtualRuntime):
         self._recipe = recipe
         self._on_step = on_step
         self._takes_window = recipe.accumulation.order == "vertical"
-        self._shapes, self._evaluation_shapes = Shapes(), Shapes()
+        self._shapes, self._evaluation_shapes = Shapes(MOST_SHAPES), Shapes(MOST_EVALUATION_SHAPES)
         self._settle: Callable[[], None] = machine.step_is_over
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -142,18 +150,17 @@ class RehearsalRuntime(VirtualRuntime):
         """Trace a step for each shape that has not been seen; the others are counted."""
         self._settle_last()
         self.num_steps += 1
-        result, shapes = None, []
+        result, units = None, []
         for unit in [window] if self._takes_window else [[batch] for batch in window]:
-            shape = WindowShape.of(unit)
-            counted, is_new = self._shapes.class_of(shape)
+            counted, is_new = self._shapes.class_of(WindowShape.of(unit))
             if is_new:
                 self._settle_last()
                 result = None  # of another shape, in the same window
-                result = self._trace_step(unit, counted, step)
-            shapes.append(counted)
-            self.padded_tokens += shape.tokens
-            self.rounded_tokens += counted.tokens
-        self.windows[tuple(shapes)] += 1
+                result = self._trace_step(unit, counted.shape, step)
+            units.append(counted)
+            self.padded_tokens += counted.tokens
+            self.rounded_tokens += counted.shape.tokens
+        self.windows[tuple(units)] += 1
         num_tokens = sum(batch.num_tokens for batch in window)
         self.num_tokens += num_tokens
         self.num_label_tokens += sum(batch.num_label_tokens for batch in window)
@@ -189,18 +196,18 @@ class RehearsalRuntime(VirtualRuntime):
         self._settle_last()
         self.num_evaluations += 1
         for batch in batches:
-            shape, is_new = self._evaluation_shapes.class_of(WindowShape.of([batch]))
-            self.evaluated[shape] += 1
+            counted, is_new = self._evaluation_shapes.class_of(WindowShape.of([batch]))
+            self.evaluated[counted] += 1
             if not is_new:
                 continue
             self._settle_last()
-            rows = in_shape([batch], shape)[0]
+            rows = in_shape([batch], counted.shape)[0]
             for tensor in tensors_of([rows]):
                 self.machine.mark(tensor, "input")
             begin = self._here()
             with self.machine.during("evaluation"):
                 yield rows
-            self._note(self.evaluations, shape, begin, [batch], is_step=False)
+            self._note(self.evaluations, counted.shape, begin, [batch], is_step=False)
         self._settle_last()
 
     # --- what is traced -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from lowmem_ft.data import IGNORED_LABEL, Batch
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values
 
-MOST_SHAPES = 16
-"""That are traced by themselves: a step of an 8B takes seconds. Later ones count as the smallest that holds them."""
+MOST_SHAPES, MOST_EVALUATION_SHAPES = 6, 4
+"""That are traced by themselves: a step of an 8B takes seconds. Later ones count as the smallest that holds them, but
+for a new largest one. Their seconds are read between those of the shapes that were traced (``interpolation.py``)."""
 
 SHORTEST = 64
 """Tokens of a row below which nothing is told apart."""
@@ -70,22 +72,38 @@ class WindowShape:
         return f"{rows} x {self.length:,} tokens, {self.label_tokens:,} of them learnt"
 
 
+class Counted(NamedTuple):
+    """Micro-batches by what they count as.
+
+    Args:
+        shape: which no dimension of theirs is beyond.
+        tokens: that they really have, padding included.
+    """
+
+    shape: WindowShape
+    tokens: int
+
+
 class Shapes:
     """The shapes that stand for all others.
 
-    The largest so far stands for itself alone, exactly; the rest are rounded up, and once there are
-    :data:`MOST_SHAPES`, each counts as the smallest of them that holds it.
+    The largest so far stands for itself alone, exactly; the rest are rounded up, and once there are as many as may be,
+    each counts as the smallest of them that holds it.
+
+    Args:
+        most: how many.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._known: dict[WindowShape, None] = {}
 
-    def class_of(self, shape: WindowShape) -> tuple[WindowShape, bool]:
+    def class_of(self, shape: WindowShape) -> tuple[Counted, bool]:
         """What a shape counts as, and whether that is new."""
         found = self._found(shape)
         is_new = found not in self._known
         self._known[found] = None
-        return found, is_new
+        return Counted(found, shape.tokens), is_new
 
     def _found(self, shape: WindowShape) -> WindowShape:
         if shape in self._known:
@@ -94,7 +112,7 @@ class Shapes:
         if largest is None or shape.tokens > largest.tokens:
             return shape
         rounded = _rounded_up(shape, largest)
-        if rounded in self._known or len(self._known) < MOST_SHAPES:
+        if rounded in self._known or len(self._known) < self._most:
             return rounded
         holding = [known for known in self._known if known.holds(shape)]
         return min(holding, key=lambda known: (known.tokens, known.label_tokens), default=rounded)

@@ -158,9 +158,13 @@ def _time(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     if rehearsal.rounding > 0:
         yield (
             "",
-            f"shapes are rounded up: they have {rehearsal.rounding:.1%} more tokens than the batches, and the steps "
-            "take less time by about that share at the most",
+            f"shapes have {rehearsal.rounding:.1%} more tokens than the batches, whose seconds are read off a line "
+            f"through the shapes{_within(rehearsal.interpolation_error)}",
         )
+
+
+def _within(error: float) -> str:
+    return f" (none is more than {error:.1%} off the line through the others)" if error else ""
 
 
 def _files(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
