@@ -197,9 +197,9 @@ def _file_words(rehearsal: Rehearsal, saved: Saved) -> str:
 
 def _waits(waits: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     total = sum(waits.values())
-    yield "host waits", f"{total} in a step of the largest shape" + (", at" if total else "")
+    yield "host waits", f"{total:,} in a step of the largest shape" + (", at" if total else "")
     for place, times in waits.items():
-        yield "", place if times == 1 else f"{place}, {times} times"
+        yield "", place if times == 1 else f"{place}, {times:,} times"
 
 
 def _shapes(rehearsal: Rehearsal) -> RenderableType:
