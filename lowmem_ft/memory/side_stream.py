@@ -35,6 +35,10 @@ class SideStream:
             self._stream.wait_event(self._module.current_stream(self._device).record_event())
             self._is_forked = True
 
+    def forget_fork(self) -> None:
+        """Let the next work come after all computing before it, whenever the streams last forked."""
+        self._is_forked = False
+
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """In a ``with`` block, give work to this stream: beside all computing since the fork, if there was one.
@@ -47,6 +51,8 @@ class SideStream:
         if not self._is_forked:
             self.fork()
         self._is_forked = False
-        with self._module.stream(self._stream):
-            yield
-        self._module.current_stream(self._device).wait_event(self._stream.record_event())
+        try:
+            with self._module.stream(self._stream):
+                yield
+        finally:
+            self._module.current_stream(self._device).wait_event(self._stream.record_event())

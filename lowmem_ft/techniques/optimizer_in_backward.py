@@ -250,6 +250,7 @@ class InBackward(Technique):
         now = [parameter for parameter in kept if parameter not in self._deferred]
         self._update(now, self._scale)
         if len(now) < len(kept):
+            self._side.forget_fork()  # of a forward pass that has ended early: these updates are younger
             step = Pending(self._scale, _hyperparameters(self._optimizer))
             self._pending |= {parameter: step for parameter in kept if parameter in self._deferred}
 
