@@ -153,7 +153,7 @@ def _unscale_nothing(tensor: Tensor) -> None:
 
 
 def updates_beside_a_forward_pass(device: LateDevice) -> None:
-    """Weights are used, and others updated meanwhile; a pass ends after the first layer, all are read, and it goes on."""
+    """Weights are used while others are updated; a pass ends after the first layer, all are read, and on it goes."""
     layers = [nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(4)]
     weights = [weight for layer in layers for weight in layer.parameters()]
     for weight in weights:
