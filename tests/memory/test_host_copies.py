@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
 import torch
+from ground_truth.late_copies import DEVICE, late_copies
 
 import lowmem_ft
 from lowmem_ft.memory import host_copies
@@ -116,64 +116,28 @@ def test_no_copy_of_pinned_memory_holds_the_host(gpu):
     assert not any(entry.blocking or entry.kind == "synchronize" for entry in gpu.work.entries)
 
 
-class Stream:
-    """A stream that does everything at once, and knows who waited for it."""
-
-    def __init__(self, device=None):
-        self.events = []
-
-    def record_event(self):
-        event = Event()
-        self.events.append(event)
-        return event
-
-    def wait_event(self, event):
-        event.waited += 1
-
-    def synchronize(self):
-        pass
-
-
-class Event:
-    waited = 0
-
-    def synchronize(self):
-        self.waited += 1
-
-
-class Module:
-    Stream = Stream
-    compute = Stream()
-
-    def current_stream(self, device):
-        return self.compute
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        yield
-
-
 @pytest.mark.parametrize("num_elements", [1, 15, 16, 17, 100])
 def test_pageable_memory_goes_through_small_buffers_and_arrives(monkeypatch, num_elements):
-    """In pieces of 64 bytes: the real code on this machine's memory, with streams that do everything at once."""
+    """In pieces of 64 bytes: the real code on this machine's memory, with a device that does everything at once."""
+    monkeypatch.setattr(host_copies, "STAGING_BYTES", 64)
     empty, buffers = torch.empty, []
 
-    def pinned(*shape, pin_memory=False, **options):
-        buffers.append(empty(*shape, **options))
-        return buffers[-1]
+    def counting(*shape, **options):
+        made = empty(*shape, **options)
+        if options.get("pin_memory"):
+            buffers.append(made)
+        return made
 
-    monkeypatch.setattr(host_copies, "kernels_of", lambda device: "cuda")
-    monkeypatch.setattr(host_copies, "STAGING_BYTES", 64)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
-    engine = CopyEngine(torch.device("cpu"))
-    monkeypatch.setattr(torch, "empty", pinned)
-    host = torch.randn(num_elements)
-    device = torch.zeros(num_elements)
-    for _ in range(2):
-        engine.wait(engine.to_device(host, device))
-        assert torch.equal(device, host)
-        engine.to_host(device.mul_(2), host).synchronize()
-        assert torch.equal(host, device)
+    with late_copies("at once", pins=False) as late:
+        engine = CopyEngine(DEVICE)
+        host, device = torch.randn(num_elements), torch.zeros(num_elements)
+        monkeypatch.setattr(torch, "empty", counting)
+        for _ in range(2):
+            engine.wait(engine.to_device(host, device))
+            assert torch.equal(device, host)
+            engine.to_host(device.mul_(2), host).synchronize()
+            assert torch.equal(host, device)
+    assert late.races == []
     assert {buffer.nbytes for buffer in buffers} == {64}
     assert len(buffers) == (2 if num_elements <= 16 else 4)
 

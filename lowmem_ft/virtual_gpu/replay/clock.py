@@ -53,7 +53,7 @@ HOST_SECONDS_PER_FURTHER_LAUNCH = 5e-6
 
 HOST_COPY_RATE = 10e9
 """Bytes a second that a copy within host memory, or from and to a file whose pages are there, achieves. An Intel Xeon
-(2 cores, torch 2.13.0, 2026-11-23) copies 7 to 10 GB a second with one thread, 7 to 16 with two: the larger rates from
+(2 cores, torch 2.13.0, 2026-11-23) copies 6 to 10 GB a second with one thread, 7 to 16 with two: the larger rates from
 memory, the lower ones to it. What a disk takes beside that is not known."""
 
 Seconds = NDArray[np.float64]
