@@ -118,7 +118,7 @@ def _step(recipe: Recipe, trace: Trace, gpu: Gpu) -> StepTime:
     surroundings = Surroundings(
         micro_batches_per_step=None if is_vertical else recipe.training.gradient_accumulation_steps
     )
-    step = step_time(Replays(trace, allocator_config_of_runs()), gpu, surroundings)
+    step = step_time(Replays(trace, allocator_config_of_runs(gpu)), gpu, surroundings)
     assert step is not None, "two steps are traced"
     return step
 

@@ -47,6 +47,8 @@ class Gpu:
         held_by_others_bytes: what other processes and displays hold of it now, where it is one of this machine's; None:
             not known.
         has_triton: whether the machine that it is in has Triton, which torch's CUDA wheels for Linux depend on.
+        segments_grow: whether a run there lets the segments of torch's allocator grow where the environment has no
+            setting, as under Linux.
         prices: on demand; empty if nobody rents it out.
         sources: where each of the numbers comes from, by field.
     """
@@ -65,6 +67,7 @@ class Gpu:
     nvlink: float = 0.0
     held_by_others_bytes: int | None = None
     has_triton: bool = True
+    segments_grow: bool = True
     prices: tuple[Price, ...] = ()
     sources: Mapping[str, str]
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from lowmem_ft.allocator_setting import segments_can_grow
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
@@ -48,6 +49,7 @@ def this_machines_gpu(device: torch.device | None = None) -> Gpu:
         num_multiprocessors=properties.multi_processor_count,
         held_by_others_bytes=_held_by_others(device, nearest.context_bytes),
         has_triton=is_installed("triton"),
+        segments_grow=segments_can_grow(),
         sources=sources,
     )
 

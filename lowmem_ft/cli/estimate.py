@@ -109,6 +109,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.estimator.target import choose_gpu
     from lowmem_ft.recipe.needs import needs_of_shipped_recipes
     from lowmem_ft.reports.estimate_table import estimate_table
+    from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_runs
 
     target, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
     if target is None and options.snapshot is not None:
@@ -133,7 +134,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
         console.print(f"\n{FOR_THE_PROCESSOR}")
         if needs is not None and needs.gpu != CPU:
             console.print(f"{recipe.name} is made for --gpu {needs.gpu}.")
-    write_pictures(estimate, options, is_of_run=True)
+    write_pictures(estimate, options, allocator_config_of_runs(target))
     return _conclude([estimate], estimate.to_json(), options.gpu, recipe, options, console)
 
 

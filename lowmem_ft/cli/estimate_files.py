@@ -14,6 +14,7 @@ from lowmem_ft.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from lowmem_ft.memory.allocator_config import AllocatorConfig
     from lowmem_ft.memory.estimate import MemoryEstimate
 
 
@@ -24,22 +25,17 @@ def report_console(options: argparse.Namespace) -> Console:
     return Console(stderr=options.json == "-", highlight=False, markup=False)
 
 
-def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace, *, is_of_run: bool) -> None:
+def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace, config: AllocatorConfig) -> None:
     """The plot and the allocator's snapshot, where they were asked for.
 
     Args:
         estimate: what they are of.
         options: --plot and --snapshot.
-        is_of_run: whether a recipe's run is estimated, which has settings of its own for the allocator.
+        config: the allocator's settings.
     """
     from lowmem_ft.memory.snapshot import write_snapshot
     from lowmem_ft.reports.memory_plot import write_plot
-    from lowmem_ft.virtual_gpu.replay.estimate import (
-        allocator_config_of_environment,
-        allocator_config_of_runs,
-    )
 
-    config = allocator_config_of_runs() if is_of_run else allocator_config_of_environment()
     if options.plot is not None:
         with writing("plot", options.plot) as path:
             write_plot(path, estimate, config)

@@ -114,6 +114,7 @@ def _report_one(
     from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.reports.script_facts import script_facts
+    from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_environment
 
     if found.estimate.is_of_cpu and options.snapshot is not None:
         raise UserError(NO_SNAPSHOT_OF_CPU)
@@ -125,7 +126,7 @@ def _report_one(
     )
     if options.gpu is None and found.estimate.is_of_cpu:
         console.print(f"\n{FOR_THE_PROCESSOR}")
-    write_pictures(found.estimate, options, is_of_run=False)
+    write_pictures(found.estimate, options, allocator_config_of_environment())
     write_json({**found.to_json(), "attach": savings and savings.to_json()}, options)
     return 0 if found.estimate.fits else EXIT_DOES_NOT_FIT
 

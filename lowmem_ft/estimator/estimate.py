@@ -164,10 +164,10 @@ class SharedTraces:
         if isinstance(traced, UserError):
             return CannotRun(gpu=gpu, problems=traced.problems)
         workspace = cublas_workspace_bytes(gpu.compute_capability)
-        alike = (id(traced), workspace)
+        alike = (id(traced), workspace, gpu.segments_grow)
         if alike not in self._replays:
             trace = with_workspaces(traced.trace, workspace)
-            self._replays[alike] = Replays(trace, allocator_config_of_runs())
+            self._replays[alike] = Replays(trace, allocator_config_of_runs(gpu))
         on_gpu = dataclasses.replace(traced, trace=self._replays[alike].trace)
         seconds = time.perf_counter() - start
         return estimate_of_trace(self._recipe, on_gpu, gpu, self._budget, seconds, "", self._replays[alike])
@@ -242,7 +242,7 @@ def estimate_of_trace(
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
         micro_batches_per_step=_untraced_micro_batches(recipe),
         processes=_processes(recipe),
-        allocator=allocator_config_of_runs(),
+        allocator=allocator_config_of_runs(gpu),
         sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
         not_modelled=() if recipe.offload.folder is None else ("time that the disk of offload.folder takes",),
     )

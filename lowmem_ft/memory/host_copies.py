@@ -12,6 +12,7 @@ when it is waited for can be replayed, and its races be found.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -21,13 +22,42 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.devices import kernels_of
-from lowmem_ft.units import MIB
+from lowmem_ft.units import MIB, format_bytes
+
+logger = logging.getLogger(__name__)
 
 SOURCES_KEPT = 2
 """Tensors on their way to the host whose device memory is held meanwhile."""
 
 STAGING_BYTES = 16 * MIB
 """Of each of the two pinned buffers through which pageable memory is copied, each way."""
+
+_RESERVED_BUFFERS = 8
+"""Of two engines, as weights and optimizer state have one each."""
+
+
+def reserve_staging_buffers() -> None:
+    """Pin what copies of pageable memory will need, before a driver that pins little has nothing left.
+
+    torch's allocator of pinned memory keeps what it is given back, and hands it out when an engine asks.
+    """
+    buffers: list[Tensor] = []
+    with contextlib.suppress(_Refused):
+        while len(buffers) < _RESERVED_BUFFERS:
+            buffers.append(_pinned_buffer())
+
+
+class _Refused(Exception):
+    """The driver pins no more; the message is its own."""
+
+
+def _pinned_buffer() -> Tensor:
+    try:
+        return torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise _Refused(str(error).partition("\n")[0]) from error
 
 
 class CopyEvent:
@@ -108,6 +138,7 @@ class CopyEngine:
         self._leaving: deque[tuple[CopyEvent, Tensor]] = deque()
         self._put_off: deque[PutOffCopy] = deque()
         self._buffers: dict[tuple[str, int], tuple[Tensor, CopyEvent]] = {}
+        self._was_refused = False
         if self._is_asynchronous:
             self._module: Any = torch.get_device_module(device)
             self._inward, self._outward = self._module.Stream(device), self._module.Stream(device)
@@ -238,11 +269,25 @@ class CopyEngine:
     def _free_buffer(self, direction: str, number: int) -> Tensor:
         key = (direction, number)
         if key not in self._buffers:
-            buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._buffers[key] = buffer, CopyEvent()
+            self._buffers[key] = self._new_buffer(), CopyEvent()
         buffer, travelled = self._buffers[key]
         travelled.synchronize()
         return buffer
+
+    def _new_buffer(self) -> Tensor:
+        """A pageable one where the driver refuses: it then stages copies itself, and the host waits for each."""
+        try:
+            return _pinned_buffer()
+        except _Refused as refusal:
+            if not self._was_refused:
+                logger.warning(
+                    "Copies between host and device hold up the host, because the driver refused to pin a buffer of "
+                    "%s for them: %s.",
+                    format_bytes(STAGING_BYTES),
+                    refusal,
+                )
+            self._was_refused = True
+            return torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu")
 
     def _travels(self, direction: str, number: int, stream: Any) -> CopyEvent:
         buffer, _ = self._buffers[direction, number]

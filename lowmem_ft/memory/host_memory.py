@@ -17,8 +17,10 @@ from torch import Tensor
 from lowmem_ft.devices import is_virtual, kernels_of
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.category import Category
+from lowmem_ft.memory.host_copies import reserve_staging_buffers
 from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.units import format_bytes
+from lowmem_ft.wsl import is_wsl
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class HostMemory:
         self._is_limited = is_limited
         self._budget_bytes = budget_bytes
         self._on_allocation = on_allocation
+        self._has_reserved = False
 
     def files_for(self, category: Category) -> Files | None:
         """Where tensors of a category lie; None: in RAM."""
@@ -169,6 +172,10 @@ class HostMemory:
         if is_virtual(self.device):
             # Its recorder rounds nothing.
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        if is_wsl() and not self._has_reserved:
+            # The driver pins little there, and refuses once that is used up: first what every copy goes through then.
+            self._has_reserved = True
+            reserve_staging_buffers()
         pages = _own_pages(num_bytes)
         error = _register(pages, self.device)
         if error is None:

@@ -21,6 +21,7 @@ from lowmem_ft.optimizers.table import (
     optimizers_that,
 )
 from lowmem_ft.packages import require_package
+from lowmem_ft.wsl import is_wsl
 
 _ROUNDED = Effect(cost="time", fidelity="unbiased rounding")
 
@@ -127,11 +128,21 @@ class OptimizerConfig:
             device_type: as torch has it.
             kernels: the device type whose kernels it runs: another, where it stands for one that is not here.
         """
-        if self.row.devices is None or kernels in self.row.devices:
+        if self.row.devices is not None and kernels not in self.row.devices:
+            return [
+                f"optimizer.name={self.name} runs on {', '.join(self.row.devices)}, got device {device_type}. "
+                f"Set optimizer.name={self.row.elsewhere}."
+            ]
+        return self.problems_on_wsl() if device_type == "cuda" and is_wsl() else []
+
+    def problems_on_wsl(self) -> list[str]:
+        """What is wrong with the optimizer on a GPU under Windows' Linux: state that would spill to the host."""
+        if self.row.bitsandbytes is None or not self.row.bitsandbytes.paged:
             return []
         return [
-            f"optimizer.name={self.name} runs on {', '.join(self.row.devices)}, got device {device_type}. "
-            f"Set optimizer.name={self.row.elsewhere}."
+            f"optimizer.name={self.name} lets state spill to host memory, which CUDA on WSL cannot: its managed memory "
+            f"is never larger than the GPU's. Set optimizer.name={self.row.elsewhere}, or "
+            f"optimizer.name={self.row.stand_in} and offload.optimizer=host."
         ]
 
     def require_packages(self) -> None:

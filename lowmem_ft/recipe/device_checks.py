@@ -11,6 +11,7 @@ from lowmem_ft.recipe.made_for_cards import made_for
 from lowmem_ft.recipe.run_rules import oversized_steps
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.device_rules import attention_problem, float16_problems, precision_problems
+from lowmem_ft.wsl import is_wsl
 
 _COMPUTE_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -60,6 +61,8 @@ def check_device_of_run(recipe: Recipe) -> None:
         problems = _problems_on(recipe, None)
     elif recipe.adapter.name == "none" and (dtype := _dtype(recipe)) is not None:
         problems = float16_problems(dtype, recipe.training.mixed_precision)
+    if not recipe.training.use_cpu and is_wsl():
+        problems += recipe.optimizer.problems_on_wsl()
     if problems:
         raise UserError(*problems)
 

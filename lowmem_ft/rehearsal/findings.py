@@ -53,7 +53,7 @@ class Findings:
         self._recipe, self._gpu, self._run = recipe, gpu, run
         self._runtime: RehearsalRuntime = run.runtime
         self._trace = trace
-        self.replays = Replays(trace, allocator_config_of_runs())
+        self.replays = Replays(trace, allocator_config_of_runs(gpu))
         self._times: Times = self.replays.clock.times_on(gpu)
         self._seconds = {step.shape: self._step_seconds(step) for step in self._runtime.steps}
         self._by_tokens = SecondsByTokens((shape.tokens, one.other) for shape, one in self._seconds.items())

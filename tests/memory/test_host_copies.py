@@ -229,3 +229,38 @@ def test_nothing_in_the_package_uses_record_stream():
         if ".record_stream(" in source.read_text() and "virtual_gpu" not in source.parts
     ]
     assert callers == []
+
+
+@pytest.mark.parametrize(
+    "message", ["CUDA error: out of memory\nCUDA kernel errors ...", "CUDA error: unknown error"]
+)
+def test_where_no_buffer_can_be_pinned_copies_arrive_all_the_same_and_it_is_said(
+    monkeypatch, caplog, message
+):
+    """A driver that pins little, as WSL's, may have nothing left; what else fails is not hidden."""
+    empty = torch.empty
+
+    def refusing(*shape, **options):
+        if options.get("pin_memory"):
+            raise RuntimeError(message)
+        made = empty(*shape, **options)
+        if shape == (host_copies.STAGING_BYTES,):
+            late.host.add(made)
+        return made
+
+    with late_copies("late", pins=False) as late:
+        engine = CopyEngine(DEVICE)
+        host, device = torch.randn(100), torch.zeros(100)
+        monkeypatch.setattr(torch, "empty", refusing)
+        if "unknown" in message:
+            with pytest.raises(RuntimeError, match="unknown error"):
+                engine.wait(engine.to_device(host, device))
+            return
+        monkeypatch.setattr(host_copies, "STAGING_BYTES", 64)
+        engine.wait(engine.to_device(host, device))
+        assert torch.equal(device, host)
+        engine.to_host(device.mul_(2), host).synchronize()
+        assert torch.equal(host, device)
+    assert late.races == []
+    (said,) = caplog.messages
+    assert said.endswith("refused to pin a buffer of 64 B for them: CUDA error: out of memory.")

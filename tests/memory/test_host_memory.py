@@ -9,8 +9,10 @@ import weakref
 import pytest
 import torch
 
+from lowmem_ft import wsl
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory import host_memory
+from lowmem_ft.memory.host_copies import STAGING_BYTES
 from lowmem_ft.memory.host_limits import HostLimit
 from lowmem_ft.memory.host_memory import IN_FILES, PAGE_BYTES, HostMemory
 from lowmem_ft.memory.mapped_files import MappedFiles, is_in_file
@@ -126,6 +128,24 @@ def test_where_the_driver_refuses_memory_is_pageable_and_said_to_be(driver, capl
     assert [tensor.nbytes for tensor in (first, *more)] == [32768, 12288, 12289, 12290]
     assert len(caplog.messages) == 1
     assert "the driver refused to pin 12.0 KiB: out of memory" in caplog.text
+
+
+@pytest.mark.parametrize("release", ["6.1.0-28-amd64", "5.15.167.4-microsoft-standard-WSL2"])
+def test_under_wsl_staging_buffers_are_pinned_before_all_else(driver, monkeypatch, release):
+    """Its driver pins little: once that is used up, copies would have no buffer to go through."""
+    monkeypatch.setattr(wsl.platform, "release", lambda: release)
+    empty, reserved = torch.empty, []
+
+    def pinning(*shape, pin_memory=False, **options):
+        if pin_memory:
+            reserved.append((*shape, len(driver.pinned)))
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", pinning)
+    memory = HostMemory(torch.device("cuda", 0))
+    kept = [memory.allocate(PAGE_BYTES, torch.uint8) for _ in range(2)]
+    assert len(driver.pinned) == len(kept)
+    assert reserved == ([(STAGING_BYTES, 0)] * 8 if "WSL" in release else [])
 
 
 def test_a_virtual_gpu_sees_pinned_pages():

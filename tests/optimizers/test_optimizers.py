@@ -12,6 +12,7 @@ from devices_to_test_on import on_cuda, on_virtual_gpu, running_on
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
+from lowmem_ft import load_recipe, wsl
 from lowmem_ft.errors import UserError
 from lowmem_ft.optimizers import (
     OPTIMIZERS,
@@ -23,6 +24,7 @@ from lowmem_ft.optimizers import (
 )
 from lowmem_ft.optimizers.table import AVERAGE_BYTES, OptimizerName, StateName, optimizers_that
 from lowmem_ft.optimizers.update_rule import WholeParameterRule
+from lowmem_ft.recipe.device_checks import check_device_of_run
 from lowmem_ft.virtual_gpu import VirtualGPU
 
 OWN_OPTIMIZERS, WITH_FORMATS = optimizers_that("takes_formats"), optimizers_that("takes_state_formats")
@@ -276,6 +278,23 @@ def test_paged_forms_refuse_the_cpu_and_name_one_that_runs_there(name):
     check_optimizer(OptimizerConfig(name=suggested), CPU)
     with VirtualGPU("t4") as gpu:
         check_optimizer(OptimizerConfig(name=name), gpu.device)
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.bitsandbytes is not None])
+def test_paged_forms_refuse_wsl_which_cannot_spill_and_others_do_not(name, monkeypatch):
+    monkeypatch.setattr(wsl.platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    config, gpu = OptimizerConfig(name=name), torch.device("cuda", 0)
+    if not OPTIMIZERS[name].bitsandbytes.paged:
+        check_optimizer(config, gpu)
+        return
+    with pytest.raises(UserError) as refused:
+        check_optimizer(config, gpu)
+    assert f"optimizer.name={name} lets state spill" in str(refused.value)
+    for way_out in (OPTIMIZERS[name].elsewhere, OPTIMIZERS[name].stand_in):
+        assert f"optimizer.name={way_out}" in str(refused.value)
+        check_optimizer(OptimizerConfig(name=way_out), gpu)
+    with pytest.raises(UserError, match="WSL"):  # before torch is imported
+        check_device_of_run(load_recipe("tiny", [f"optimizer.name={name}", "training.use_cpu=false"]))
 
 
 def test_missing_bitsandbytes_says_what_to_install(monkeypatch):

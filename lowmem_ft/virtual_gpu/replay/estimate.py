@@ -75,13 +75,18 @@ def allocator_config_of_environment() -> AllocatorConfig:
     return AllocatorConfig.parse(allocator_setting())
 
 
-def allocator_config_of_runs() -> AllocatorConfig:
+def allocator_config_of_runs(gpu: Gpu | None) -> AllocatorConfig:
     """The same for a recipe, whose run has a setting of its own where the environment has none.
+
+    Args:
+        gpu: where it would run; None: a processor, whose memory no such allocator manages.
 
     Raises:
         UserError: as above.
     """
-    return AllocatorConfig.parse(allocator_setting(SETTING_OF_RUNS))
+    return AllocatorConfig.parse(
+        allocator_setting(SETTING_OF_RUNS if gpu is None or gpu.segments_grow else "")
+    )
 
 
 def estimate_on_gpu(
