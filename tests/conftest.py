@@ -18,7 +18,13 @@ os.environ["LOWMEM_FT_TRACE_CACHE"] = "off"
 os.environ["LOWMEM_FT_TRACE_PROCESSES"] = "1"  # the tests run on all cores
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from linux_process import LinuxProcess
 from processes import Forks
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # What is started in the background (`make test &`, nohup) ignores Ctrl-C, and so would all processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -181,3 +187,16 @@ class CudaDriver:
 def cuda_driver(monkeypatch):
     """Gives this machine a CUDA device that answers questions and computes nothing; takes its properties."""
     return lambda **properties: CudaDriver(monkeypatch, **properties)
+
+
+@pytest.fixture
+def linux_process(monkeypatch):
+    """This process, as Linux would show it: the test says what is resident."""
+    from lowmem_ft.memory import meter, process_memory
+    from lowmem_ft.units import MIB
+
+    process = LinuxProcess(held=100 * MIB, of_files=50 * MIB)
+    monkeypatch.setattr(process_memory, "_STATUS", process)
+    monkeypatch.setattr(process_memory, "_CLEAR_REFS", process)
+    monkeypatch.setattr(meter, "_peaks_before", {})
+    return process

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 1800
+"""Ends what hangs, not what waits for a busy machine: these programs take seconds."""
 
 FORKING = """
 import atexit, gc, json, os, signal, sys, traceback

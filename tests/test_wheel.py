@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from processes import LIMIT_SECONDS
 
 pytest.importorskip("hatchling")
 
@@ -42,7 +43,7 @@ def installed(tmp_path_factory):
             text=True,
             cwd=folder,
             env=environment,
-            timeout=300,
+            timeout=LIMIT_SECONDS,
         )
 
     run.unpacked = unpacked  # pyright: ignore[reportFunctionMemberAccess]

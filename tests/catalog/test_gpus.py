@@ -9,6 +9,7 @@ import sys
 from importlib import resources
 
 import pytest
+from processes import LIMIT_SECONDS
 
 from lowmem_ft.catalog import find_gpu, load_gpus
 from lowmem_ft.errors import UserError
@@ -135,5 +136,5 @@ def test_reading_the_catalogue_imports_no_heavy_library():
         "import sys; from lowmem_ft.catalog import load_architectures, load_gpus; load_gpus(); load_architectures();"
         "print({'torch', 'transformers', 'omegaconf', 'numpy'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.stdout.strip() == "set()", done.stderr

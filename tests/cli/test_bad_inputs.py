@@ -25,6 +25,7 @@ from typing import Any
 import datasets
 import pytest
 import yaml
+from processes import LIMIT_SECONDS
 
 from lowmem_ft.cli import main
 
@@ -88,7 +89,7 @@ datasets.config.HF_DATASETS_CACHE = pathlib.Path("cache").absolute()
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 for line in sys.stdin:
-    signal.alarm(120)
+    signal.alarm(int(sys.argv[1]))
     with tempfile.TemporaryFile("w+") as told:
         os.dup2(told.fileno(), 2)
         code = exit_code(json.loads(line))
@@ -103,7 +104,7 @@ class WithoutTorch:
 
     def __init__(self, folder: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WITHOUT_TORCH],
+            [sys.executable, "-c", WITHOUT_TORCH, str(LIMIT_SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -12,6 +12,7 @@ import sys
 import pyarrow
 import pyarrow.parquet
 import pytest
+from processes import LIMIT_SECONDS
 
 from lowmem_ft.cli import main
 from lowmem_ft.errors import MissingPackageError
@@ -101,7 +102,7 @@ for command in {COMMANDS!r}:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_SECONDS,
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import LIMIT_SECONDS
 
 from lowmem_ft.catalog import load_architectures, load_gpus
 from lowmem_ft.cli import main
@@ -57,5 +58,5 @@ def test_the_tables_need_no_torch(command):
         f"import sys; from lowmem_ft.cli import main; main(['{command}']);"
         "print({'torch', 'transformers', 'omegaconf'} & set(sys.modules), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.stderr.strip() == "set()"

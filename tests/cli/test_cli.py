@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import LIMIT_SECONDS
 
 import lowmem_ft
 from lowmem_ft import preflight
@@ -36,7 +37,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_SECONDS,
         env={**os.environ, "COLUMNS": "80"},
     )
 
@@ -73,7 +74,9 @@ def test_train_hands_the_loaded_recipe_to_the_training_loop(trained):
 
 
 def test_the_script_is_the_train_command():
-    done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0
     assert "recipe=NAME|PATH" in done.stdout
 

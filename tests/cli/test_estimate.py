@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
+from processes import LIMIT_SECONDS
 from rich.console import Console
 
 from lowmem_ft.catalog.gpu import Gpu, Price
@@ -496,7 +497,9 @@ def test_all_and_cpu_are_understood_in_capitals(estimator, capsys):
 
 
 def test_the_script_is_the_estimate_command():
-    done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0
     assert done.stdout.startswith("usage: lowmem-ft estimate recipe=NAME|PATH")
 
@@ -511,7 +514,7 @@ def test_the_tiny_recipe_end_to_end(tmp_path):
         [sys.executable, SCRIPT, "recipe=tiny", "--gpu", "rtx-4090", *files],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

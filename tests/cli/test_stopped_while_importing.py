@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import LIMIT_SECONDS
 
 FINETUNE = Path(__file__).parents[2] / "scripts" / "finetune.py"
 
@@ -91,4 +92,4 @@ sys.exit(main(["train", "recipe=tiny"]))
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)

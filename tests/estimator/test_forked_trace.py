@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
+from processes import LIMIT_SECONDS
 
 from lowmem_ft import estimate_memory
 from lowmem_ft.estimator import cores, forked_trace
@@ -72,7 +73,7 @@ def run(forks: Any, model: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_longer_trace_comes_from_the_other_process(forks, model, alone):
-    done = run(forks, model, "60", "pass")
+    done = run(forks, model, str(LIMIT_SECONDS), "pass")
     assert len(done["depths"]) == 1
     assert without_time(done["result"]) == without_time(alone)
 
@@ -86,7 +87,7 @@ def test_what_the_other_process_does_not_give_is_traced_here(forks, model, alone
 
 
 def test_the_other_process_goes_when_this_one_stops(forks, model):
-    done = run(forks, model, "60", "time.sleep(60)", "raise KeyboardInterrupt")
+    done = run(forks, model, str(LIMIT_SECONDS), "time.sleep(60)", "raise KeyboardInterrupt")
     assert done == {"depths": [4], "left": 0, "result": {}}
 
 

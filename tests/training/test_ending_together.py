@@ -20,8 +20,9 @@ from lowmem_ft.data import DataStream
 from lowmem_ft.models.shard_files import ShardWriter
 from lowmem_ft.training import ending_together, evaluation
 
-ending_together.LOOK_EVERY_SECONDS = ending_together.GRACE_SECONDS = 0.2
 what, where = sys.argv.pop(1).split()
+ending_together.LOOK_EVERY_SECONDS = 0.2
+ending_together.GRACE_SECONDS = 0.2 if what == "stuck" else 600  # a busy machine takes its time to end by itself
 rank, counts = int(os.environ["RANK"]), {}
 
 def fail():

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import LIMIT_SECONDS
+
 LAYERS = re.search(r"layers = \[(.*?)\]", (Path(__file__).parents[2] / "pyproject.toml").read_text(), re.S)
 
 TRAINING_STEP = """
@@ -32,7 +34,9 @@ def test_a_training_step_needs_nothing_of_the_layers_above():
     assert LAYERS is not None
     above = set(re.findall(r"\w+", LAYERS[1].partition('"virtual_gpu"')[0]))
     assert above >= {"training", "recipe", "data", "optimizers", "techniques", "models", "estimator"}
-    done = subprocess.run([sys.executable, "-c", TRAINING_STEP], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING_STEP], capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
     assert {"virtual_gpu", "memory", "catalog"} <= loaded
