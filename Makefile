@@ -1,14 +1,14 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`; both set up first.
 PYTHON ?= python3
 VENV ?= .venv
-TORCH ?= # another torch than the tested one, for instance: make test VENV=.venv-2.14 TORCH=2.14.1
+TORCH ?= # another torch than the tested one, for instance: make test VENV=.venv-2.14 TORCH=2.14.1; it asks for its own Triton
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SPREAD := -n auto --maxprocesses 8 # a process takes up to 2 GiB
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-deepspeed test-triton check format gpu-check bench clean
+.PHONY: help setup demo test test-all test-deepspeed check format gpu-check bench clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 16
@@ -18,7 +18,7 @@ setup: $(READY) ## Virtual environment in .venv with the tested versions (constr
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "lowmem_ft needs Python 3.10 or newer, $(PYTHON) is %d.%d. Name another: make setup PYTHON=python3.12" % v[:2])'
 	$(PYTHON) -m venv $(VENV)
-	sed -E 's/^torch==.*/$(if $(strip $(TORCH)),torch==$(strip $(TORCH)),&)/' constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(strip $(TORCH)),s/^torch==.*/torch==$(strip $(TORCH))/; /^triton==/d)' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
@@ -35,10 +35,6 @@ test-all: setup ## All tests but those marked gpu
 test-deepspeed: setup ## Install DeepSpeed beside the rest (it compiles with g++ at first use), and run its tests
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_deepspeed*.py
-
-test-triton: setup ## Install Triton beside the rest (Linux), and run its kernel's tests without a GPU
-	$(BIN)/python -m pip install --quiet 'triton>=3.4'
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/optimizers/test_triton_*.py
 
 check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter)
 	$(BIN)/ruff format --check .

@@ -30,6 +30,12 @@ settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config):
+    """Let Triton's kernels be interpreted, unless tests that need a GPU run: Triton asks as it is imported."""
+    if "not gpu" in config.option.markexpr or not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_collection_finish(session):
     """Set what holds for the whole process."""
     # Half a million objects that imports have made stay anyway, and each gc.collect() would walk over all of them: a

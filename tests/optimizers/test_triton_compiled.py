@@ -8,7 +8,7 @@ import sys
 import pytest
 from triton_kernel import AVERAGES, MASTERS, STATES
 
-pytest.importorskip("triton", reason="triton is not installed: make test-triton")
+pytest.importorskip("triton", reason="there is no Triton for this system")
 
 PROGRAM = """
 import json, sys, triton_kernel
