@@ -144,7 +144,7 @@ def _source_of(config: PretrainedConfig, reading: Reading) -> tuple[str, Any]:
     name = config.name_or_path or ""
     if name and (Path(name).is_dir() or not Path(name).is_absolute()):
         try:
-            found = AutoConfig.from_pretrained(name, local_files_only=True)
+            found = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError):
             found = None
         if found is not None and _architecture(found) == _architecture(config):

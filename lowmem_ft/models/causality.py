@@ -63,6 +63,8 @@ def _is_an_encoder_without_switch(hf_config: Any) -> bool:
     """Whether ``is_decoder=false`` means something to the modules: GPT-NeoX has the field, and never looks at it."""
     if getattr(hf_config, "is_decoder", None) is not False:
         return False
+    if type(hf_config) not in AutoModelForCausalLM._model_mapping:
+        return False  # code of its own: its weights are asked
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     return any(getattr(module, "is_causal", None) is False for module in model.modules())

@@ -75,19 +75,29 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
     path = source.pop("path")
     if path != config.name_or_path and not Path(path).is_dir():
         logger.info("model.name_or_path=%s stands for the hub's %s.", config.name_or_path, path)
+    if config.trust_remote_code:
+        logger.warning(
+            "model.trust_remote_code=true: Python code that %s brings is run with your rights.%s",
+            path,
+            ""
+            if config.revision or Path(path).is_dir()
+            else " Pin what you have read with model.revision=COMMIT.",
+        )
     try:
         hf_config = AutoConfig.from_pretrained(path, **source)
         del source["trust_remote_code"]  # for Auto classes alone
         written, _ = ({}, None) if "gguf_file" in source else PretrainedConfig.get_config_dict(path, **source)
     except (OSError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
         raise _explained(config, error) from error
-    if type(hf_config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
-        getattr(hf_config, "auto_map", None) or {}
-    ):
-        raise ModelError(
-            f"model.name_or_path needs a causal language model, but {config.name_or_path} is of type "
-            f"{hf_config.model_type!r}, which transformers has no causal LM for. Choose a decoder model."
-        )
+    if type(hf_config) not in AutoModelForCausalLM._model_mapping:
+        if "AutoModelForCausalLM" not in (getattr(hf_config, "auto_map", None) or {}):
+            raise ModelError(
+                f"model.name_or_path needs a causal language model, but {config.name_or_path} is of type "
+                f"{hf_config.model_type!r}, which transformers has no causal LM for. Choose a decoder model."
+            )
+        # transformers asks only where the config itself is of a class of its own; causal_lm_class() asks nobody.
+        if not config.trust_remote_code:
+            raise _brings_code(path)
     refuse_quantized(
         config.name_or_path or "", None if "gguf_file" in source else written.get("quantization_config")
     )
@@ -228,9 +238,11 @@ def source_of(config: ModelConfig) -> dict[str, Any]:
 
 def _tokenizer_source(name_or_path: str) -> dict[str, Any]:
     path = expand_user(name_or_path)
+    # Not None, with which transformers would ask on the terminal whether to run code.
+    source = {"trust_remote_code": False, "local_files_only": True}
     if path.is_dir():
-        return {"path": str(path), "local_files_only": True}
-    return {"path": hub_id_of(name_or_path), "local_files_only": not hub_is_reachable()}
+        return source | {"path": str(path)}
+    return source | {"path": hub_id_of(name_or_path), "local_files_only": not hub_is_reachable()}
 
 
 def _dtype(config: ModelConfig) -> torch.dtype | str:
@@ -346,10 +358,7 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
             "again."
         )
     if "trust_remote_code" in str(error):
-        return ModelError(
-            f"{name} brings its own Python code. Read it, then set model.trust_remote_code=true and pin it with "
-            "model.revision=COMMIT."
-        )
+        return _brings_code(name)
     if "does not recognize this architecture" in str(error):
         return ModelError(
             f"{name} is of a model type that transformers {transformers.__version__} does not know: "
@@ -373,6 +382,13 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
     return ModelError(
         f"{name} cannot be read as a causal language model: {_first_line(error)} A model folder holds config.json and "
         "*.safetensors; convert older .bin files with from_pretrained(...).save_pretrained(...)."
+    )
+
+
+def _brings_code(name: str) -> ModelError:
+    return ModelError(
+        f"{name} brings its own Python code. Read it, then set model.trust_remote_code=true and pin it with "
+        "model.revision=COMMIT."
     )
 
 

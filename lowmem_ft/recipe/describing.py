@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lowmem_ft.recipe.keys import RecipeKey, recipe_groups, recipe_keys
-from lowmem_ft.recipe.loading import escape_interpolation
+from lowmem_ft.recipe.references import escape_references
 from lowmem_ft.recipe.tree import Recipe
 
 _WIDTH = 110
@@ -64,4 +64,4 @@ def _comment(text: str) -> list[str]:
 
 def _entry(name: str, value: Any) -> list[str]:
     # OmegaConf writes what it reads: it quotes text such as 1e5 and no, which PyYAML alone would not.
-    return OmegaConf.to_yaml(OmegaConf.create({name: escape_interpolation(value)})).splitlines()
+    return OmegaConf.to_yaml(OmegaConf.create({name: escape_references(value)})).splitlines()

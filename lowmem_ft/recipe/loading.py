@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import logging
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from lowmem_ft.recipe.keys import (
 )
 from lowmem_ft.recipe.overrides import parse_overrides
 from lowmem_ft.recipe.recipe_files import RecipeFile, read_recipe_files
+from lowmem_ft.recipe.references import escape_references, recipe_key_of
 from lowmem_ft.recipe.replaced_sources import Replaced, replaced_by
 from lowmem_ft.recipe.tree import Recipe
 
@@ -58,6 +58,7 @@ def load_recipe(name_or_path: str | os.PathLike[str] | None, overrides: Iterable
         draft.wrong.update(recipe_groups())
     for file in files:
         draft.apply(_named(file, files[-1]), origin=f"{file.path}: ")
+        draft.unresolved |= {key: f"{file.path}: {problem}" for key, problem in file.problems.items()}
     settings, malformed = parse_overrides(overrides)
     draft.problems += malformed
     draft.apply(settings)
@@ -75,11 +76,15 @@ def _named(file: RecipeFile, chosen: RecipeFile) -> dict[str, Any]:
 
 @dataclass
 class _Draft:
-    """A recipe in the making: typed values and problems so far, and the keys or groups not to be trusted."""
+    """A recipe in the making: typed values and problems so far, and the keys or groups not to be trusted.
+
+    ``unresolved``: what is wrong with references of files, by the key whose value holds them; a later layer may set it.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)
+    unresolved: dict[str, str] = field(default_factory=dict)
     replaced: list[Replaced] = field(default_factory=list)
 
     def apply(self, settings: dict[str, Any], origin: str = "") -> None:
@@ -112,6 +117,7 @@ class _Draft:
         if key is None:
             self.problems.append(f"{origin}{unknown_key(_only_leaf(path, value))}")
             return
+        self.unresolved = {key: why for key, why in self.unresolved.items() if recipe_key_of(key) != path}
         try:
             self.values[path] = typed_value(key, value)
         except (
@@ -125,7 +131,8 @@ class _Draft:
         """The recipe; where a value could not be read, the default stands in while the rest is checked."""
         groups = {name: group(**self._values_of(name, group)) for name, group in recipe_groups().items()}
         recipe = Recipe(**self._values_of(None, Recipe), **groups)
-        problems = [*self.problems, *recipe_problems(recipe, unreliable=self.wrong)]
+        unreliable = {*self.wrong, *map(recipe_key_of, self.unresolved)}
+        problems = [*self.problems, *self.unresolved.values(), *recipe_problems(recipe, unreliable)]
         if problems:
             raise RecipeError(*problems)
         return recipe
@@ -149,7 +156,7 @@ def typed_value(key: RecipeKey, value: Any) -> Any:
     if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
         # `run_name: on` and `revision: 1e5` are text that YAML took for something else: the text is lost.
         raise OmegaConfBaseException(f"{key.path} is text")
-    config = OmegaConf.merge(_schema(key), {key.name: escape_interpolation(value)})
+    config = OmegaConf.merge(_schema(key), {key.name: escape_references(value)})
     assert isinstance(config, DictConfig)
     converted = config[key.name]
     return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
@@ -161,17 +168,6 @@ def _schema(key: RecipeKey) -> DictConfig:
     (field,) = (field for field in dataclasses.fields(key.config_class) if field.name == key.name)
     default = dataclasses.field(default=field.default, default_factory=field.default_factory)
     return OmegaConf.structured(dataclasses.make_dataclass("Setting", [(key.name, key.type_hint, default)]))
-
-
-def escape_interpolation(value: Any) -> Any:
-    """The value with each literal ``${`` marked so that OmegaConf reads it as text."""
-    if isinstance(value, dict):
-        return {name: escape_interpolation(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [escape_interpolation(inner) for inner in value]
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    return value
 
 
 def _wrong_type(key: RecipeKey, value: Any) -> str:

@@ -83,11 +83,11 @@ def _unreadable(path: str, text: str) -> str:
 
 
 def _parse(path: str, text: str) -> Any:
-    """The value as the key's type reads it: text stays as typed, everything else is YAML."""
+    """The value as the key's type reads it: text stays as typed, everything else is YAML; `${...}` is the shell's."""
     key = recipe_keys().get(path)
     if key is not None and text != "null" and (key.choices or without_none(key.type_hint) is str):
         return text
-    parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=True)
+    parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     assert isinstance(parsed, dict)
     return parsed["value"]
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowmem_ft.errors import RecipeError, did_you_mean
+from lowmem_ft.recipe.references import TooLongError, resolve_references
 from lowmem_ft.user_paths import expand_user, neighbours, recipes_folder
 
 MOST_NAMED = 5
@@ -21,10 +22,14 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
-    """What one YAML file sets, as nested plain values; ``path`` is the file."""
+    """What one YAML file sets, as nested plain values; ``path`` is the file.
+
+    ``problems``: what is wrong with a reference, by the key whose value holds it and which ``settings`` lacks.
+    """
 
     path: Path
     settings: dict[str, Any]
+    problems: dict[str, str]
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -55,9 +60,9 @@ def read_recipe_files(name_or_path: str | os.PathLike[str]) -> list[RecipeFile]:
         if any(path.samefile(file.path) for file in files):
             chain = " -> ".join(str(file.path) for file in files)
             raise RecipeError(f"A recipe cannot extend itself, got base: {chain} -> {path}. Remove one base.")
-        settings = _read_yaml(path)
-        wanted, folder = _pop_base(settings, path), path.parent
-        files.insert(0, RecipeFile(path=path, settings=settings))
+        file = _read(path)
+        wanted, folder = _pop_base(file), path.parent
+        files.insert(0, file)
     return files
 
 
@@ -103,41 +108,48 @@ def _yaml_names(folder: Path) -> str:
     return ", ".join([*names[:MOST_NAMED], *(["..."] if names[MOST_NAMED:] else [])]) or "none"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """The file's settings, interpolations resolved; ``${recipe_dir}`` is the folder it lies in."""
+def _read(path: Path) -> RecipeFile:
+    """The file's settings, references resolved; ``${recipe_dir}`` is the folder that holds it."""
     try:
-        config = OmegaConf.load(io.StringIO(path.read_text(encoding="utf-8")))
-        if not OmegaConf.is_dict(config):
-            raise RecipeError(f"{path} must hold `group: {{key: value}}` mappings, got a list.")
-        variables = {"recipe_dir": str(path.parent.resolve())}
-        settings = OmegaConf.to_container(OmegaConf.merge(config, variables), resolve=True)
+        written = _read_yaml(path)
+        resolved = resolve_references(written, {"recipe_dir": str(path.parent.resolve())})
     except yaml.YAMLError as error:
         raise RecipeError(_yaml_problem(path, error)) from error
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise RecipeError(
-            f"{path}: {reason}. ${{...}} may name recipe_dir, oc.env:VARIABLE or a key of the same file."
-        ) from error
     except RecursionError as error:
         raise RecipeError(
             f"{path} is not a recipe: it is nested too deeply. Write `group: {{key: value}}`."
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read as a recipe: {error}.") from error
+    except (OSError, OmegaConfBaseException, ValueError) as error:
+        # ValueError: not UTF-8, or a number of thousands of digits
+        raise RecipeError(f"{path} cannot be read as a recipe: {str(error).splitlines()[0]}.") from error
+    except TooLongError as error:
+        raise RecipeError(f"{path}: {error}") from error
+    return RecipeFile(path=path, settings=resolved.settings, problems=resolved.problems)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """What the file says, word for word."""
+    config = OmegaConf.load(io.StringIO(path.read_text(encoding="utf-8")))
+    if not OmegaConf.is_dict(config):
+        raise RecipeError(f"{path} must hold `group: {{key: value}}` mappings, got a list.")
+    settings = OmegaConf.to_container(config, resolve=False)
     assert isinstance(settings, dict)
-    del settings["recipe_dir"]
     return {str(key): value for key, value in settings.items()}
 
 
 def _yaml_problem(path: Path, error: yaml.YAMLError) -> str:
+    if "expan" in str(error):  # of the limits that OmegaConf sets
+        return f"{path} is not a recipe: its aliases (*name) repeat more than a recipe holds. Write the values out."
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return f"{path} is not YAML: {error}."
     reason = " ".join(filter(None, (error.context, error.problem)))
     return f"{path}, line {error.problem_mark.line + 1}: not YAML: {reason}."
 
 
-def _pop_base(settings: dict[str, Any], path: Path) -> str | None:
-    base = settings.pop("base", None)
+def _pop_base(file: RecipeFile) -> str | None:
+    if "base" in file.problems:
+        raise RecipeError(f"{file.path}: {file.problems['base']}")
+    base = file.settings.pop("base", None)
     if base is not None and not isinstance(base, str):
-        raise RecipeError(f"{path}: base must be one recipe name or path, got {base!r}.")
+        raise RecipeError(f"{file.path}: base must be one recipe name or path, got {base!r}.")
     return base

@@ -22,6 +22,7 @@ from lowmem_ft.memory.comparison import Row
 from lowmem_ft.models import hub_id_of
 from lowmem_ft.models.local_paths import looks_like_a_path
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.references import escape_references
 from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.user_paths import expand_user
 
@@ -117,7 +118,7 @@ def model_card(
 Where nothing is said, lowmem_ft's defaults:
 
 ```yaml
-{yaml.safe_dump(_chosen_settings(recipe), sort_keys=False, allow_unicode=True).strip()}
+{yaml.safe_dump(escape_references(_chosen_settings(recipe)), sort_keys=False, allow_unicode=True).strip()}
 ```
 """
 

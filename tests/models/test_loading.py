@@ -266,4 +266,4 @@ def test_a_local_model_may_take_its_tokenizer_from_the_hub(folder, monkeypatch):
         lambda path, **source: seen.update(source) or tokenizer,
     )
     load_tokenizer(ModelConfig(name_or_path=str(folder), tokenizer_name_or_path="some/tokenizer"))
-    assert seen == {"local_files_only": False}
+    assert seen == {"local_files_only": False, "trust_remote_code": False}

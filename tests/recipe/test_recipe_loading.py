@@ -289,13 +289,6 @@ def test_recipe_dir_is_the_folder_of_the_file_that_says_it(write, tmp_path):
     assert recipe.data.eval_path == str(tmp_path / "b.jsonl")
 
 
-def test_an_interpolation_of_nothing_says_what_there_is(write):
-    path = write(MINIMAL + "data: {path: '${recipe_dri}/a'}\n")
-    (problem,) = problems_of(path)
-    assert problem.startswith(f"{path}: Interpolation key 'recipe_dri' not found")
-    assert "recipe_dir" in problem
-
-
 def test_a_base_is_extended_and_overridden_but_does_not_lend_its_name(write):
     write("name: a\ndescription: first\n" + MINIMAL + "training: {seed: 1, max_steps: 10}\n", name="a.yaml")
     write("base: a.yaml\ntraining: {seed: 2, logging_steps: 3}\n", name="b.yaml")
