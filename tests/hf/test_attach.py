@@ -315,6 +315,15 @@ def test_too_many_of_them_end_the_run(tmp_path):
     assert trainer.state.global_step == 2
 
 
+def test_those_in_a_row_are_counted_from_the_last_good_one(tmp_path):
+    """Three of five are skipped, and never three in a row."""
+    trainer, meter = trainer_of(tmp_path, fields={"max_steps": 5})
+    not_finite(trainer, at={0, 1, 3})
+    hf.attach(trainer, recipe_of("training.max_skipped_steps=3"))
+    trainer.train()
+    assert [math.isfinite(norm) for norm in meter.norms] == [False, False, True, False, True]
+
+
 def test_a_loss_scale_that_is_too_high_skips_and_falls(tmp_path, stock):
     """fp16's scaler on a CPU in float32: its arithmetic is exact, its overflow is not."""
     trainer, meter = trainer_of(tmp_path)
