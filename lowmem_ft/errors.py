@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 EXIT_OTHER_PROCESS = 1
+EXIT_OURS = 1
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3
 
@@ -67,6 +68,12 @@ class OtherProcessError(UserError):
     """A run of several processes cannot go on, because another one has failed or is gone."""
 
     exit_code = EXIT_OTHER_PROCESS
+
+
+class LostMemoryError(UserError):
+    """A trace has missed memory, so that an estimate from it would be too low: an error of ours, told instead."""
+
+    exit_code = EXIT_OURS
 
 
 class RaceError(UserError):

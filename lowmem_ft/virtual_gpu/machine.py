@@ -22,6 +22,7 @@ from lowmem_ft.virtual_gpu.attribution import Attribution
 from lowmem_ft.virtual_gpu.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.interrupts import interrupts_wait_for_backward
+from lowmem_ft.virtual_gpu.optimizer_state import check_state, state_tensors
 from lowmem_ft.virtual_gpu.placement import place_module
 from lowmem_ft.virtual_gpu.recorder import Recorder
 from lowmem_ft.virtual_gpu.trace import Trace
@@ -67,7 +68,9 @@ class VirtualMachine:
         self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
         results = FakeResults(self._fake_mode, device.type, check)
         questions = Questions(self.say)
-        self.recorder = Recorder(device.type, self.attribution, questions, results=results, **rules)
+        self.recorder = Recorder(
+            device.type, self.attribution, questions, results=results, fake_mode=self._fake_mode, **rules
+        )
         self.work = self.recorder.work
         self._model_name = ""
         self._num_parameters = 0
@@ -178,11 +181,8 @@ class VirtualMachine:
 
     def mark_state(self, optimizer: Optimizer) -> None:
         """Say that what an optimizer keeps of its parameters is its state."""
-        for parameter, state in optimizer.state.items():
-            owner = self.attribution.owner_of(parameter)
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self.recorder.mark(value, "optimizer_state", owner)
+        for parameter, tensor in state_tensors(optimizer):
+            self.recorder.mark(tensor, "optimizer_state", self.attribution.owner_of(parameter))
 
     def mark_weights(self, model: nn.Module) -> None:
         """Say that a model's parameters and what lies beside them are that, whoever has put both there."""
@@ -252,6 +252,7 @@ class VirtualMachine:
     def _after_optimizer_step(self, optimizer: Optimizer) -> None:
         self.work.mark(STEP_END)
         self.mark_state(optimizer)
+        check_state(optimizer, self.recorder.booked_bytes)
 
 
 def _is_integer(tensor: Tensor) -> bool:

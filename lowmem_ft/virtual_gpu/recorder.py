@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorDeviceMismatchError,
     UnsupportedOperatorException,
 )
@@ -28,17 +29,18 @@ from lowmem_ft.memory.category import Category, Place
 from lowmem_ft.memory.gradient_sums import is_in_place_unwatched, take_as_much
 from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
-from lowmem_ft.shards import is_sharded, local_memory
 from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
-from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, purposes_of
+from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, WAIT_FOR_RESULT, purposes_of
 from lowmem_ft.virtual_gpu.fake_results import FakeResults, SeenCall, without_pinning
 from lowmem_ft.virtual_gpu.host_copies import HostCopies
+from lowmem_ft.virtual_gpu.optimizer_state import plain_tensors
 from lowmem_ft.virtual_gpu.orderings import Orderings
 from lowmem_ft.virtual_gpu.races.checker import StreamChecker
 from lowmem_ft.virtual_gpu.races.operands import tensors_in
 from lowmem_ft.virtual_gpu.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.tenants import Tenants
+from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
     answer_from_values,
     compute_values,
@@ -56,6 +58,8 @@ _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_str
 _IS_PINNED = aten.is_pinned.default
 _SUM, _COPY, _TO_COPY = aten.add.Tensor, aten.copy_.default, aten._to_copy.default
 
+_USUAL_TYPES = frozenset({FakeTensor, Tensor, torch.nn.Parameter})
+
 
 class Recorder(TorchDispatchMode):
     """A timeline of the storages on one device (and on the host beside it), and a log of the work.
@@ -65,6 +69,7 @@ class Recorder(TorchDispatchMode):
         attribution: says what the program is doing.
         questions: answers for values that are not known; None: nobody hears of them.
         results: runs operators.
+        fake_mode: that it lies on.
         workspace_rule: buffers of kernels; None for devices without such rules.
         workspaces: buffers of libraries; None as well.
         check_streams: whether to look for races.
@@ -81,6 +86,7 @@ class Recorder(TorchDispatchMode):
         questions: Questions | None = None,
         *,
         results: FakeResults,
+        fake_mode: FakeMode,
         workspace_rule: WorkspaceRule | None = None,
         workspaces: Workspaces | None = None,
         check_streams: bool = False,
@@ -98,6 +104,7 @@ class Recorder(TorchDispatchMode):
         self.largest_assumed: set[str] = set()  # operators whose result was taken at its largest
         self._questions = questions or Questions(lambda choice: None)
         self._results = results
+        self._fake_mode = fake_mode
         self._costs = CallCosts(device_type, workspace_rule, workspaces)
         self._reference: weakref.ref[Recorder] = weakref.ref(self)
         self._index_of: dict[int, int] = {}
@@ -111,15 +118,15 @@ class Recorder(TorchDispatchMode):
     # --- what others tell the recorder -------------------------------------------------------------------------------
 
     def mark(self, tensor: Tensor, category: Category, module: str | None = None) -> None:
-        """Say what the storage of a tensor is for, and for which module."""
-        index = self._index_of.get(local_memory(tensor)._cdata)
-        if index is None:
-            return
-        allocation = self.timeline.allocations[index]
-        allocation.category = category
-        if module is not None and not self._tenants.is_shared(index):
-            allocation.module = module
-        self._births.pop(index, None)
+        """Say what the storage of a tensor is for, and for which module; of a wrapper, the storages within."""
+        for index in map(self.index_of, plain_tensors(tensor)):
+            if index is None:
+                continue
+            allocation = self.timeline.allocations[index]
+            allocation.category = category
+            if module is not None and not self._tenants.is_shared(index):
+                allocation.module = module
+            self._births.pop(index, None)
 
     def mark_shared(self, tensor: Tensor, category: Category) -> None:
         """Say that the storage of a tensor is used in turn: whoever's parameters lie in it, it is no module's own."""
@@ -140,6 +147,11 @@ class Recorder(TorchDispatchMode):
         """The number of the allocation that a tensor lies in; None if it is unknown."""
         return self._index_of.get(tensor.untyped_storage()._cdata)
 
+    def booked_bytes(self, tensor: Tensor) -> int | None:
+        """The size of the allocation that a tensor lies in; None if it is unknown."""
+        index = self.index_of(tensor)
+        return None if index is None else self.timeline.allocations[index].size_bytes
+
     def place_of(self, tensor: Tensor) -> Place | None:
         """Where a tensor lies; None if it is unknown."""
         index = self.index_of(tensor)
@@ -147,7 +159,7 @@ class Recorder(TorchDispatchMode):
 
     def module_of(self, tensor: Tensor) -> str | None:
         """The module that the storage of a tensor belongs to; None if it is unknown."""
-        index = self._index_of.get(local_memory(tensor)._cdata)
+        index = next(map(self.index_of, plain_tensors(tensor)), None)
         if index is None:
             return None
         return self._tenants.of(index) or self.timeline.allocations[index].module
@@ -198,6 +210,10 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # more often asked than all the rest together
             return args[0].device
+        if not _USUAL_TYPES.issuperset(types) and any(map(_dispatches_itself, types)):
+            return NotImplemented  # what a DTensor or the like makes of it comes here operator by operator
+        if self._fake_mode.is_asked_for_shapes:
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if func is _READ_NUMBER:
             self.orderings.host_reads(args[0])
@@ -205,6 +221,8 @@ class Recorder(TorchDispatchMode):
             return self.ask(args[0].dtype) if value is None else value
         if func is _RECORD_STREAM:
             return None
+        if func is WAIT_FOR_RESULT:
+            return args[0]
         if func is _IS_PINNED:
             return self.place_of(args[0]) == "pinned"
         func, args, kwargs, is_pinned = without_pinning(func, args, kwargs)
@@ -293,8 +311,6 @@ class Recorder(TorchDispatchMode):
                 self.storage_is_resized(resized.untyped_storage())
 
     def _see(self, func: Any, args: tuple[Any, ...], tensor: Tensor, position: int) -> None:
-        if is_sharded(tensor):
-            return  # memory is its local part's, which has been seen by itself
         storage = tensor.untyped_storage()
         index = self._index_of.get(storage._cdata)
         if index is None:
@@ -441,6 +457,11 @@ class Recorder(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self.on_peak(self.live_bytes)
+
+
+def _dispatches_itself(kind: type) -> bool:
+    """Whether tensors of a class run operators in their own way, on tensors within them: a ``DTensor`` does."""
+    return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def _release(recorder: weakref.ref[Recorder], key: int, storage: object = None) -> None:

@@ -175,6 +175,21 @@ TORCH = (
     called(
         "torch.distributed.distributed_c10d", "_get_default_store", "", "one process of many prints an error"
     ),
+    called(
+        "torch.distributed.distributed_c10d",
+        "_resolve_process_group",
+        "group_name",
+        "how many processes one of DTensor's collectives is for",
+    ),
+    *each(
+        "module", "torch.distributed.tensor", "_random", "where DTensor keeps the states of random numbers"
+    ),
+    *data(
+        "torch.distributed.tensor._random",
+        "_rng_tracker",
+        "what keeps them, for one device and for good: a virtual one's is not left behind",
+        "NoneType",
+    ),
     called("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "self", "what FSDP2 knows of a module"),
     called(
         "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()",

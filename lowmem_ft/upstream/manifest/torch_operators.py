@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.upstream.manifest.row import called, each
+from lowmem_ft.upstream.manifest.row import called, data, each
 
 _ATEN = "torch.ops.aten"
 
@@ -12,6 +12,12 @@ OPERATORS = (
         "torch.ops.c10d",
         "_allgather_base_ _reduce_scatter_base_",
         "what FSDP2 exchanges: bytes on the clock, buffers in the timeline",
+    ),
+    *data(
+        "torch.ops",
+        "_c10d_functional",
+        "what DTensor exchanges: bytes on the clock, results in the timeline",
+        "_OpNamespace",
     ),
     called(
         _ATEN,

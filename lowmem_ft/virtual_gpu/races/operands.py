@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.shards import is_sharded
 from lowmem_ft.virtual_gpu.kernels.flops import is_free
 from lowmem_ft.virtual_gpu.races.happens_before import Span
 
@@ -78,10 +77,9 @@ def operands(
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or a result; those cut among processes are their local parts', seen by themselves."""
+    """The tensors of an argument or a result."""
     if isinstance(value, Tensor):
-        if not is_sharded(value):
-            yield value
+        yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)

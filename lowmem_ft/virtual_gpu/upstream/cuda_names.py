@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _random as dtensor_random
 from torch.utils._device import _device_constructors
 
 from lowmem_ft.errors import UserError
@@ -82,6 +84,8 @@ def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
         _device_constructors()  # or torch would remember the block's functions for `with torch.device(...)`
         for owner, name in _MAKE_OF_VALUES:
             replace(undo, owner, name, _made(existing(owner, name)))
+        replace(undo, DeviceMesh, "__init__", _of_devices(DeviceMesh.__init__))
+        undo.enter_context(_another_process_to_dtensor())
         replace(undo, Tensor, "record_stream", _record_stream)
         replace(undo, torch.cuda, "_sleep", _sleep)
         undo.enter_context(_another_process_to_accelerate())
@@ -172,6 +176,26 @@ def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return make(*args, **kwargs)
 
     return make_on_device
+
+
+def _of_devices(make: Callable[..., None]) -> Callable[..., None]:
+    """``DeviceMesh``, whose device type FSDP2 compares with that of tensors."""
+
+    @functools.wraps(make)
+    def make_mesh(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        make(self, DEVICE_TYPE if device_type == CUDA else device_type, *args, **kwargs)
+
+    return make_mesh
+
+
+@contextlib.contextmanager
+def _another_process_to_dtensor() -> Iterator[None]:
+    """Let DTensor make its keeper of random states anew in a block: it is of one device, and kept for good."""
+    before, dtensor_random._rng_tracker = dtensor_random._rng_tracker, None
+    try:
+        yield
+    finally:
+        dtensor_random._rng_tracker = before
 
 
 def _to_virtual_device(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:

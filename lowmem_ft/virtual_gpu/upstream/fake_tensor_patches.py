@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.utils.data._utils import worker as data_loading_worker
 from lowmem_ft.errors import UserError
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
 from lowmem_ft.virtual_gpu.kernels.type_names import device_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 aten = torch.ops.aten
 
@@ -41,6 +44,24 @@ class FakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._device_of = device_of
         self._may_cache = self.cache_enabled
+        self._times_entered = 0
+
+    def __enter__(self) -> Self:
+        self._times_entered += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._times_entered -= 1
+        super().__exit__(*exception)
+
+    @property
+    def is_asked_for_shapes(self) -> bool:
+        """Whether a library has entered it once more, to learn what an operator returns: a run would compute nothing.
+
+        DTensor does so for the whole tensor before it computes with this process's part.
+        """
+        return self._times_entered > 1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
