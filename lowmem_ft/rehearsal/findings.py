@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowmem_ft.catalog.gpu import Gpu
@@ -37,6 +37,28 @@ class _StepSeconds:
     beside: float
     first: float
     other: float
+
+
+@dataclass(frozen=True)
+class _SecondsByShape:
+    """How often micro-batches counted as each shape, and the seconds that they take together."""
+
+    times: Counter[WindowShape] = field(default_factory=Counter)
+    seconds: dict[WindowShape, float] = field(default_factory=dict)
+
+    def add(self, shape: WindowShape, seconds: float, times: int) -> None:
+        """Some more that take so long each."""
+        self.times[shape] += times
+        self.seconds[shape] = self.seconds.get(shape, 0.0) + seconds * times
+
+    def mean(self, shape: WindowShape) -> float:
+        """Of one; 0 where none came."""
+        return self.seconds.get(shape, 0.0) / max(self.times[shape], 1)
+
+    @property
+    def total(self) -> float:
+        """Of all."""
+        return sum(self.seconds.values())
 
 
 class Findings:
@@ -90,6 +112,7 @@ class Findings:
         is_whole = runtime.num_steps == num_steps
         training = self._recipe.training
         num_evaluations, num_checkpoints = runtime.num_evaluations, len(runtime.checkpoints)
+        micro_batches, update_seconds = self._seconds_by_part()
         if not is_whole:
             num_evaluations = _times_due(num_steps - 1, training.eval_steps) + bool(runtime.evaluated)
             num_checkpoints = _times_due(num_steps, training.save_steps)
@@ -105,11 +128,9 @@ class Findings:
             padded_tokens=runtime.padded_tokens,
             rounded_tokens=runtime.rounded_tokens,
             interpolation_error=self._by_tokens.error,
-            steps=self._shapes(
-                runtime.steps,
-                _counted((one, times) for units, times in runtime.windows.items() for one in units),
-            ),
-            evaluations=self._shapes(runtime.evaluations, _counted(runtime.evaluated.items())),
+            steps=self._shapes(runtime.steps, micro_batches),
+            update_seconds=update_seconds,
+            evaluations=self._shapes(runtime.evaluations, self._evaluated()),
             num_evaluations=num_evaluations,
             checkpoints=tuple(runtime.checkpoints),
             num_checkpoints=num_checkpoints,
@@ -134,23 +155,34 @@ class Findings:
             beside=max(0.0, whole - sum(micro_batches)), first=micro_batches[0], other=micro_batches[-1]
         )
 
-    def _window_seconds(self, units: Sequence[Counted]) -> float:
-        first, *others = ((self._seconds[one.shape], _share(one, self._by_tokens)) for one in units)
-        seconds, share = first
-        return seconds.beside + seconds.first * share + sum(other.other * share for other, share in others)
+    def _seconds_by_part(self) -> tuple[_SecondsByShape, float]:
+        """Of all rehearsed steps: what their micro-batches take, and what lies outside of them in a step on average."""
+        micro_batches, outside = _SecondsByShape(), 0.0
+        for units, times in self._runtime.windows.items():
+            outside += self._seconds[units[0].shape].beside * times
+            for index, one in enumerate(units):
+                of_shape = self._seconds[one.shape]
+                seconds = of_shape.other if index else of_shape.first
+                micro_batches.add(one.shape, seconds * _share(one, self._by_tokens), times)
+        return micro_batches, outside / max(self._runtime.num_steps, 1)
 
     @property
     def _seconds_of_steps(self) -> float:
-        windows = self._runtime.windows
-        return sum(self._window_seconds(units) * times for units, times in windows.items())
+        micro_batches, outside = self._seconds_by_part()
+        return micro_batches.total + outside * self._runtime.num_steps
+
+    def _evaluated(self) -> _SecondsByShape:
+        """Of all rehearsed evaluations: what their batches take."""
+        traced = {one.shape: self._times.between(*one.work).seconds for one in self._runtime.evaluations}
+        by_tokens = SecondsByTokens((shape.tokens, seconds) for shape, seconds in traced.items())
+        found = _SecondsByShape()
+        for one, times in self._runtime.evaluated.items():
+            found.add(one.shape, traced[one.shape] * _share(one, by_tokens), times)
+        return found
 
     def _time(self, share: float, num_evaluations: int, num_checkpoints: int) -> RunTime:
         runtime = self._runtime
-        evaluated = {one.shape: self._times.between(*one.work).seconds for one in runtime.evaluations}
-        by_tokens = SecondsByTokens((shape.tokens, seconds) for shape, seconds in evaluated.items())
-        once = sum(
-            evaluated[one.shape] * _share(one, by_tokens) * times for one, times in runtime.evaluated.items()
-        ) / max(runtime.num_evaluations, 1)
+        once = self._evaluated().total / max(runtime.num_evaluations, 1)
         saved = runtime.checkpoints[-1].total_bytes * num_checkpoints if runtime.checkpoints else 0
         saved += runtime.model.total_bytes if runtime.model else 0
         read = runtime.model.weight_bytes if runtime.model else 0
@@ -163,14 +195,14 @@ class Findings:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _shapes(self, traced: Iterable[Traced], times: Mapping[WindowShape, int]) -> tuple[TracedShape, ...]:
+    def _shapes(self, traced: Iterable[Traced], seconds: _SecondsByShape) -> tuple[TracedShape, ...]:
         allocated = self.replays.unlimited.allocated_bytes
         found = [
             TracedShape(
                 shape=one.shape,
                 at_step=one.at_step,
-                times=times[one.shape],
-                seconds=self._times.between(*one.work).seconds,
+                times=seconds.times[one.shape],
+                seconds=seconds.mean(one.shape),
                 peak_bytes=max(allocated[slice(*one.positions)], default=0),
                 is_exact=one.is_exact,
                 waits=dict(one.waits.most_common()),
@@ -220,14 +252,6 @@ class Findings:
 def _share(one: Counted, by_tokens: SecondsByTokens) -> float:
     """Of its shape's seconds, what it takes."""
     return by_tokens.share(one.tokens, of=one.shape.tokens)
-
-
-def _counted(units: Iterable[tuple[Counted, int]]) -> Counter[WindowShape]:
-    """How often each shape came."""
-    counts: Counter[WindowShape] = Counter()
-    for one, times in units:
-        counts[one.shape] += times
-    return counts
 
 
 def _times_due(steps: int, every: int | None) -> int:

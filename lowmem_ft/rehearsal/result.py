@@ -22,14 +22,15 @@ DISK_BYTES_PER_SECOND = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class TracedShape:
-    """A step, or an evaluation's batch, of one shape.
+    """The micro-batches, or the held-out batches, of one shape.
 
     Args:
-        shape: of its data.
+        shape: of their data; of all of a step's where they pass through the layers together.
         at_step: where it came first, from 1.
-        times: how often the run has it.
-        seconds: of one, by the clock of the GPU.
-        peak_bytes: most tensors in it.
+        times: how often the rehearsed steps have it.
+        seconds: of one on average, forward and backward, by the clock of the GPU. Without the update, unless it is
+            part of the backward pass or all of a step's micro-batches pass together.
+        peak_bytes: most tensors in its step, or in its evaluation.
         is_exact: whether it was traced as it came, and not padded to a shape.
         waits: how often the host waits for the device in one, by the line of code.
     """
@@ -97,6 +98,7 @@ class Rehearsal:
         interpolation_error: the most by which a traced shape's seconds lie off the line through the others, on which
             the seconds of what is padded up to shapes are read; 0 where too few were traced to say.
         steps: the shapes that were traced, the largest first.
+        update_seconds: of a step on average, beside its micro-batches; with theirs, the time of the rehearsed steps.
         evaluations: likewise, of held-out batches.
         num_evaluations: of the whole run.
         checkpoints: as many as were rehearsed.
@@ -121,6 +123,7 @@ class Rehearsal:
     rounded_tokens: int
     interpolation_error: float
     steps: tuple[TracedShape, ...]
+    update_seconds: float
     evaluations: tuple[TracedShape, ...]
     num_evaluations: int
     checkpoints: tuple[Saved, ...]
@@ -183,6 +186,7 @@ class Rehearsal:
                 "model_seconds": self.model and self.save_seconds(self.model),
                 "host_waits": sum(self.longest.waits.values()),
                 "host_waits_at": dict(self.longest.waits),
+                "update_seconds": self.update_seconds,
                 "rounding": self.rounding,
                 "interpolation_error": self.interpolation_error,
             },

@@ -204,8 +204,10 @@ def _waits(waits: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 
 def _shapes(rehearsal: Rehearsal) -> RenderableType:
     def rows() -> Iterator[tuple[str, ...]]:
-        for what, traced in (("", rehearsal.steps), ("evaluation: ", rehearsal.evaluations)):
-            yield from ((f"{what}{_shape_words(one)}", *_numbers(one)) for one in traced)
+        yield from ((_shape_words(one), *_numbers(one)) for one in rehearsal.steps)
+        if rehearsal.update_seconds:
+            yield "update", f"{rehearsal.rehearsed_steps:,}", "", _seconds(rehearsal.update_seconds), ""
+        yield from ((f"evaluation: {_shape_words(one)}", *_numbers(one)) for one in rehearsal.evaluations)
 
     return UncutTable(
         ("shape", "times", "first at", "seconds", "tensors"),
@@ -224,6 +226,10 @@ def _numbers(traced: TracedShape) -> tuple[str, ...]:
     return (
         f"{traced.times:,}",
         f"step {traced.at_step:,}",
-        f"{traced.seconds:.3g}",
+        _seconds(traced.seconds),
         format_bytes(traced.peak_bytes),
     )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g}"

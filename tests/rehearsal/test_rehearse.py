@@ -104,6 +104,27 @@ def test_windows_of_other_lengths_are_traced_by_themselves_and_take_less(recipe,
     assert sum(step.times for step in found.steps) == 3 * 10  # epochs of ten micro-batches
 
 
+def seconds_of(shapes):
+    return sum(shape.times * shape.seconds for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("training.gradient_accumulation_steps=4",),
+        ("training.gradient_accumulation_steps=4", "accumulation.order=vertical"),
+        ("optimizer.in_backward=true", "training.gradient_accumulation_steps=1"),
+    ],
+    ids=["horizontal", "vertical", "in backward"],
+)
+def test_the_seconds_of_shapes_and_updates_add_up_to_the_runs(recipe, chats, settings):
+    found = rehearse(recipe(*settings, f"data={chats([2, 40, 9, 17] * 10)}"), "rtx-4090")
+    updates = found.num_steps * found.update_seconds
+    assert seconds_of(found.steps) + updates == pytest.approx(found.time.steps)
+    assert seconds_of(found.evaluations) == pytest.approx(found.time.evaluations)
+    assert found.to_json()["run"]["update_seconds"] == found.update_seconds
+
+
 def test_it_says_where_the_host_waits(recipe):
     waits = rehearse(recipe(*ALIKE), "rtx-4090", steps=3).steps[-1].waits
     files = {place.rpartition(":")[0] for place in waits}
