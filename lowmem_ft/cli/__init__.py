@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: those of this process.
 
     Returns:
-        The exit code: 0 done, 2 the user's input is at fault, 3 it does not fit the budget, 130 or 143 stopped by
-        Ctrl-C or SIGTERM.
+        The exit code: 0 done, 2 the user's input is at fault, 3 it does not fit the budget, or may not, 130 or 143
+        stopped by Ctrl-C or SIGTERM.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: ``recipe=NAME|PATH``, ``key=value`` settings and options; None: those of this process.
 
     Returns:
-        The exit code: 0 if it fits (on one GPU at least), else 3.
+        The exit code: 0 if it fits (on one GPU at least); 3 if it does not, or may not.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if names_script(arguments):

@@ -42,7 +42,8 @@ and what stands behind `--` are its own arguments (docs/estimate_a_script.md).
 
 Traces are kept in the folder that LOWMEM_FT_TRACE_CACHE names, by default ~/.cache/lowmem_ft/traces; `off` keeps none.
 
-Exit codes: 0 it fits, if only tightly, which is said; 3 it does not; 2 the input is at fault."""
+Exit codes: 0 it fits, if only tightly, which is said; 3 it does not, or may not, as the limit is within the
+estimate's range; 2 the input is at fault."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, list[str]]:

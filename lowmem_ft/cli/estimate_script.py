@@ -36,7 +36,7 @@ def estimate_script(arguments: Sequence[str]) -> int:
         arguments: of the command; those of the script come behind ``--``.
 
     Returns:
-        The exit code: 0 if it fits (on one GPU at least), else 3.
+        The exit code: 0 if it fits (on one GPU at least); 3 if it does not, or may not.
 
     Raises:
         UserError: if the script cannot be run, or not be estimated.

@@ -40,7 +40,7 @@ The run's own loop goes over the real data, tokenized and batched as in training
 alone, on a virtual GPU. Needed are the data and the tokenizer: where no hub can be reached, name a folder with
 model.tokenizer_name_or_path=FOLDER. A step is traced for each shape of data, and the others of its shape are counted.
 
-Exit codes: 0 it fits; 3 it does not; 2 the input is at fault."""
+Exit codes: 0 it fits; 3 it does not, or may not; 2 the input is at fault."""
 
 
 @explains_user_errors
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: ``recipe=NAME|PATH``, ``key=value`` settings and options; None: those of this process.
 
     Returns:
-        The exit code: 0 if it fits, else 3.
+        The exit code: 0 if it fits; 3 if it does not, or may not.
     """
     with if_stopped("while rehearsing: nothing is kept."):
         return _rehearse(list(sys.argv[1:] if argv is None else argv))

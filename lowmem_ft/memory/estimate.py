@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.race import Race
@@ -13,6 +13,9 @@ from lowmem_ft.memory.uncertainty import Uncertainty, is_tight
 from lowmem_ft.units import format_bytes
 
 SCHEMA = 1
+
+Verdict = Literal["fits", "may not fit", "does not fit"]
+"""Of an estimate: its whole range is within the limits, a part of it is, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +130,7 @@ class MemoryEstimate:
         reserved_peak_bytes: of the caching allocator's segments, as ``torch.cuda.max_memory_reserved`` counts.
         process_peak_bytes: of the process, as ``nvidia-smi`` shows: reserved, CUDA context, libraries.
         process_range: where that will lie; None: not known.
+        fits_at_low_end: whether it fits if all is as much smaller as it may be, where it does not fit.
         host_peak_bytes: host memory of the process, without pages of files (``memory/process_memory.py``).
         host_pinned_bytes: the part of it that is pinned, at its own peak.
         host_by_part_at_peak: what the host's peak is made of, by category, and by ``process``, ``heap`` (on a
@@ -165,6 +169,7 @@ class MemoryEstimate:
     budget: BudgetVerdict
     fits: bool
     process_range: ProcessRange | None = None
+    fits_at_low_end: bool = False
     processes: Processes | None = None
     host_by_part_at_peak: Mapping[str, int] = field(default_factory=dict)
     disk_peak_bytes: int = 0
@@ -205,6 +210,13 @@ class MemoryEstimate:
         return self.process_peak_bytes if self.process_range is None else self.process_range.high_bytes
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether it fits; it may not where a limit is within the range."""
+        if self.fits:
+            return "fits"
+        return "may not fit" if self.fits_at_low_end else "does not fit"
+
+    @property
     def tight(self) -> bool:
         """Whether it fits with so little to spare that it may not in practice (see ``memory/uncertainty.py``)."""
         budget = self.budget
@@ -239,7 +251,8 @@ class MemoryEstimate:
             how = "fits tightly" if self.tight else "fits"
             host = format_bytes(self.host_peak_bytes)
             return f"{how}, {format_bytes(spare)} to spare, and needs {host} of host memory."
-        return f"does not fit, {format_bytes(-spare)} are missing." if spare < 0 else "does not fit."
+        missing = f", {format_bytes(-spare)} are missing" if spare < 0 else ""
+        return f"{self.verdict}{missing}."
 
     def to_json(self) -> dict[str, Any]:
         """The estimate as JSON types, by the names of the published schema."""
@@ -293,6 +306,7 @@ class MemoryEstimate:
                 "headroom_bytes": self.headroom_bytes,
             },
             "fits": self.fits,
+            "verdict": self.verdict,
             "tight": self.tight,
             "choices": list(self.choices),
             "not_modelled": list(self.not_modelled),

@@ -16,6 +16,7 @@ from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProces
 from lowmem_ft.estimator.target import CPU, limits
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.host_limits import tightest_host_limit
+from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan, plan_checkpointing
 from lowmem_ft.planner.checkpointing import chosen_in_words
 from lowmem_ft.planner.space import planned_keys, with_settings
@@ -171,7 +172,8 @@ def _nothing_fits(recipe: Recipe, found: MemoryPlan) -> str:
     if recipe.plan.mode == "none":
         settings, more = "choice of checkpointed layers makes", "chooses all other memory knobs too"
     return (
-        f"No {settings} it fit: the nearest, {shlex.join(found.settings) or 'the recipe as it is'}, lack "
+        f"No {settings} it fit with {TIGHT_SHARE:.0%} to spare: the nearest, "
+        f"{shlex.join(found.settings) or 'the recipe as it is'}, lack "
         f"{' and '.join(lacks) or 'memory'}.{card} `lowmem-ft plan` with the same settings {more}; "
         "plan.allow=[...] names what may be given up."
     )

@@ -9,7 +9,7 @@ from typing import Any
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.memory.category import Phase
 from lowmem_ft.memory.comparison import estimated_peaks
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.estimate import MemoryEstimate, Verdict
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.rehearsal.runtime import Saved
 from lowmem_ft.rehearsal.shapes import WindowShape
@@ -141,6 +141,11 @@ class Rehearsal:
         return self.estimate.fits and self.failure is None
 
     @property
+    def verdict(self) -> Verdict:
+        """That of the estimate; where memory runs out though its range is within the limits, it does not fit."""
+        return "does not fit" if self.estimate.fits and not self.fits else self.estimate.verdict
+
+    @property
     def cost_usd(self) -> float | None:
         """Of the whole run at the catalogue's price; None: it has none."""
         price = self.gpu.cheapest_price
@@ -166,6 +171,7 @@ class Rehearsal:
         return {
             **self.estimate.to_json(),
             "fits": self.fits,
+            "verdict": self.verdict,
             "worst_case": self.worst.to_json(),
             "recipe": recipe_to_yaml(self.recipe),
             "peaks": estimated_peaks(self.estimate).to_json(),

@@ -23,11 +23,13 @@ from lowmem_ft.reports.wording import (
     HOST_PART_WORDS,
     PHASE_WORDS,
     budget_below_device,
+    caution,
+    from_to,
     module_words,
     short_name,
     shortfall,
-    tightness,
     verdict,
+    verdict_colour,
 )
 from lowmem_ft.units import format_bytes
 
@@ -131,8 +133,8 @@ def headline(estimate: MemoryEstimate) -> Text:
     if model.trainable_parameters != model.parameters:
         share = model.trainable_parameters / model.parameters
         trained = f"{model.trainable_parameters:,} trained ({share:.2%})"
-    colour = "yellow" if estimate.tight else "green" if estimate.fits else "red"
-    warning = tightness(estimate)
+    colour = verdict_colour(estimate)
+    warning = caution(estimate)
     return Text.assemble(
         (short_name(model.name), "bold"),
         " ",
@@ -174,14 +176,7 @@ def _whole(estimate: MemoryEstimate) -> tuple[int, int]:
 
 def _range(estimate: MemoryEstimate) -> str:
     found = estimate.process_range
-    return "" if found is None else f" ({_from_to(found.low_bytes, found.high_bytes)})"
-
-
-def _from_to(low_bytes: int, high_bytes: int) -> str:
-    """Two sizes, with one unit where they share it: ``18.1 to 18.7 GiB``."""
-    low, high = format_bytes(low_bytes), format_bytes(high_bytes)
-    (number, unit), same_unit = low.split(), low.split()[1] == high.split()[1]
-    return f"{number if same_unit else f'{number} {unit}'} to {high}"
+    return "" if found is None else f" ({from_to(found.low_bytes, found.high_bytes)})"
 
 
 def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:

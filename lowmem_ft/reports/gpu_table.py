@@ -13,7 +13,7 @@ from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
-from lowmem_ft.reports.wording import short_name, shortfall
+from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
 from lowmem_ft.units import GIB, format_bytes
 
 LEGEND = (
@@ -42,8 +42,10 @@ def gpu_table(
     model = estimates[0].model
     num_fitting = sum(estimate.fits for estimate in estimates)
     num_tight = sum(estimate.tight for estimate in estimates)
+    num_open = sum(estimate.verdict == "may not fit" for estimate in estimates)
     title = f" fits on {num_fitting} of {len(estimates) + len(cannot_run)} GPUs"
     title += f", on {num_tight} of them tightly" if num_tight else ""
+    title += f", and may not fit on {num_open} more" if num_open else ""
     return Group(
         Text.assemble((short_name(model.name), "bold"), title, f"\n{model.parameters:,} parameters"),
         *_in_common(estimates),
@@ -129,7 +131,7 @@ def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
     peak = estimate.process_peak_bytes
     return [
         estimate.gpu.name if number == 1 else f"{number}x{estimate.gpu.name}",
-        _verdict(estimate),
+        verdict_cell(estimate),
         format_gib(peak if processes is None else max(peak, processes.last_peak_bytes or 0)),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
@@ -139,12 +141,15 @@ def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
     ]
 
 
-def _verdict(estimate: MemoryEstimate) -> Text:
-    if not estimate.fits:
-        return Text(shortfall(estimate), "red")
-    headroom = estimate.headroom_bytes
-    left, colour = ("tight", "yellow") if estimate.tight else ("free", "green")
-    return Text("fits" if headroom is None else f"{format_bytes(headroom)} {left}", colour)
+def verdict_cell(estimate: MemoryEstimate) -> Text:
+    """Whether a run fits, and by how much, in few words."""
+    headroom, words = estimate.headroom_bytes, estimate.verdict
+    if estimate.fits:
+        left = "tight" if estimate.tight else "free"
+        words = "fits" if headroom is None else f"{format_bytes(headroom)} {left}"
+    else:
+        words = f"may not fit, {shortfall(estimate)}" if words == "may not fit" else shortfall(estimate)
+    return Text(words, verdict_colour(estimate))
 
 
 def _refusals(cannot_run: Mapping[str, str]) -> list[Prose]:

@@ -12,10 +12,10 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.estimator.methods import Method, MethodEstimate
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
 from lowmem_ft.reports.filling import shell_lines
-from lowmem_ft.reports.gpu_table import VERDICT, format_gib, hourly_order
+from lowmem_ft.reports.gpu_table import VERDICT, format_gib, hourly_order, verdict_cell
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
-from lowmem_ft.reports.wording import short_name, shortfall
+from lowmem_ft.reports.wording import short_name, verdict_colour
 from lowmem_ft.units import format_bytes
 
 _HOURLY = "$/hour: the lowest on-demand price known; `lowmem-ft gpus` says whose, and of what date."
@@ -50,8 +50,8 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
         "",
         table,
         Prose(
-            "\nGiB: what the card has; under each method, what the process needs of it. no: does not fit; ~: fits "
-            f"tightly; -: not there. {_HOURLY}"
+            "\nGiB: what the card has; under each method, what the process needs of it. no: does not fit; may: may "
+            f"not fit; ~: fits tightly; -: not there. {_HOURLY}"
         ),
         _Commands(results),
         *_notes(results),
@@ -126,27 +126,21 @@ def _cells(result: MethodEstimate) -> tuple[str | Text, str]:
     estimate = result.estimate
     if estimate is None:
         return "-", "-"
-    needs = format_gib(estimate.process_peak_bytes)
+    needs, colour = format_gib(estimate.process_peak_bytes), verdict_colour(estimate)
     if not estimate.fits:
-        return Text(needs, "red"), "no"
+        return Text(needs, colour), "may" if estimate.verdict == "may not fit" else "no"
     speed = "" if estimate.step is None else f"{estimate.step.tokens_per_second:,.0f}"
-    return Text(f"~{needs}", "yellow") if estimate.tight else Text(needs, "green"), speed
+    return Text(f"~{needs}" if estimate.tight else needs, colour), speed
 
 
 def _line(result: MethodEstimate, gpu: Gpu) -> list[str | Text]:
     estimate = result.estimate
     if estimate is None:
         return [Text("cannot run", "red"), *("-",) * 5]
-    headroom, step = estimate.headroom_bytes, estimate.step
-    verdict = Text(shortfall(estimate), "red")
-    if estimate.fits and headroom is not None:
-        verdict = Text(
-            f"{format_bytes(headroom)} {'tight' if estimate.tight else 'free'}",
-            "yellow" if estimate.tight else "green",
-        )
+    step = estimate.step
     cost = price_per_million_tokens(step, gpu.cheapest_price) if estimate.fits else None
     return [
-        verdict,
+        verdict_cell(estimate),
         format_gib(estimate.process_peak_bytes),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),

@@ -15,7 +15,7 @@ from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typ
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.reports.prose import Pairs, Prose
-from lowmem_ft.reports.wording import for_each, host_need, verdict
+from lowmem_ft.reports.wording import doubtful, for_each, host_need, verdict
 from lowmem_ft.units import format_bytes
 
 MOST_REJECTED = 4
@@ -128,8 +128,9 @@ def _shortfall(plan: MemoryPlan) -> Prose:
     what = " and ".join(missing) or "room for the caching allocator"
     estimate, keep = plan.estimate, plan.recipe.plan.keep
     lines = [
-        f"{estimate.model.name} does not fit in {_limit_words(plan)}: the nearest plan lacks {what}, with the headroom "
-        f"that estimates ask for. It takes {format_bytes(estimate.process_high_bytes)} and {host_need(estimate)}."
+        f"{estimate.model.name} {doubtful(estimate)} in {_limit_words(plan)}: the nearest plan lacks {what}, with the "
+        "headroom that estimates ask for. "
+        f"It takes {format_bytes(estimate.process_high_bytes)} and {host_need(estimate)}."
     ]
     if plan.smallest_gpu:
         size = format_bytes(find_gpu(plan.smallest_gpu).memory_bytes)

@@ -70,13 +70,25 @@ def verdict(estimate: MemoryEstimate) -> str:
     if limit is not None:
         where = f"in {format_bytes(limit)} of {estimate.devices}"
     if not estimate.fits:
-        return f"does not fit {where}: {shortfall(estimate)}{_beside_others(estimate)}"
+        return f"{estimate.verdict} {where}: {shortfall(estimate)}{_beside_others(estimate)}"
     if estimate.is_of_cpu and headroom is None and estimate.budget.host_bytes is None:  # nothing to fit in
         return f"needs {format_bytes(estimate.process_peak_bytes)} {where}"
     how = f"fits {'tightly ' if estimate.tight else ''}{where}"
     if headroom is not None:
         how += f" with {format_bytes(headroom)} to spare{_beside_others(estimate)}"
     return how if estimate.is_of_cpu else f"{how}, and needs {host_need(estimate)}"
+
+
+def doubtful(estimate: MemoryEstimate) -> str:
+    """The verdict on what is no plan: one fits, tightly, or may not, or does not."""
+    return "fits too tightly" if estimate.fits else estimate.verdict
+
+
+def verdict_colour(estimate: MemoryEstimate) -> str:
+    """Green, yellow where it fits tightly or may not, red."""
+    if estimate.verdict == "does not fit":
+        return "red"
+    return "green" if estimate.fits and not estimate.tight else "yellow"
 
 
 def budget_below_device(estimate: MemoryEstimate) -> int | None:
@@ -99,8 +111,15 @@ def for_each(estimate: MemoryEstimate) -> str:
     return "" if estimate.processes is None else " for each process"
 
 
-def tightness(estimate: MemoryEstimate) -> str:
-    """Why a verdict is tight, and what to do; empty if it is not."""
+def caution(estimate: MemoryEstimate) -> str:
+    """Why a verdict is tight or open, and what to do; empty if it is neither."""
+    found = estimate.process_range
+    if estimate.verdict == "may not fit" and found is not None:
+        ends = from_to(found.low_bytes, found.high_bytes)
+        return (
+            f"The limit is within the estimate's range, {ends}. It may run out of memory: try a few steps before a "
+            "long run."
+        )
     if not estimate.tight:
         return ""
     budget = estimate.budget
@@ -118,13 +137,20 @@ def tightness(estimate: MemoryEstimate) -> str:
     )
 
 
+def from_to(low_bytes: int, high_bytes: int) -> str:
+    """Two sizes, with one unit where they share it: ``18.1 to 18.7 GiB``."""
+    low, high = format_bytes(low_bytes), format_bytes(high_bytes)
+    (number, unit), same_unit = low.split(), low.split()[1] == high.split()[1]
+    return f"{number if same_unit else f'{number} {unit}'} to {high}"
+
+
 def _beside_others(estimate: MemoryEstimate) -> str:
     others = estimate.gpu.held_by_others_bytes
     return f" beside {format_bytes(others)} that others hold" if others else ""
 
 
 def shortfall(estimate: MemoryEstimate) -> str:
-    """By how much a run that does not fit, perhaps at the upper end alone, exceeds its device, its host, or both."""
+    """By how much a run that does not fit, or may not, exceeds its device, its host, or both."""
     headroom, host_limit = estimate.headroom_bytes, estimate.budget.host_bytes
     over = []
     if headroom is not None and headroom < 0:

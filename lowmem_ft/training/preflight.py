@@ -139,14 +139,21 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: i
         )
     missing = _missing(recipe, estimate)
     if not missing:
-        if estimate.tight or not estimate.fits:
+        if not estimate.fits:
+            logger.warning(
+                "Estimated: %s. It may not fit: the upper end of the estimate's range, %s, is above the limit.",
+                summary(estimate),
+                format_bytes(estimate.process_high_bytes),
+            )
+        elif estimate.tight:
             logger.warning(
                 "Estimated: %s. That is a tight fit, and may turn out not to be one.", summary(estimate)
             )
         else:
             logger.info("Estimated: %s.", summary(estimate))
         return
-    message = f"The run is estimated to need {summary(estimate)}: {' and '.join(missing)}."
+    opening = "The run may not fit: it" if estimate.verdict == "may not fit" else "The run"
+    message = f"{opening} is estimated to need {summary(estimate)}: {' and '.join(missing)}."
     if not recipe.budget.enforce:
         logger.warning("%s It goes on, as budget.enforce=false.", message)
         return

@@ -55,6 +55,15 @@ def test_the_cheapest_hour_comes_first_and_unpriced_gpus_last_by_memory(estimate
     assert names == ["rtx-pro-6000-blackwell", "dear-2gb", "unpriced-1gb", "unpriced-8gb"]
 
 
+def test_a_gpu_whose_limit_is_within_the_range_may_not_do(estimates, as_text):
+    open_ones = [dataclasses.replace(estimate, fits_at_low_end=True) for estimate in estimates]
+    text = as_text(gpu_table(open_ones, GPUS, {}))
+    assert "fits on 3 of 4 GPUs, and may not fit on 1 more" in text
+    (row,) = (line for line in text.splitlines() if line.startswith("unpriced-1gb"))
+    assert "may not fit," in row
+    assert "may not fit" not in as_text(gpu_table(estimates, GPUS, {}))
+
+
 def test_each_gpu_has_a_line_with_verdict_speed_and_price(estimates, as_text):
     lines = as_text(gpu_table(estimates, GPUS, {})).splitlines()
     assert max(map(len, lines)) <= 80

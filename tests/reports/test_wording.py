@@ -7,7 +7,7 @@ import pytest
 from lowmem_ft.memory.category import CATEGORIES, PHASES
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, ProcessRange
 from lowmem_ft.memory.uncertainty import Uncertainty
-from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, tightness, verdict
+from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, caution, module_words, verdict
 from lowmem_ft.units import GIB, MIB
 
 
@@ -70,17 +70,17 @@ def test_of_a_processor_host_memory_is_all_there_is(estimate):
 
 
 def test_a_tight_verdict_says_so_why_and_what_to_do(estimate):
-    assert tightness(estimate) == ""
+    assert caution(estimate) == ""
     limit = round(estimate.process_peak_bytes / 0.97)
     tight = dataclasses.replace(estimate, budget=BudgetVerdict(device_bytes=limit, host_bytes=None))
     assert verdict(tight).startswith("fits tightly in ")
-    assert tightness(tight).startswith(
+    assert caution(tight).startswith(
         "Tight: 3.0% of the device's memory is left, and estimates have been off by up to 6%."
     )
     host = dataclasses.replace(
         estimate, budget=BudgetVerdict(device_bytes=2 * GIB, host_bytes=round(3 * GIB / 0.98))
     )
-    assert tightness(host).startswith("Tight: 2.0% of budget.host is left")
+    assert caution(host).startswith("Tight: 2.0% of budget.host is left")
 
 
 def test_what_others_hold_stands_in_the_verdict(estimate):
@@ -98,3 +98,7 @@ def test_where_the_upper_end_alone_is_too_much_that_is_said(estimate):
     high = ProcessRange(low_bytes=0, high_bytes=2 * GIB + MIB, uncertainty=unsure)
     refused = dataclasses.replace(estimate, process_range=high, fits=False)
     assert verdict(refused) == "does not fit on small-gpu: up to 1.00 MiB over"
+    straddles = dataclasses.replace(refused, fits_at_low_end=True)
+    assert verdict(straddles) == "may not fit on small-gpu: up to 1.00 MiB over"
+    assert caution(refused) == ""
+    assert caution(straddles).startswith("The limit is within the estimate's range, 0 B to 2.00 GiB.")

@@ -85,13 +85,33 @@ def test_several_processes_are_told_what_the_estimate_leaves_out(caplog):
 
 
 @pytest.mark.parametrize(
-    "estimate", [an_estimate(process=15.5), an_estimate(process=15, high=17, fits=False)]
+    "estimate,words",
+    [
+        (an_estimate(process=15.5), "a tight fit"),
+        (
+            dataclasses.replace(an_estimate(process=15, high=17, fits=False), fits_at_low_end=True),
+            "It may not fit: the upper end of the estimate's range, 17.0 GiB, is above the limit.",
+        ),
+    ],
 )
-def test_what_may_not_fit_is_warned_of_and_trained(estimate, caplog):
+def test_what_may_not_fit_is_warned_of_and_trained(estimate, words, caplog):
     check_estimate(Recipe(), estimate)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "tight" in record.message
+    assert words in record.message
+
+
+def test_what_is_refused_by_its_figure_alone_may_not_fit():
+    over = an_estimate(process=17, fits=False)
+    for estimate, words in (
+        (over, "The run is estimated to need 17.0 GiB"),
+        (
+            dataclasses.replace(over, fits_at_low_end=True),
+            "The run may not fit: it is estimated to need 17.0 GiB",
+        ),
+    ):
+        with pytest.raises(DoesNotFitError, match=f"^{words}"):
+            check_estimate(Recipe(), estimate)
 
 
 @pytest.mark.parametrize(

@@ -136,13 +136,15 @@ def estimate_on_gpu(
         is_quantized=trace.is_quantized, context_is_estimate=gpu.context_is_estimate
     )
     margin = uncertainty.bytes_of(reserved_peak, outside)
-    highest = _upper_end(replays, uncertainty, available, outside, allowed)
+    highest = _end_of_range(replays, uncertainty, available, outside, allowed, upper=True)
     process = process_peak(reserved_peak + outside)
     process_range = ProcessRange(
         low_bytes=max(0, process - margin),
         high_bytes=max(process, process_peak(highest or reserved_peak + outside + margin)),
         uncertainty=uncertainty,
     )
+    fits = None not in (held, highest) and process_range.high_bytes <= limit
+    lowest = None if fits else _end_of_range(replays, uncertainty, available, outside, allowed, upper=False)
     device = DeviceLimit(
         name=gpu.name,
         memory_bytes=gpu.memory_bytes,
@@ -150,12 +152,14 @@ def estimate_on_gpu(
         context_is_estimate=gpu.context_is_estimate,
     )
     host = replays.host_tensors.peak_with(surroundings.host)
+    is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
     return _estimate(
         trace,
         DevicePeaks(device, reserved_peak, process, process_range),
         replays.tensor_peaks,
         budget=budget,
-        fits=None not in (held, highest) and process_range.high_bytes <= limit,
+        fits=fits and is_host_enough,
+        fits_at_low_end=is_host_enough and (fits or (lowest is not None and process_peak(lowest) <= limit)),
         host_by_part=host,
         step=step_time(replays, gpu, surroundings),
         processes=surroundings.processes and _processes(trace, gpu, surroundings.processes),
@@ -184,19 +188,26 @@ def _held_by_allocator(replays: Replays, capacity_bytes: int, allowed_bytes: int
     return None if capped.out_of_memory else _Held(capped.peak_reserved_bytes, capped.num_retries)
 
 
-def _upper_end(
-    replays: Replays, uncertainty: Uncertainty, available: int, outside: int, allowed: int | None
+def _end_of_range(
+    replays: Replays,
+    uncertainty: Uncertainty,
+    available: int,
+    outside: int,
+    allowed: int | None,
+    *,
+    upper: bool,
 ) -> int | None:
-    """What the process takes if all is as much larger as it may be; None if the allocator then runs out of memory.
+    """What the process takes if all is as much larger, or smaller, as it may be; None if memory runs out then.
 
     To need a hundredth more is to have a hundredth less.
     """
-    more = 1 + uncertainty.reserved_share
-    outside += uncertainty.bytes_of(0, outside)
+    sign = 1 if upper else -1
+    factor = 1 + sign * uncertainty.reserved_share
+    outside += sign * uncertainty.bytes_of(0, outside)
     held = _held_by_allocator(
-        replays, int((available - outside) / more), None if allowed is None else int(allowed / more)
+        replays, int((available - outside) / factor), None if allowed is None else int(allowed / factor)
     )
-    return None if held is None else round(held.peak_bytes * more) + outside
+    return None if held is None else round(held.peak_bytes * factor) + outside
 
 
 def estimate_on_cpu(
@@ -235,6 +246,7 @@ def estimate_on_cpu(
         tensors,
         budget=budget,
         fits=process_range.high_bytes <= min(limits, default=process_range.high_bytes),
+        fits_at_low_end=process_range.low_bytes <= min(limits, default=process_range.low_bytes),
         host_by_part={**tensors.by_category, "heap": heap, "process": base},
         step=None,
         processes=surroundings.processes,
@@ -313,6 +325,7 @@ def _estimate(
     *,
     budget: BudgetVerdict,
     fits: bool,
+    fits_at_low_end: bool,
     host_by_part: Mapping[str, int],
     step: StepTime | None,
     processes: Processes | None,
@@ -340,7 +353,8 @@ def _estimate(
         step=step,
         processes=processes,
         budget=budget,
-        fits=fits and (budget.host_bytes is None or host_peak <= budget.host_bytes),
+        fits=fits,
+        fits_at_low_end=fits_at_low_end,
         disk_peak_bytes=tensors.disk_bytes,
         choices=choices,
         not_modelled=not_modelled,

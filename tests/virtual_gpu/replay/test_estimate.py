@@ -82,6 +82,32 @@ def test_it_fits_up_to_the_last_byte_of_the_upper_end():
     assert over.headroom_bytes == 16 * MIB - 1  # the figure itself has room
 
 
+def test_it_may_not_fit_where_the_limit_is_within_the_range():
+    trace = trace_of(300, 300)
+    lowest, highest = (594 + 90) * MIB, (606 + 110) * MIB
+    found = {
+        limit: estimate(trace, limit=limit).verdict for limit in (lowest - 1, lowest, highest - 1, highest)
+    }
+    assert list(found.values()) == ["does not fit", "may not fit", "may not fit", "fits"]
+    straddles = estimate(trace, limit=lowest)
+    assert not straddles.fits
+    assert straddles.to_json()["verdict"] == "may not fit"
+    assert "may not fit, 16.0 MiB are missing" in str(straddles)
+    assert estimate(trace, limit=lowest, host=GIB, host_base=GIB + 1).verdict == "does not fit"
+
+
+def test_on_a_processor_it_may_not_fit_likewise():
+    trace = trace_of(300, 300)
+
+    def verdict(limit: int | None) -> str:
+        budget = BudgetVerdict(device_bytes=None, host_bytes=limit)
+        surroundings = Surroundings(host=HostOutside(process_bytes=500 * MIB))
+        return estimate_on_cpu(trace, "cpu", budget, surroundings).verdict
+
+    found = {limit and limit // MIB: verdict(limit) for limit in (None, 1000 * MIB, 1100 * MIB, 1200 * MIB)}
+    assert found == {None: "fits", 1000: "does not fit", 1100: "may not fit", 1200: "fits"}
+
+
 def test_the_range_lies_around_the_figure():
     found = estimate(trace_of(300, 300))
     assert found.process_range is not None
