@@ -129,6 +129,23 @@ class Interrupted(BaseException):
         return 128 + self.signal_number
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust (tokenizers, safetensors) has ended a call for a bug or a damaged file.
+
+    Its type is nobody's to import, and no ``Exception``.
+    """
+    return (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")
+
+
+def panic_problem(error: BaseException) -> str:
+    """The sentence about a panic."""
+    words = str(error).strip().partition("\n")[0]
+    return (
+        f"A library written in Rust, such as tokenizers or safetensors, panicked: {words}. Most often a file that it "
+        "was given is damaged: fetch or make tokenizer.json and the weights anew, or install another version of it."
+    )
+
+
 _OF_THE_MACHINE = {
     errno.EACCES, errno.EPERM, errno.EROFS,
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG,

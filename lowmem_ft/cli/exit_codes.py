@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 from lowmem_ft.cli.stopping import sigterm_as_ctrl_c, stop_behind, stopped_by, was_terminated, words_of
-from lowmem_ft.errors import Interrupted, OtherProcessError, UserError, machine_problem
+from lowmem_ft.errors import (
+    Interrupted,
+    OtherProcessError,
+    UserError,
+    is_panic,
+    machine_problem,
+    panic_problem,
+)
 from lowmem_ft.reports.filling import filled
 from lowmem_ft.starting import SIGNALLED, is_main_process, raise_at_ctrl_c
 
@@ -58,6 +65,10 @@ def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[st
             return _tell(UserError(problem))
         if isinstance(error, UserError):
             return _tell(error)
+        raise
+    except BaseException as error:
+        if is_panic(error):
+            return _tell(UserError(panic_problem(error)))
         raise
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import lowmem_ft
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import UserError, is_panic, panic_problem
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.recipe import Recipe
@@ -175,6 +175,10 @@ def serve() -> None:
                 say(_RESULT, function(*arguments, **progress))
             except UserError as error:
                 say(_ERROR, error)
+            except BaseException as error:
+                if not is_panic(error):
+                    raise
+                say(_ERROR, UserError(panic_problem(error)))
 
 
 class _Teller(logging.Handler):

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lowmem_ft.errors import MissingPackageError, ModelError
+from lowmem_ft.errors import MissingPackageError, ModelError, is_panic
 from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.hub import hub_is_reachable
 from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
@@ -124,6 +124,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         lacks_files = "Couldn't instantiate the backend tokenizer" in str(error)
         reason = "it has no tokenizer.json." if lacks_files else _first_line(error)
         raise not_a_tokenizer(path, reason) from error
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise not_a_tokenizer(path, f"its tokenizer.json is damaged: {_first_line(error)}") from error
     # Where there are no files, transformers makes up one that knows its special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(
@@ -400,5 +404,5 @@ def _cause_names(error: BaseException | None) -> set[str]:
     return names
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0].rstrip(".") + "."

@@ -267,6 +267,10 @@ def _write_models(folder: Path) -> None:
     variant("no_weights", lambda model: (model / weights).unlink())
     variant("no_tokenizer", lambda model: [file.unlink() for file in model.glob("tokenizer*")])
     variant("broken_tokenizer", lambda model: (model / "tokenizer.json").write_text("{"))
+    lost_token = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}
+    variant("lost_token", lambda model: _set_tokenizer(model, **lost_token))
+    table = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8A"}  # points beyond its end
+    variant("cut_normalizer", lambda model: _set_tokenizer(model, normalizer=table))
     variant("empty_config", lambda model: (model / "config.json").write_text(""))
     variant("config_is_list", lambda model: (model / "config.json").write_text("[]"))
     variant("config_not_json", lambda model: (model / "config.json").write_text("{model_type: llama}"))
@@ -349,6 +353,12 @@ def _set_config(model: Path, **fields: Any) -> None:
     written = json.loads((model / "config.json").read_text())
     written = {name: value for name, value in {**written, **fields}.items() if value is not None}
     (model / "config.json").write_text(json.dumps(written))
+
+
+def _set_tokenizer(folder: Path, **parts: Any) -> None:
+    """With parts that tokenizers panics over, as it reads them or as it reads a text."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **parts}))
 
 
 def _pickle_weights(model: Path) -> None:
