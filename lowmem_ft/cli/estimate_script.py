@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lowmem_ft.estimator.script import ScriptEstimate
     from lowmem_ft.hf.script_savings import Savings
 
+logger = logging.getLogger(__name__)
 
 _NO_TRAINER = (
     "it is for trainers of transformers and TRL; each technique has a function for a loop of your own"
@@ -89,20 +90,25 @@ def _says_steps(doing: str, options: argparse.Namespace, say: Callable[[str], No
 def _on_one(
     path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
-    from lowmem_ft.estimator.script import estimate_script
-    from lowmem_ft.hf.script_savings import Savings, TrainerSeen, attach_what_is_exact
+    from lowmem_ft.estimator.script import ScriptError, estimate_script
+    from lowmem_ft.hf.script_savings import Savings, TrainerSeen
 
     seen = TrainerSeen()
     run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=options.steps)
     reading = functools.partial(say, f"{_doing(path)}: reading its data")
     found = run(on_step=_says_steps(_doing(path), options, say), on_trainer=seen, on_reading=reading)
     savings, problems = None, seen.problems if seen.is_there else (_NO_TRAINER,)
-    if seen.settings:
+    if seen.failure:
+        logger.debug("No line of hf.attach:\n%s", seen.failure)
+    if settings := seen.settings:
         doing = f"{path.name}: once more, with hf.attach"
         say(doing)
         try:
-            after = run(on_step=_says_steps(doing, options, say), on_trainer=attach_what_is_exact)
-            savings = Savings(settings=seen.settings, before=found, after=after)
+            after = run(on_step=_says_steps(doing, options, say), on_trainer=seen.attach_to)
+            whole = Savings(settings=settings, before=found, after=after)
+            savings = whole if whole.is_one else None
+        except ScriptError as error:  # without hf.attach it had none
+            logger.debug("No line of hf.attach: %s\n%s", error, error.own_traceback)
         except UserError as error:
             problems = error.problems
     return lambda: _report_one(found, savings, problems, options)
@@ -132,7 +138,7 @@ def _report_one(
 
 
 def _attach_facts(savings: Savings | None, problems: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What ``hf.attach`` would save, or why that is not known; nothing where a trainer has it all."""
+    """What ``hf.attach`` would save, or why that is not known; nothing where there is nothing to save."""
     yield from (
         ("" if index else "hf.attach", f"not estimated: {text}") for index, text in enumerate(problems)
     )

@@ -20,6 +20,7 @@ from lowmem_ft.handle import Handle
 from lowmem_ft.hf.agreement import Agreement, agree, unread_settings
 from lowmem_ft.hf.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.checkpointing_switch import flags_off, take_switch
+from lowmem_ft.hf.known_models import problems_with_model
 from lowmem_ft.hf.prepared_model import finer_weights
 from lowmem_ft.hf.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.script_plan import plan_for
@@ -108,7 +109,7 @@ def attach(
         )
     flags = Handle()
     if recipe is None:
-        if problems := list(already_attached(trainer)):
+        if problems := [*problems_with_model(trainer.model), *already_attached(trainer)]:
             raise UserError(*problems)
         recipe = plan_for(trainer, budget or Budget()).recipe
         flags.undo_first(*flags_off(trainer.args))
@@ -138,6 +139,8 @@ def settled_with(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     Raises:
         UserError: for everything that speaks against it.
     """
+    if problems := list(problems_with_model(trainer.model)):
+        raise UserError(*problems)  # nothing else can be asked of it
     agreement = agree(trainer, recipe, kind)
     problems = [*already_attached(trainer), *agreement.problems]
     problems += problems_with_trainer(trainer, agreement.recipe, kind)

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.script.trainers import gathers_logits
+from lowmem_ft.hf.known_models import problem_with_class
 from lowmem_ft.hf.reading import Reading, script_estimate
 from lowmem_ft.hf.script_model import adapter_config, model_config
 from lowmem_ft.hf.script_optimizer import optimizer_config
@@ -125,6 +126,8 @@ def recipe_of(script: Script, *, max_length: int | None = None) -> Recipe:
     Raises:
         UserError: if a recipe cannot describe it.
     """
+    if clause := problem_with_class(script.model):
+        raise UserError(f"A recipe describes {clause}. {script_estimate()}")
     reading = Reading()
     model, adapter = model_config(script.model, reading), adapter_config(script.model, reading)
     return _read(script, model, adapter, max_length, reading)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +13,13 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.script import ScriptEstimate
 from lowmem_ft.hf.agreement import weights_type
 from lowmem_ft.hf.attaching import attach, is_attached, settled_with
+from lowmem_ft.hf.loss_probe import LossProbe
 from lowmem_ft.hf.reading import Reading
 from lowmem_ft.hf.script_optimizer import optimizer_config
 from lowmem_ft.hf.trainer_kinds import Kind, kind_of, refused_defaults
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.training.remediations import Remediation, remediations_for
 from lowmem_ft.units import format_bytes
 
@@ -31,6 +35,8 @@ _SWITCHED_IN_PLACE = (
 Tiles are left out: behind these they freed 3 % of the peak of an 8B LoRA and of SmolLM2, at most, for steps 4 and 13 %
 longer and traces two thirds longer.
 """
+
+_CHUNKS = "loss.chunk_tokens"
 
 _OF_THE_OPTIMIZER = ("optimizer.name", "optimizer.master", "optimizer.state")
 
@@ -48,6 +54,11 @@ class Savings:
     settings: tuple[str, ...]
     before: ScriptEstimate
     after: ScriptEstimate
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it takes less memory so."""
+        return self.after.estimate.process_peak_bytes < self.before.estimate.process_peak_bytes
 
     def __str__(self) -> str:
         """Both peaks, both times, and the settings."""
@@ -73,76 +84,89 @@ class TrainerSeen:
     """Finds out what could be attached to the last trainer that was about to train, or why nothing can.
 
     Attributes:
-        settings: of a recipe, as they are typed; empty: it has all that is exact, or nothing can be attached.
         problems: why nothing can.
         is_there: whether there was one.
+        failure: the traceback of an error in looking, which is a bug of ours and no matter of the script's.
     """
 
     def __init__(self) -> None:
         self.is_there = False
-        self.settings: tuple[str, ...] = ()
         self.problems: tuple[str, ...] = ()
+        self.failure = ""
+        self._found: _Found | None = None
 
     def __call__(self, trainer: Any) -> None:
         """Look at a trainer before it trains."""
-        self.is_there = True
+        self.is_there, self.problems, self.failure, self._found = True, (), "", None
         try:
-            self.settings, self.problems = exact_settings(trainer), ()
+            self._found = _found_in(trainer, kind_of(trainer))
         except UserError as error:
-            self.settings, self.problems = (), error.problems
+            self.problems = error.problems
+        except Exception:  # its frames would keep tensors: words do not
+            self.failure = traceback.format_exc()
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Of a recipe with every exact technique that can be attached to the trainer as it is, as they are typed.
+
+        The optimizer stays that of the trainer's arguments, with masters and state in the types that it has there.
+        Empty: it has all that is exact, or nothing can be attached. A virtual GPU must not run: on it a loss has no
+        values to be compared.
+        """
+        settings = {} if self._found is None else self._found.settings
+        return Remediation(settings=settings, why="").overrides if settings else ()
+
+    def attach_to(self, trainer: Any) -> None:
+        """Attach a recipe with the settings to the same trainer, in another run of its script."""
+        assert self._found is not None
+        attach(trainer, _recipe_with(self._found.settings))
 
 
-def attach_what_is_exact(trainer: Any) -> None:
-    """Attach a recipe with :func:`exact_settings` to a trainer.
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What a trainer allows.
 
     Args:
-        trainer: about to train.
-
-    Raises:
-        UserError: as :func:`exact_settings`.
+        own: settings that say what it has.
+        attached: those of every exact technique it has not, but for one that is not known yet: whether its loss is the
+            one that ``loss.chunk_tokens`` computes.
+        unsaid: keys that need no word, as the trainer refuses the recipe's default.
+        loss: knows that.
     """
-    kind = kind_of(trainer)
-    if settings := _exact_settings(trainer, kind):
-        attach(trainer, _recipe_with(settings))
+
+    own: dict[str, Any]
+    attached: dict[str, Any]
+    unsaid: frozenset[str]
+    loss: LossProbe
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """All of them; empty if nothing is left to be attached."""
+        attached = dict(self.attached)
+        if attached.get(_CHUNKS) is not None and not self.loss.can_be_chunked():
+            del attached[_CHUNKS]
+        if not attached:
+            return {}
+        return {key: value for key, value in {**self.own, **attached}.items() if key not in self.unsaid}
 
 
-def exact_settings(trainer: Any) -> tuple[str, ...]:
-    """The settings of a recipe with every exact technique that can be attached to a trainer as it is.
-
-    The optimizer stays that of the trainer's arguments, with masters and state in the types that it has there.
-
-    Args:
-        trainer: before ``train()``.
-
-    Returns:
-        Settings as they are typed; empty if no technique is left to be attached.
-
-    Raises:
-        UserError: if nothing can be attached to it: all the reasons.
-    """
-    settings = _exact_settings(trainer, kind_of(trainer))
-    return Remediation(settings=settings, why="").overrides if settings else ()
-
-
-def _exact_settings(trainer: Any, kind: Kind) -> dict[str, Any]:
+def _found_in(trainer: Any, kind: Kind) -> _Found:
     if is_attached(trainer):
         raise UserError("The script attaches a recipe itself.")
-    settings = _as_it_is(trainer)
-    recipe = settled_with(trainer, _recipe_with(settings), kind).recipe
-    settings |= _changed(recipe, "checkpointing.")  # which a flag of the trainer may have asked for
+    own = _as_it_is(trainer)
+    recipe = settled_with(trainer, _recipe_with(own), kind).recipe
+    own |= _changed(recipe, "checkpointing.")  # which a flag of the trainer may have asked for
     length = getattr(trainer.args, "max_length", None)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_length=length))
     attached: dict[str, Any] = {}
     for way in remediations_for(recipe):
         if way.is_exact_for(recipe) and all(key.startswith(_SWITCHED_IN_PLACE) for key in way.settings):
             more = {**attached, **way.settings}
-            if _is_possible(trainer, {**settings, **more}, kind):
+            if _is_possible(trainer, {**own, **more}, kind):
                 attached = more
-    if not attached:
-        return {}
     # What a trainer refuses of a recipe's defaults is off without a word.
-    silent = {row.key for row in refused_defaults(Recipe(), kind)}
-    return {key: value for key, value in {**settings, **attached}.items() if key not in silent}
+    unsaid = frozenset(row.key for row in refused_defaults(Recipe(), kind))
+    return _Found(own=own, attached=attached, unsaid=unsaid, loss=LossProbe(trainer.model))
 
 
 def _as_it_is(trainer: Any) -> dict[str, Any]:
@@ -156,7 +180,7 @@ def _as_it_is(trainer: Any) -> dict[str, Any]:
         raise UserError(*reading.problems)
     own = dataclasses.replace(Recipe(), optimizer=optimizer)
     needed = {"model.dtype": "bfloat16"} if keeps_no_masters else {}
-    return {"loss.chunk_tokens": None, **needed, **_changed(own, *_OF_THE_OPTIMIZER)}
+    return {_CHUNKS: None, **needed, **_changed(own, *_OF_THE_OPTIMIZER)}
 
 
 def _changed(recipe: Recipe, *paths: str) -> dict[str, Any]:
@@ -171,7 +195,9 @@ def _recipe_with(settings: dict[str, Any]) -> Recipe:
 
 def _is_possible(trainer: Any, settings: dict[str, Any], kind: Kind) -> bool:
     try:
-        settled_with(trainer, _recipe_with(settings), kind)
+        recipe = settled_with(trainer, _recipe_with(settings), kind).recipe
+        if recipe.checkpointing.mode != "none":
+            decoder_layers(trainer.model)
     except UserError:
         return False
     return True

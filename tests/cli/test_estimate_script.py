@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.cli import main
+from lowmem_ft.estimator.script import ScriptError, estimate_script
 
 LOOP = """
 import sys
@@ -77,6 +79,54 @@ def test_what_attaching_would_save_is_seen_in_a_second_run_of_a_trainers_script(
     assert before == values["device"]["process_peak_bytes"]
     assert after < 0.65 * before
     assert "loss.chunk_tokens=1024" in values["attach"]["settings"]
+
+
+OF_ONES_OWN = """
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 8)
+
+    def forward(self, x, labels=None):
+        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
+
+rows = [{"x": torch.randn(64), "labels": torch.tensor(1)}] * 64
+Trainer(Net(), TrainingArguments("out"), train_dataset=rows).train()
+"""
+
+
+def test_a_trainer_around_a_model_of_ones_own_is_estimated_and_told_what_attach_takes(loop, capsys, tmp_path):
+    (tmp_path / "train.py").write_text(OF_ONES_OWN, encoding="utf-8")
+    assert main(["estimate", "--script", "train.py", "--gpu", "l4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Net fits on l4" in said
+    assert "hf.attach not estimated: hf.attach() takes models of transformers" in said
+
+
+@pytest.mark.parametrize("becomes", ["larger", "an error"])
+def test_no_line_promises_what_is_worse_or_fails(becomes, loop, capsys, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
+    runs = []
+
+    def estimate(*args, **kwargs):
+        if not runs:
+            runs.append(estimate_script(*args, **kwargs))
+            return runs[0]
+        if becomes == "an error":
+            raise ScriptError("train.py ended in an error", "of ours")
+        peak = runs[0].estimate.process_peak_bytes + 1
+        return dataclasses.replace(
+            runs[0], estimate=dataclasses.replace(runs[0].estimate, process_peak_bytes=peak)
+        )
+
+    monkeypatch.setattr("lowmem_ft.estimator.script.estimate_script", estimate)
+    assert main(["estimate", "--script", "train.py", "--gpu", "l4", "--steps", "2", "--json", "j.json"]) == 0
+    assert "hf.attach" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "j.json").read_text())["attach"] is None
 
 
 def test_all_gpus_are_told_from_two_runs(loop, capsys):

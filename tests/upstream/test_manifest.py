@@ -82,6 +82,8 @@ OBJECTS = {
     "torch.optim.lr_scheduler.LRScheduler()": make_scheduler,
     "torch._subclasses.fake_tensor.FakeTensorMode()": torch._subclasses.fake_tensor.FakeTensorMode,
     "torch._ops.OpOverload()": lambda: torch.ops.aten.add.Tensor,
+    "torch.compile(function)": lambda: torch.compile(lambda value: value),
+    "torch.compile(module)": lambda: torch.compile(nn.Module()),
     "transformers.modeling_layers.GradientCheckpointingLayer()": make_checkpointed_layer,
     "accelerate.Accelerator().prepare()": make_prepared_model,
     "datasets.Dataset()": make_dataset,

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.errors import UserError
+import lowmem_ft
+from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.estimator.script.data import DataCut
 from lowmem_ft.estimator.script.files import FilesKeptAway
 from lowmem_ft.estimator.script.refusals import refuse_what_cannot_be
@@ -40,6 +41,12 @@ ENVIRONMENT = {
 """Trackers that are off, whatever the script asks for, and libraries that are quiet."""
 
 _MOST_FRAMES = 5
+
+_PACKAGE = f"{Path(lowmem_ft.__file__).parent}{os.sep}"
+_STANDS_FOR_OTHERS = tuple(
+    f"{_PACKAGE}{folder}{os.sep}"
+    for folder in ("virtual_gpu", "upstream", os.path.join("estimator", "script"))
+)
 
 
 class ScriptError(UserError):
@@ -122,29 +129,47 @@ class ScriptRun:
             own = _own_frames(error.__traceback__, str(self._path))
             where = f" (at {shown_file(own[-1].filename)}:{own[-1].lineno})" if own else ""
             raise UserError(*(f"{problem}{where}" for problem in error.problems)) from error
-        except Exception as error:
+        except (KeyboardInterrupt, Interrupted):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             raise self._explained(error) from error
 
-    def _explained(self, error: Exception) -> ScriptError:
-        own = _own_frames(error.__traceback__, str(self._path))
+    def _explained(self, error: BaseException) -> ScriptError:
+        shown = _own_frames(error.__traceback__, str(self._path), and_last_of_ours=_MOST_FRAMES // 2)
         innermost = traceback.extract_tb(error.__traceback__)[-1]
-        frames = own if own and own[-1] == innermost else [*own, innermost]
+        frames = shown if shown and shown[-1] == innermost else [*shown, innermost]
+        is_ours = bool(shown) and _is_called_by_scripts(shown[-1].filename)
         words = traceback.format_exception_only(type(error), error)
-        shown = "".join([*traceback.format_list(frames[-_MOST_FRAMES:]), *words])
+        lines = "".join([*traceback.format_list(frames[-_MOST_FRAMES:]), *words])
         step = len(self.watch.steps)
         when = f"in step {step + 1}" if step else "before its first step was done"
         first_line = words[-1].strip().splitlines()[0] if words else type(error).__name__
         if isinstance(error, ModuleNotFoundError) and error.name:
             first_line = f"it needs the package {error.name}, which is not installed here"
+        where = ", in code of lowmem_ft" if is_ours else ""
         return ScriptError(
-            f"{self._path} ended in an error {when}: {first_line}", f"The frames of its own code:\n{shown}"
+            f"{self._path} ended in an error {when}{where}: {first_line}",
+            f"The frames of its own code{' and of lowmem_ft' if is_ours else ''}:\n{lines}",
         )
 
 
-def _own_frames(trace: TracebackType | None, script: str) -> list[traceback.FrameSummary]:
-    """The frames of the script's own code."""
+def _own_frames(
+    trace: TracebackType | None, script: str, *, and_last_of_ours: int = 0
+) -> list[traceback.FrameSummary]:
+    """The frames of the script's own code, and the last of what it, or whoever estimates it, calls of this package."""
     frames = traceback.extract_tb(trace)
-    return [frame for frame in frames if frame.filename == script or not is_of_library(frame.filename)]
+    ours = [frame for frame in frames if _is_called_by_scripts(frame.filename)]
+    last = ours[len(ours) - and_last_of_ours :] if and_last_of_ours else []
+    return [
+        frame
+        for frame in frames
+        if frame.filename == script or not is_of_library(frame.filename) or frame in last
+    ]
+
+
+def _is_called_by_scripts(file: str) -> bool:
+    """Whether code is this package's, and not what stands for torch, files and trainers while a script is estimated."""
+    return file.startswith(_PACKAGE) and not file.startswith(_STANDS_FOR_OTHERS)
 
 
 def _last_words(stream: Any) -> str:

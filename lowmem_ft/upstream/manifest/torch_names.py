@@ -69,6 +69,9 @@ TORCH = (
         "fn",
         "whose calls of `swap_tensors` stand for `parameter.data = moved`",
     ),
+    *data("torch.nn.Module()", "_compiled_call_impl", "None: it is not compiled in place", "NoneType"),
+    *data("torch.compile(function)", "_torchdynamo_orig_callable", "which forward passes are compiled"),
+    *data("torch.compile(module)", "_orig_mod", "what a compiled module was"),
     *data("torch.nn.Module()", "_parameters _buffers", "puts another tensor under a weight's name", "dict"),
     *data(
         "torch.optim.lr_scheduler.LRScheduler()",

@@ -2,10 +2,12 @@
 
 import pytest
 from stock_scripts import trainer_of
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from lowmem_ft import hf, load_recipe
+from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.script import estimate_script
-from lowmem_ft.hf.script_savings import Savings, TrainerSeen, attach_what_is_exact, exact_settings
+from lowmem_ft.hf.script_savings import Savings, TrainerSeen
 
 TRAINER = """
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -45,6 +47,15 @@ trainer = DPOTrainer(
 trainer.train()
 """
 
+
+def settings_of(trainer):
+    seen = TrainerSeen()
+    seen(trainer)
+    assert not seen.failure
+    assert not seen.problems
+    return seen.settings
+
+
 SCRIPTS = [
     TRAINER,
     pytest.param(SFT, marks=pytest.mark.slow),
@@ -58,7 +69,7 @@ def test_the_saving_is_that_of_the_same_script_with_attach_written_into_it(scrip
     seen = TrainerSeen()
     before = estimate_script(script(text), gpu="l4", steps=2, on_trainer=seen)
     assert not seen.problems
-    after = estimate_script("train.py", gpu="l4", steps=2, on_trainer=attach_what_is_exact)
+    after = estimate_script("train.py", gpu="l4", steps=2, on_trainer=seen.attach_to)
     attached = f"hf.attach(trainer, load_recipe(None, {['model=model', *seen.settings]}))\ntrainer.train()"
     by_hand = "from lowmem_ft import hf, load_recipe\n" + text.replace("trainer.train()", attached)
     by_hand = estimate_script(script(by_hand, "by_hand.py"), gpu="l4", steps=2)
@@ -87,7 +98,7 @@ def test_what_a_recipe_cannot_be_attached_to_is_told_before_a_second_run(tmp_pat
 
 def test_a_script_that_attaches_a_recipe_is_told_so(tmp_path):
     trainer, seen = trainer_of(tmp_path), TrainerSeen()
-    assert exact_settings(trainer)
+    assert settings_of(trainer)
     with hf.attach(trainer, load_recipe(None, ["model=mine"])):
         seen(trainer)
     assert seen.problems == ("The script attaches a recipe itself.",)
@@ -95,9 +106,36 @@ def test_a_script_that_attaches_a_recipe_is_told_so(tmp_path):
 
 def test_settings_are_those_that_the_trainer_allows(tmp_path):
     smoothed = trainer_of(tmp_path, label_smoothing_factor=0.1, activation_checkpointing=True)
-    settings = exact_settings(smoothed)
+    settings = settings_of(smoothed)
     assert "loss.chunk_tokens=null" in settings  # smoothing takes the labels away from the model
     assert {"checkpointing.mode=full", "offload.activations=inputs", "offload.optimizer=host"} <= set(
         settings
     )
     assert not any(setting.startswith("tiling.") for setting in settings)
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize("model", [BertForMaskedLM, BertForSequenceClassification])
+def test_a_loss_that_attach_would_refuse_is_not_promised(model, tmp_path):
+    """A masked LM learns the token at each place, not the next one; a classifier has no logits of tokens."""
+    trainer = trainer_of(tmp_path, model=model(BertConfig(vocab_size=512, **SIZES)))
+    settings = settings_of(trainer)
+    assert {"loss.chunk_tokens=null", "checkpointing.mode=full"} <= set(settings)
+    hf.attach(trainer, load_recipe(None, ["model=mine", *settings])).remove()
+    with pytest.raises(UserError, match=r"loss\.chunk_tokens"):
+        hf.attach(trainer, load_recipe(None, ["model=mine", *settings, "loss.chunk_tokens=1024"]))
+
+
+def test_an_error_of_ours_in_looking_is_no_matter_of_the_scripts(script, monkeypatch):
+    def fail(trainer):
+        raise AttributeError("a bug")
+
+    monkeypatch.setattr("lowmem_ft.hf.script_savings.kind_of", fail)
+    seen = TrainerSeen()
+    found = estimate_script(script(TRAINER), gpu="l4", steps=2, on_trainer=seen)
+    assert found.steps == 2
+    assert not seen.settings
+    assert not seen.problems
+    assert "AttributeError: a bug" in seen.failure

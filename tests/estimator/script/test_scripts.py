@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.estimator.script import ScriptError, estimate_script
 
 PARAMETERS = 64 * 64 + 64
@@ -157,6 +157,38 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames(script):
     assert "torch.zeros(2).view(3)" in shown
     assert "runpy" not in shown
     assert type(torch.zeros(1)) is torch.Tensor
+
+
+def test_an_error_in_code_of_ours_shows_where_and_is_not_called_the_scripts(script):
+    name = script("from lowmem_ft import hf\n\nhf.training_arguments('7b-lora')\n")
+    with pytest.raises(
+        ScriptError, match="before its first step was done, in code of lowmem_ft: Attr"
+    ) as raised:
+        estimate_script(name, gpu="t4")
+    shown = raised.value.own_traceback
+    assert "of its own code and of lowmem_ft" in shown
+    assert "/lowmem_ft/recipe/" in shown
+    assert "hf.training_arguments('7b-lora')" in shown
+
+
+PANIC = """
+from tokenizers import Tokenizer, models
+
+Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[("a", "b")]))
+"""
+
+
+def test_a_panic_of_a_library_in_rust_is_an_error_of_the_script(script):
+    with pytest.raises(ScriptError, match=r"train.py ended in an error.*PanicException: range end") as raised:
+        estimate_script(script(PANIC), gpu="t4")
+    assert 'train.py", line 4, in <module>' in raised.value.own_traceback
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, Interrupted(2)], ids=["Ctrl-C", "a run's own"])
+def test_what_stops_a_script_from_outside_is_no_error_of_it(script, signal, monkeypatch):
+    monkeypatch.setattr(torch, "stopped", signal, raising=False)
+    with pytest.raises(type(signal) if isinstance(signal, BaseException) else signal):
+        estimate_script(script("import torch\nraise torch.stopped"), gpu="t4")
 
 
 TRAINING = """

@@ -1,0 +1,46 @@
+"""Which models can be asked what they are made of, and changed in place: those of transformers, not compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.utils import is_compiled_module
+from torch import nn
+from transformers import PreTrainedModel
+
+from lowmem_ft.techniques.modules.base_model import base_model
+
+
+def problem_with_class(model: Any) -> str | None:
+    """Why nothing is known of a model: a clause; None if it is one of transformers', in PEFT's wrapper or not."""
+    known = base_model(model._orig_mod if is_compiled_module(model) else model)
+    if isinstance(known, PreTrainedModel):
+        return None
+    return f"models of transformers (PreTrainedModel), in PEFT's wrapper or not, got {type(known).__name__}"
+
+
+def problems_with_model(model: Any) -> Iterator[str]:
+    """Why a recipe cannot be attached to a model, whatever the recipe is.
+
+    Args:
+        model: a trainer's.
+    """
+    compiled = next(_compiled_parts(model), None)
+    if compiled is not None:
+        yield (
+            "hf.attach() changes forward passes, and torch.compile has taken those of "
+            f"{compiled or type(model).__name__} as they were. Leave torch.compile() and .compile() out."
+        )
+    elif clause := problem_with_class(model):
+        yield (
+            f"hf.attach() takes {clause}. Switch techniques on one by one there, by their enable_* functions."
+        )
+
+
+def _compiled_parts(model: nn.Module) -> Iterator[str]:
+    """The names of modules that are compiled, by whichever of the three ways; the whole has none."""
+    for name, module in model.named_modules():
+        of_its_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        if is_compiled_module(module) or module._compiled_call_impl is not None or of_its_forward:
+            yield name

@@ -1,0 +1,69 @@
+"""Whether a model's loss is the one that ``loss.chunk_tokens`` computes, asked of a small model with real values.
+
+A model that is only traced has none to compare. Its class, its config and a handful of words make one that has: what is
+compared lies around the layers, which stay on the meta device.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+
+from lowmem_ft.techniques.config import LossConfig
+from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
+from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+
+logger = logging.getLogger(__name__)
+
+NUM_WORDS = 64
+
+
+class LossProbe:
+    """What has to be known of a model to ask later, without keeping the model.
+
+    Args:
+        model: a causal LM of transformers or any other model of theirs, in PEFT's wrapper or not.
+    """
+
+    def __init__(self, model: Any) -> None:
+        causal_lm = base_model(model)
+        self._model_class = type(causal_lm)
+        self._config = _with_few_words(causal_lm.config)
+
+    def can_be_chunked(self) -> bool:
+        """Whether ``enable_chunked_loss`` would take the model; no, where no small one can be made of its config."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                small = _around_the_layers(self._model_class, self._config)
+                enable_chunked_loss(small, LossConfig(), device=torch.device("meta")).remove()
+        except Exception:  # made of an unusual config, by code of anybody's
+            logger.debug("loss.chunk_tokens is left out.", exc_info=True)
+            return False
+        return True
+
+
+def _with_few_words(config: Any) -> Any:
+    config = copy.deepcopy(config)
+    text_config = config.get_text_config()
+    text_config.vocab_size = NUM_WORDS
+    for name, value in vars(text_config).items():
+        if name.endswith("_token_id") and isinstance(value, int) and value >= NUM_WORDS:
+            setattr(text_config, name, 0)
+    return config
+
+
+def _around_the_layers(model_class: Any, config: Any) -> Any:
+    """A model with real numbers in all but its layers."""
+    with torch.device("meta"):
+        model = model_class(config)
+    stack = decoder_layers(model)
+    layers = list(stack)
+    del stack[:]
+    model.to_empty(device="cpu")
+    model.init_weights()
+    stack.extend(layers)
+    return model
