@@ -48,6 +48,7 @@ from lowmem_ft.training.run_metrics import RunMetrics
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.start import log_start, num_training_steps, progress_at, read_data, stream_from
+from lowmem_ft.training.time_left import TimeLeft
 from lowmem_ft.training.unplanned import refuse_unplanned
 from lowmem_ft.upstream.tested import warn_if_untested
 
@@ -164,6 +165,14 @@ class TrainingRun:
         self.retries.apply(self.progress.cut)
         self.evaluation = EvaluationInPieces(may_cut=self.recipe.budget.retry)
         self.health = RunHealth(self.recipe, self.folder, self.progress, self.runtime)
+        config, evaluates = self.recipe.training, self.data.evaluation is not None
+        self.time_left = TimeLeft(
+            num_steps=self.num_steps,
+            step=self.progress.step,
+            eval_steps=config.eval_steps if evaluates else None,
+            save_steps=config.save_steps,
+            evaluates_at_end=evaluates,
+        )
 
     @classmethod
     def build(
@@ -253,8 +262,7 @@ class TrainingRun:
             self.runtime.start_trackers(self.recipe)
             log_start(self.recipe, self.runtime, self.progress, self.num_steps)
             with self.interruption:
-                self._take_steps()
-                result = self._finish(self._evaluate())
+                result = self._finish(self._take_steps())
             succeeded = True
             return result
         except KeyboardInterrupt as stop:
@@ -267,22 +275,27 @@ class TrainingRun:
             if self.runtime.is_main:
                 self.folder.end(succeeded=succeeded)
 
-    def _take_steps(self) -> None:
+    def _take_steps(self) -> EvaluationResult | None:
+        """To the last step, and the evaluation after it, if there is held-out data."""
         config = self.recipe.training
         display = ProgressDisplay(
             num_steps=self.num_steps,
             step=self.progress.step,
             logging_steps=config.logging_steps,
+            time_left=self.time_left,
             console=self.runtime.progress_console,
         )
         with display:
             self._evaluate_if_due()
             while self.progress.step < self.num_steps:
-                display.update(self.step())
+                with self.time_left.during("step"):
+                    record = self.step()
+                display.update(record)
                 self._evaluate_if_due()
                 if _is_due(self.progress.step, config.save_steps):
                     self._save_checkpoint()
                 self._stop_if_interrupted()
+            return self._evaluate()
 
     def step(self) -> dict[str, Any]:
         """One optimizer step, counted and written down."""
@@ -344,7 +357,7 @@ class TrainingRun:
             process_index=self.runtime.process_index,
             collate=self.data.collate,
         )
-        with self.memory.during("evaluation"):
+        with self.memory.during("evaluation"), self.time_left.during("evaluation"):
             result = evaluate(
                 self.session,
                 self.runtime,
@@ -365,6 +378,7 @@ class TrainingRun:
         self.health.refuse_ruined_weights(self.session)
         with (
             self.memory.during("save"),
+            self.time_left.during("save"),
             not_retried(f"It ran out while the checkpoint of step {step} was saved."),
         ):
             self.checkpoint = save_checkpoint(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Any
 
 import rich
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, Task, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, ProgressColumn, Task, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lowmem_ft.training.time_left import TimeLeft
 from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -39,16 +41,20 @@ class ProgressDisplay:
         num_steps: optimizer steps in all.
         step: steps already taken.
         logging_steps: where there is no terminal, steps between two lines.
+        time_left: is told of what the run does, and says how long the rest takes.
         console: where it is shown; shared with the log, no line cuts through the bar. None: nowhere.
     """
 
-    def __init__(self, *, num_steps: int, step: int, logging_steps: int, console: Console | None) -> None:
+    def __init__(
+        self, *, num_steps: int, step: int, logging_steps: int, time_left: TimeLeft, console: Console | None
+    ) -> None:
         self._logging_steps = logging_steps
+        self._time_left = time_left
         self._enabled = console is not None
         self._live = console is not None and console.is_terminal
         is_shared = console is rich.get_console()  # what others print goes above the bar
         self._progress = Progress(
-            OneLine(console),
+            OneLine(console, time_left),
             console=console,
             disable=not self._live,
             redirect_stdout=is_shared,
@@ -75,9 +81,8 @@ class ProgressDisplay:
         is_due = record["step"] % self._logging_steps == 0 or record["step"] == self._num_steps
         if is_due and not self._live:
             parts = [text for name, text in status.items() if name != "memory"]
-            task = self._progress.tasks[0]
-            if task.time_remaining is not None:
-                parts.append(f"{_time_left(task)} left")
+            if (seconds := self._time_left.seconds()) is not None:
+                parts.append(f"{_clock_time(seconds)} left")
             logger.info("step %d/%d  %s", record["step"], self._num_steps, GAP.join(parts))
 
 
@@ -86,8 +91,9 @@ class OneLine(ProgressColumn):
 
     max_refresh = None
 
-    def __init__(self, console: Console | None) -> None:
+    def __init__(self, console: Console | None, time_left: TimeLeft) -> None:
         super().__init__()
+        self._time_left = time_left
         self._console = console or rich.get_console()
 
     def render(self, task: Task) -> Table:
@@ -113,7 +119,7 @@ class OneLine(ProgressColumn):
             status.pop("memory", None)
         step = f"step {task.completed:.0f}/{task.total or 0:.0f}"
         elapsed = [] if "elapsed" in dropped else [TimeElapsedColumn().render(task).plain]
-        texts = [step, *status.values(), *elapsed, f"left {_time_left(task)}"]
+        texts = [step, *status.values(), *elapsed, f"left {_clock_time(self._time_left.seconds())}"]
         parts: list[Text | ProgressBar] = [Text(texts[0])]
         if "bar" not in dropped:
             width = 10 if "half_of_the_bar" in dropped else 20
@@ -133,8 +139,11 @@ def _status(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _time_left(task: Task) -> str:
-    return TimeRemainingColumn(elapsed_when_finished=False).render(task).plain
+def _clock_time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-:--:--"
+    minutes, seconds = divmod(math.ceil(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
 def _width(parts: list[Text | ProgressBar]) -> int:

@@ -1,0 +1,100 @@
+"""How long the rest of a run will take, from how long its last steps, evaluations and saves took."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+Work = Literal["step", "evaluation", "save"]
+
+LAST = {"step": 50, "evaluation": 5, "save": 5}
+"""Of each kind, how many are averaged: rows differ in length, evaluations and saves hardly."""
+
+
+class TimeLeft:
+    """The mean of the last steps, evaluations and saves, times how many of each are still to come.
+
+    An evaluation or a save counts once one of its kind was made. The first step of a process, which compiles kernels
+    and fills caches, counts until there is a second.
+
+    Args:
+        num_steps: optimizer steps in all.
+        step: steps already taken.
+        eval_steps: steps between two evaluations; None: none is made on the way.
+        save_steps: steps between two checkpoints; None: likewise.
+        evaluates_at_end: whether one more evaluation follows the last step.
+        clock: seconds since any moment.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        step: int,
+        eval_steps: int | None,
+        save_steps: int | None,
+        evaluates_at_end: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_steps = num_steps
+        self._step = step
+        self._eval_steps = eval_steps
+        self._save_steps = save_steps
+        self._evaluates_at_end = evaluates_at_end
+        self._clock = clock
+        self._is_first_step = False
+        # Tuples that are replaced, not lists that change: a display reads them from a thread of its own.
+        self._seconds: dict[Work, tuple[float, ...]] = {"step": (), "evaluation": (), "save": ()}
+        self._made_at: dict[Work, int] = {}
+        self._under_way: tuple[Work, float] | None = None
+
+    @contextlib.contextmanager
+    def during(self, work: Work) -> Iterator[None]:
+        """Time one step, evaluation or save; one that is cut short does not count."""
+        start = self._clock()
+        self._under_way = (work, start)
+        try:
+            yield
+        finally:
+            self._under_way = None
+        self._count(work, self._clock() - start)
+
+    def _count(self, work: Work, seconds: float) -> None:
+        before = self._seconds[work]
+        if work == "step":
+            self._step += 1
+            if self._is_first_step:
+                before = ()
+            self._is_first_step = not self._seconds[work]
+        self._made_at[work] = self._step
+        self._seconds[work] = (*before, seconds)[-LAST[work] :]
+
+    def seconds(self) -> float | None:
+        """Until the last step and what belongs to it are done; None before a step was timed."""
+        if not self._seconds["step"] and self._step < self._num_steps:
+            return None
+        left = sum(self._mean(work) * self._to_come(work) for work in self._seconds)
+        if self._under_way is not None:
+            work, start = self._under_way
+            left -= min(self._clock() - start, self._mean(work))
+        return max(0.0, left)
+
+    def _mean(self, work: Work) -> float:
+        seconds = self._seconds[work]
+        return sum(seconds) / len(seconds) if seconds else 0.0
+
+    def _to_come(self, work: Work) -> int:
+        if work == "step":
+            return self._num_steps - self._step
+        due_from = self._step + (self._made_at.get(work) == self._step)
+        if work == "save":
+            return _multiples(self._save_steps, due_from, self._num_steps)
+        on_the_way = _multiples(self._eval_steps, due_from, self._num_steps - 1)
+        return on_the_way + (self._evaluates_at_end and due_from <= self._num_steps)
+
+
+def _multiples(of: int | None, first: int, last: int) -> int:
+    """How many there are from ``first`` to ``last``."""
+    return 0 if of is None else max(0, last // of - (first - 1) // of)
