@@ -25,6 +25,7 @@ from lowmem_ft.models.model_files import (
     text_fields,
 )
 from lowmem_ft.packages import is_installed
+from lowmem_ft.recipe.loading import load_recipe
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
@@ -32,6 +33,9 @@ from lowmem_ft.user_paths import expand_user
 
 MODEL_FOLDER = "model"
 """Where in its folder a run leaves the finished model, or its adapters."""
+
+RECIPE_FILE = "recipe.yaml"
+"""What a run trains, in its folder."""
 
 PROBED_BYTES = 4096
 """Written and dropped again: a full disk lets files be made, and refuses what goes into them."""
@@ -149,13 +153,15 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
         Where the base model is.
 
     Raises:
-        UserError: if anything is wrong with the adapter or the target.
+        UserError: if anything is wrong with the adapter or the target, or the adapter's base was random.
         ModelError: if the base is named by a path and is not there.
     """
     settings = read_adapter_config(adapter, model_folder=MODEL_FOLDER)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is there already, and not empty. Name a new folder for the merged model.")
     require_writable(target, "OUT_DIR")
+    if not base:
+        _refuse_random_base(adapter)
     name = base or settings.get("base_model_name_or_path")
     if not name:
         raise UserError(f"{adapter / CONFIG_FILE} does not name its base model. Name it with --base.")
@@ -169,6 +175,23 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
             f"The weights of {adapter} are damaged: {WEIGHTS_FILE} {problem}. Save the adapter again."
         )
     return config
+
+
+def recipe_beside(adapter: Path) -> Recipe | None:
+    """That of the run which an adapter's folder, or a checkpoint, is in; None: it has moved away."""
+    file = adapter.resolve().parent / RECIPE_FILE
+    return load_recipe(str(file)) if file.is_file() else None
+
+
+def _refuse_random_base(adapter: Path) -> None:
+    """Weights of the same name would be others, or there are none."""
+    recipe = recipe_beside(adapter)
+    if recipe is not None and recipe.model.weights == "random":
+        raise UserError(
+            f"An adapter is merged into the weights that it was trained beside. Those of {adapter} were random "
+            f"(model.weights=random in {adapter.resolve().parent / RECIPE_FILE}), and no run keeps them. Train it with "
+            "model.weights=pretrained, or train all weights with adapter.name=none."
+        )
 
 
 def require_writable(folder: Path, setting: str) -> None:

@@ -11,13 +11,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, save_model
-from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.paths import check_merge
+from lowmem_ft.recipe.paths import check_merge, recipe_beside
 from lowmem_ft.techniques.adapters.lora import merge_adapter
 from lowmem_ft.training.atomic_io import whole_folder
 from lowmem_ft.training.checkpoint import explaining_write_errors
 from lowmem_ft.training.model_card import merged_model_card
-from lowmem_ft.training.replaced_run import RECIPE_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +70,8 @@ def _tokenizer_of(adapter: Path, config: ModelConfig) -> PreTrainedTokenizerBase
 
 
 def _warn_of_rounded_base(adapter: Path) -> None:
-    """A run's recipe lies beside its model and its checkpoints."""
-    file = adapter.resolve().parent / RECIPE_FILE
-    if not file.is_file():
-        return
-    quantization = load_recipe(str(file)).model.quantization
+    recipe = recipe_beside(adapter)
+    quantization = "none" if recipe is None else recipe.model.quantization
     if quantization != "none":
         logger.warning(
             "The adapter was trained beside weights rounded by model.quantization=%s, and is merged into the weights "

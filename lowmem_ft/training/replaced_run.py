@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.paths import MODEL_FOLDER
+from lowmem_ft.recipe.paths import MODEL_FOLDER, RECIPE_FILE
 from lowmem_ft.training.atomic_io import incomplete_name
 from lowmem_ft.training.checkpoint_folders import SUSPECT, is_own_checkpoint
 from lowmem_ft.training.saved_files import delete_saved, move_saved
@@ -22,7 +22,7 @@ from lowmem_ft.user_paths import expand_user
 
 logger = logging.getLogger(__name__)
 
-RECIPE_FILE, METRICS_FILE, LOGS_FOLDER = "recipe.yaml", "metrics.jsonl", "logs"
+METRICS_FILE, LOGS_FOLDER = "metrics.jsonl", "logs"
 REHEARSAL_FILE = "rehearsal.json"
 """Of the command ``rehearse``, for the report of the run to come: no run replaces it."""
 _CHECKPOINT = re.compile(rf"checkpoint-\d+(\.incomplete|{re.escape(SUSPECT)})?")

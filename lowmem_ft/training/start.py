@@ -15,6 +15,7 @@ from lowmem_ft.models import max_positions, vocab_size
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import Plan
 from lowmem_ft.training.checkpoint_folders import Progress, read_progress, refuse_end_before
+from lowmem_ft.training.launched_gpus import expected_gpu
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.same_data import refuse_other_data
 from lowmem_ft.training.threads import warn_of_idle_cores
@@ -116,6 +117,16 @@ def log_start(recipe: Recipe, runtime: RunRuntime, progress: Progress, num_steps
     config = recipe.training
     if runtime.device.type == "cpu":
         warn_of_idle_cores(runtime.num_processes)
+        if not config.use_cpu and (reason := expected_gpu()) is not None:
+            logger.warning(
+                "Training on the processor, as torch sees no GPU: %s. training.use_cpu=true says that it is meant.",
+                reason,
+            )
+    if recipe.adapter.name != "none" and recipe.model.weights == "random":
+        logger.warning(
+            "Adapters are for the weights that they were trained beside, and random ones (model.weights=random) are "
+            "not kept: what comes of this run cannot be merged or used."
+        )
     examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * runtime.num_processes
     left = f"steps {progress.step + 1} to {num_steps}, {counted(examples, 'example')} a step"
     logger.info(

@@ -154,3 +154,18 @@ def test_a_base_that_was_rounded_while_training_is_mentioned(folders, caplog):
 def test_a_merge_raises_no_warning_of_a_library(folders):
     tmp_path, _, adapter, _ = folders
     assert main(["merge", str(adapter), str(tmp_path / "quiet")]) == 0
+
+
+def test_an_adapter_of_random_weights_says_why_there_is_nothing_to_merge_it_into(folders, capsys):
+    tmp_path, base, adapter, _ = folders
+    run = tmp_path / "run"
+    shutil.copytree(adapter, run / "model")
+    (run / "recipe.yaml").write_text(
+        f"model: {{name_or_path: {base}, weights: random}}\nadapter: {{name: lora}}\n"
+    )
+    assert main(["merge", str(run / "model"), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "were random (model.weights=random in " in said
+    assert "Train it with model.weights=pretrained" in said
+    assert not (tmp_path / "out").exists()
+    assert main(["merge", str(run / "model"), str(tmp_path / "out"), "--base", str(base)]) == 0

@@ -187,3 +187,8 @@ def test_a_float16_base_needs_the_loss_scale_and_adapters_allow_it(tiny):
     tiny("model.dtype=float16", "training.mixed_precision=fp16", "adapter.name=lora")
     with pytest.raises(RecipeError, match="mixed_precision=fp16 needs frozen weights in model"):
         tiny("model.dtype=bfloat16", "training.mixed_precision=fp16", "adapter.name=lora")
+
+
+def test_a_run_whose_adapters_nobody_can_use_says_so(tiny, caplog):
+    train(tiny(*LORA, "model.weights=random", "training.max_steps=1", "training.eval_steps=null"))
+    assert "random ones (model.weights=random) are not kept" in caplog.text
