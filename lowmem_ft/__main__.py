@@ -12,9 +12,6 @@ end_at_ctrl_c()
 import sys  # noqa: E402
 
 from lowmem_ft.cli import main  # noqa: E402
-from lowmem_ft.cli.cpu_processes import start_requested_cpu_processes  # noqa: E402
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["train"]:
-        start_requested_cpu_processes(["-m", "lowmem_ft"], sys.argv[1:])
     sys.exit(main())

@@ -13,9 +13,7 @@ end_at_ctrl_c()
 
 import sys  # noqa: E402
 
-from lowmem_ft.cli.cpu_processes import start_requested_cpu_processes  # noqa: E402
 from lowmem_ft.cli.train import main  # noqa: E402
 
 if __name__ == "__main__":
-    start_requested_cpu_processes([__file__], sys.argv[1:])
     sys.exit(main())

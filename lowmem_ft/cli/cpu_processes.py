@@ -1,7 +1,8 @@
-"""Start as many CPU processes as ``accelerate launch --cpu --num_processes N`` was asked for.
+"""Start the processes that ``accelerate launch`` was asked for and has not started, or say why there are none.
 
-Accelerate (up to 1.15 at least) starts a single process there and says nothing: several CPU processes are for
-``mpirun`` alone. A run would then train with 1/N of the batch that was asked for. torch's own launcher can do it.
+Accelerate (up to 1.15 at least) starts a single process, and says nothing, where it is told of a CPU (several there are
+for ``mpirun`` alone) and where it sees fewer than two GPUs. A run would then train with 1/N of the batch that was asked
+for. On a CPU torch's own launcher can do it.
 """
 
 from __future__ import annotations
@@ -9,55 +10,96 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import psutil
+
+from lowmem_ft.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
-def start_requested_cpu_processes(program: Sequence[str], arguments: Sequence[str]) -> None:
+class Asked(NamedTuple):
+    """What a command line of ``accelerate launch`` and its configuration ask for, on all machines together."""
+
+    num_processes: int
+    num_machines: int
+
+
+def start_requested_processes(*, use_cpu: bool) -> None:
     """Replace this process by torch's launcher with N processes, if Accelerate was asked for N and started one.
 
     Args:
-        program: what to run in each process: a Python file, or ``-m`` and a module.
-        arguments: its arguments.
+        use_cpu: whether the recipe trains on the CPU.
+
+    Raises:
+        UserError: if they cannot be started here.
     """
-    num_processes = _requested_cpu_processes()
-    if num_processes < 2:
+    asked = _asked_of_accelerate()
+    if asked is None or asked.num_processes < 2:
         return
+    if asked.num_machines > 1:
+        raise UserError(_alone_of_machines(asked))
+    if not use_cpu and os.environ["ACCELERATE_USE_CPU"].lower() != "true":
+        raise UserError(_without_gpus(asked))
     logger.info(
-        "Accelerate starts one process on a CPU; starting the %d asked for with torchrun.", num_processes
+        "Accelerate starts one process on a CPU; starting the %d asked for with torchrun.",
+        asked.num_processes,
     )
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={num_processes}",
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={asked.num_processes}"]
     sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, *program, *arguments])
+    os.execv(sys.executable, [sys.executable, *launcher, *sys.orig_argv[1:]])
 
 
-def _requested_cpu_processes() -> int:
-    """N of the ``accelerate launch --cpu --num_processes N`` above this process; 1 if there is none or it is obeyed."""
-    is_one_of_several = "LOCAL_RANK" in os.environ
-    if is_one_of_several or os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true":
-        return 1
+def _asked_of_accelerate() -> Asked | None:
+    """By the ``accelerate launch`` above this process; None if there is none, or this is one of several already."""
+    if "LOCAL_RANK" in os.environ or "ACCELERATE_USE_CPU" not in os.environ:
+        return None
     parent = psutil.Process().parent()
     command = [] if parent is None else parent.cmdline()
     launch = next((index for index, word in enumerate(command) if _is_launch_command(word)), None)
     if launch is None:
-        return 1
+        return None
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
     options, _ = launch_command_parser().parse_known_args(command[launch + 1 :])
-    return options.num_processes or 1 if options.cpu else 1
+    file = options.config_file
+    if file is None and os.path.isfile(default_config_file) and not options.cpu:
+        file = default_config_file
+    configured = None if file is None else load_config_from_file(file)
+    num_processes, num_machines = (
+        getattr(options, name) or getattr(configured, name, None) or 1
+        for name in ("num_processes", "num_machines")
+    )
+    return Asked(num_processes, num_machines)
 
 
 def _is_launch_command(word: str) -> bool:
     """``accelerate launch``, ``accelerate-launch`` and ``python -m accelerate.commands.launch``."""
     return word in ("launch", "accelerate.commands.launch") or word.endswith(
         ("accelerate-launch", os.path.join("accelerate", "commands", "launch.py"))
+    )
+
+
+def _without_gpus(asked: Asked) -> str:
+    import torch
+
+    from lowmem_ft.training.launched_gpus import why_no_gpu
+
+    seen = f"none: {why_no_gpu(os.environ)}" if not torch.cuda.is_available() else "one"
+    return (
+        f"`accelerate launch` was asked for {asked.num_processes} processes and has started one, for want of GPUs: "
+        f"torch sees {seen}. Set training.use_cpu=true to train in {asked.num_processes} processes on the processor, "
+        "or --num_processes 1 to train in one."
+    )
+
+
+def _alone_of_machines(asked: Asked) -> str:
+    each = max(1, asked.num_processes // asked.num_machines)
+    return (
+        f"`accelerate launch` was asked for {asked.num_processes} processes on {asked.num_machines} machines, and has "
+        "started one that knows of no other. Add --multi_gpu for machines of one GPU each, or start torchrun on each "
+        f"machine: `torchrun --nnodes={asked.num_machines} --nproc_per_node={each} --node_rank=... --master_addr=... "
+        "--master_port=29500 ...`."
     )

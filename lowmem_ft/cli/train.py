@@ -72,6 +72,7 @@ def _told_to_all_processes() -> Iterator[None]:
 
 def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.allocator_setting import use_growing_segments
+    from lowmem_ft.cli.cpu_processes import start_requested_processes
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import check_budget_of_run
@@ -87,6 +88,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     recipe = load_recipe(recipe_name, settings)
     if recipe_name is None and recipe.budget.device is not None:
         recipe = named_as_planned(recipe, settings, recipe.budget.device)
+    start_requested_processes(use_cpu=recipe.training.use_cpu)
     launch = read_launch(use_cpu=recipe.training.use_cpu)
     if problems := problems_with_processes(as_launched(recipe, launch), launch.num_processes):
         raise RecipeError(*problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.launch import as_launched, read_launch
+from lowmem_ft.training.launched_gpus import own_gpu
 from lowmem_ft.training.meeting import explained_joining, meet
 from lowmem_ft.training.run_folder import RunFolder
 
@@ -20,12 +21,14 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime
         The runtime, and the recipe as it was launched.
 
     Raises:
-        UserError: if recipe and launch disagree, or the processes among themselves, or one of them does not come.
+        UserError: if recipe and launch disagree, or the processes among themselves, or one of them does not come or has
+            no GPU of its own.
     """
     launch = read_launch(use_cpu=recipe.training.use_cpu)
     launched = as_launched(recipe, launch)
     if launch.num_processes > 1:
-        meet(recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name)
+        gpu = own_gpu(launch, use_cpu=recipe.training.use_cpu)
+        meet(recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name, gpu=gpu)
     with explained_joining():
         return _runtime_of(launched, folder), launched
 

@@ -42,30 +42,34 @@ class Arrival(NamedTuple):
         host: the machine's name.
         problems: what it was refused; empty: it can train.
         facts: what has to be the same everywhere, by name.
+        gpu: what must not be the same anywhere; empty: it trains on a CPU.
     """
 
     host: str
     problems: Sequence[str] = ()
     facts: Mapping[str, str] = {}
+    gpu: str = ""
 
 
 _meetings: list[Any] = []
 """The store of each meeting so far; the first process's may be the server of the others."""
 
 
-def meet(recipe: Recipe, *, checkpoint: str | None) -> None:
+def meet(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None:
     """Wait for all processes of the launch, and go on if they are about to do the same.
 
     Args:
         recipe: this process's.
         checkpoint: the name of the one that it would go on from.
+        gpu: this process's; empty: it trains on a CPU.
 
     Raises:
-        UserError: if one of them was refused, has another recipe or other versions, or does not come.
+        UserError: if one of them was refused, has another recipe or other versions, or does not come, or if two have
+            one GPU.
     """
     facts = {**_versions(), **{path: as_typed(key.value_in(recipe)) for path, key in recipe_keys().items()}}
     facts["the checkpoint to go on from"] = checkpoint or "none"
-    _exchange(Arrival(socket.gethostname(), (), facts))
+    _exchange(Arrival(socket.gethostname(), (), facts, gpu))
 
 
 def have_met() -> bool:
@@ -96,7 +100,7 @@ def _exchange(own: Arrival) -> None:
         store, rank, num_processes = next(dist.rendezvous("env://", timeout=PATIENCE))
         _meetings.append(store)
         arrivals = _arrivals(store, own, rank, num_processes)
-        problems = [*refusals(arrivals)] or [*differences(arrivals)]
+        problems = [*refusals(arrivals)] or [*differences(arrivals), *shared_gpus(arrivals)]
         if problems:
             _leave(store, rank, num_processes)
     if problems and tuple(problems) != tuple(own.problems):
@@ -107,19 +111,21 @@ def _arrivals(store: Any, own: Arrival, rank: int, num_processes: int) -> list[A
     """Of all processes by their rank; of those that say the same as this one, what this one says."""
     said = json.dumps([own.problems, own.facts], sort_keys=True)
     digest = hashlib.sha256(said.encode()).hexdigest()
-    store.set(_key("said", rank), json.dumps([own.host, *json.loads(said)]))
-    store.set(_key("digest", rank), digest)
+    store.set(_key("said", rank), said)
+    store.set(_key("digest", rank), json.dumps([own.host, own.gpu, digest]))
     arrivals = []
     for other in range(num_processes):
         try:
-            is_same = store.get(_key("digest", other)).decode() == digest
+            host, gpu, digest_there = json.loads(store.get(_key("digest", other)))
         except dist.DistStoreError as error:
             raise UserError(
                 f"All {num_processes} processes of a launch have to start, and process {other} has not within "
                 f"{PATIENCE.seconds // 60} minutes. Look at its own output: it was not started, has another "
                 "MASTER_ADDR or MASTER_PORT, or ended with an error."
             ) from error
-        arrivals.append(own if is_same else Arrival(*json.loads(store.get(_key("said", other)))))
+        is_same = digest_there == digest
+        problems, facts = own[1:3] if is_same else json.loads(store.get(_key("said", other)))
+        arrivals.append(Arrival(host, problems, facts, gpu))
     return arrivals
 
 
@@ -167,6 +173,21 @@ def differences(
         )
     if len(differing) > MOST_NAMED:
         yield f"{len(differing) - MOST_NAMED} more settings differ: these are different recipes. {way_out}"
+
+
+def shared_gpus(arrivals: Sequence[Arrival]) -> Iterator[str]:
+    """Which processes would train on one GPU, which NCCL refuses in its own words, and only after a while."""
+    for gpu in dict.fromkeys(arrival.gpu for arrival in arrivals if arrival.gpu):
+        ranks = [rank for rank, arrival in enumerate(arrivals) if arrival.gpu == gpu]
+        if len(ranks) > 1:
+            host = arrivals[ranks[0]].host
+            there = len({arrival.gpu for arrival in arrivals if arrival.host == host})
+            yield (
+                f"Each process of a launch needs a GPU of its own, got processes {' and '.join(map(str, ranks))} of "
+                f"{len(arrivals)} on one ({gpu}, on {host}). Start as many there as the {there} that they see: "
+                f"`accelerate launch --num_processes {there}`, `torchrun --nproc_per_node={there}`; or see to "
+                "CUDA_VISIBLE_DEVICES."
+            )
 
 
 def _versions() -> dict[str, str]:
