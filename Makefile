@@ -34,7 +34,7 @@ test-all: setup ## All tests but those marked gpu
 
 test-deepspeed: setup ## Install DeepSpeed beside the rest (it compiles with g++ at first use), and run its tests
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_deepspeed*.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_deepspeed*.py tests/docs/test_launch_lines.py -k 'deepspeed or zero'
 
 check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter)
 	$(BIN)/ruff format --check .

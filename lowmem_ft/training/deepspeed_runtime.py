@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -72,12 +73,21 @@ class DeepSpeedRuntime(AccelerateRuntime):
         for tracker in config.report_to:
             require_tracker(tracker)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # Of DeepSpeed 0.19's own calls, at each of them; torch 2.13 still has the names.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         if config.use_cpu:
             os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
         AcceleratorState._reset_state()  # of an Accelerator in this process that has a precision
         if config.use_cpu:
             PartialState(cpu=True)  # knows the processes, and is what the next one takes for known
-        with patch_environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_USE_FSDP="false"):
+        with patch_environment(
+            ACCELERATE_USE_DEEPSPEED="true",
+            ACCELERATE_USE_FSDP="false",
+            # What a configuration file says was read and agreed to; Accelerate takes it for a contradiction to ours.
+            ACCELERATE_CONFIG_DS_FIELDS="",
+            # Or it notices its own value in place of the engine's, and warns.
+            ACCELERATE_GRADIENT_ACCUMULATION_STEPS=config.gradient_accumulation_steps,
+        ):
             accelerator = Accelerator(
                 mixed_precision="no",
                 deepspeed_plugin=DeepSpeedPlugin(

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,19 @@ def tiny(tmp_path):
         return load_recipe("tiny", [f"training.output_dir={folder}", "training.use_cpu=true", *overrides])
 
     return load
+
+
+@pytest.fixture(scope="session")
+def compiled_deepspeed(tmp_path_factory):
+    """What DeepSpeed compiles at its first use on a CPU, in a process without a test's deadline."""
+    builder = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builder"
+    with (tmp_path_factory.mktemp("deepspeed") / "log").open("w+") as log:
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        compiled = subprocess.run(
+            [sys.executable, "-c", f"{builder}; Builder().load()"], env=environment, stdout=log, stderr=log
+        )
+        log.seek(0)
+        assert compiled.returncode == 0, log.read()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ CASES = [(engine, name) for engine in ("zero2", "zero3") for name in OF_ENGINES[
 
 
 @pytest.fixture(scope="module")
-def results(forks, untied, tmp_path_factory):
+def results(forks, untied, tmp_path_factory, compiled_deepspeed):
     """By engine: of one process and of two, the losses and norms of every case."""
 
     def of(engine):
@@ -44,6 +44,7 @@ def test_two_processes_of_deepspeed_train_what_one_does(engine, name, results):
 
 
 @needs_deepspeed
+@pytest.mark.usefixtures("compiled_deepspeed")
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_the_finished_model_is_loaded_by_vanilla_libraries(

@@ -9,9 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: make test-deepspeed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="deepspeed is not installed: make test-deepspeed",
+    ),
+    pytest.mark.usefixtures("compiled_deepspeed"),
+]
 TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
 SHARED = (
     "recipe=tiny",
