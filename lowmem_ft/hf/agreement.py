@@ -18,6 +18,7 @@ from lowmem_ft.hf.checkpointing_switch import asked_by_flag
 from lowmem_ft.hf.key_table import IN_TRAINER
 from lowmem_ft.hf.overrides import overridden_keys, plain
 from lowmem_ft.hf.script_model import numbers_by_type, quantization_of
+from lowmem_ft.hf.script_optimizer import names_optimizer, optim_args
 from lowmem_ft.hf.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.conflicts import recipe_problems
@@ -153,11 +154,16 @@ def _take_optimizer_arguments(agreement: Agreement, args: Any) -> None:
     agreement.take("optimizer.weight_decay", "TrainingArguments.weight_decay", args.weight_decay)
     defaults = {spec.name: spec.default for spec in dataclasses.fields(args)}
     own = agreement.recipe.optimizer.row.hyperparameters
+    is_named = names_optimizer(args, agreement.recipe.optimizer.name)
+    if is_named and "momentum" in own:
+        momentum = float(optim_args(args).get("momentum", 0))
+        agreement.take("optimizer.momentum", "momentum in TrainingArguments.optim_args", momentum)
     for name, fields in {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}.items():
         values = tuple(getattr(args, one) for one in fields)
         is_default = values == tuple(defaults[one] for one in fields)
         source = " and ".join(f"TrainingArguments.{one}" for one in fields)
-        if name in own and (own[name] == _one(values) or not is_default or _set(agreement, name)):
+        is_said = is_named or own.get(name) == _one(values) or not is_default or _set(agreement, name)
+        if name in own and is_said:
             agreement.take(f"optimizer.{name}", source, _one(values))
         elif name not in own and not is_default:
             agreement.problems.append(

@@ -117,6 +117,11 @@ def _eps(recipe: Recipe) -> Fields:
     return {} if eps is None else {"adam_epsilon": eps}
 
 
+def _momentum(recipe: Recipe) -> Fields:
+    momentum = recipe.optimizer.hyperparameters().get("momentum")
+    return {} if momentum is None else {"optim_args": f"momentum={momentum}"}
+
+
 def _layers_are_ours(recipe: Recipe) -> Fields:
     """HF's flag would checkpoint all layers again, and TRL's configs have it on."""
     return {"activation_checkpointing": False, "gradient_checkpointing": False}
@@ -269,7 +274,7 @@ IN_TRAINER: Mapping[str, InTrainer] = {
     "optimizer.name": InTrainer(carrier="attach", fields=_optimizer),
     "optimizer.betas": InTrainer(carrier="arguments", fields=_betas),
     "optimizer.eps": InTrainer(carrier="arguments", fields=_eps),
-    "optimizer.momentum": _ATTACH,
+    "optimizer.momentum": InTrainer(carrier="arguments", fields=_momentum),
     "optimizer.weight_decay": InTrainer(
         carrier="arguments", fields=lambda recipe: {"weight_decay": recipe.optimizer.weight_decay}
     ),

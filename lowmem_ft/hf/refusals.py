@@ -11,8 +11,11 @@ from accelerate.utils import parse_flag_from_env
 from transformers import DataCollatorWithFlattening
 
 from lowmem_ft.devices import of_tensors
+from lowmem_ft.finiteness import some_of
 from lowmem_ft.hf.key_table import BY_HF_NAME
+from lowmem_ft.hf.script_optimizer import names_optimizer, optim_args
 from lowmem_ft.hf.trainer_kinds import Kind
+from lowmem_ft.optimizers import parameter_groups
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.shards import is_sharded
 from lowmem_ft.training.distributed_rules import problems_with_processes
@@ -144,13 +147,37 @@ def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
             f"TrainingArguments.optim={optim} is not the recipe's optimizer.name={name}. Leave optim out, or "
             f"{way_out}."
         )
-    for field in ("optim_args", "optim_target_modules"):
-        if getattr(args, field):
+    taken = (
+        {"momentum"} & recipe.optimizer.row.hyperparameters.keys() if names_optimizer(args, name) else set()
+    )
+    for field, is_read in (
+        ("optim_args", set(optim_args(args)) <= taken),
+        ("optim_target_modules", not args.optim_target_modules),
+    ):
+        if not is_read:
             yield (
                 f"TrainingArguments.{field} is for an optimizer that the trainer makes, and "
                 f"optimizer.name={name} is the recipe's; got {getattr(args, field)!r}. Leave it out, or "
                 "use the recipe's optimizer.* keys."
             )
+    if recipe.optimizer.weight_decay and (others := _decayed_otherwise(trainer)):
+        yield (
+            f"A recipe's weight_decay spares biases and norms, and get_decay_parameter_names of "
+            f"{type(trainer).__name__} chooses otherwise for {some_of(others)}. Leave it as Trainer has it, or set "
+            "weight_decay=0."
+        )
+
+
+def _decayed_otherwise(trainer: Any) -> list[str]:
+    """Trained parameters that only one of the two, trainer and recipe, would decay."""
+    model, decayed = trainer.model, set(trainer.get_decay_parameter_names(trainer.model))
+    groups = parameter_groups(model, weight_decay=1.0)
+    ours = {id(weight) for group in groups if group["weight_decay"] for weight in group["params"]}
+    return [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and (name in decayed) != (id(weight) in ours)
+    ]
 
 
 def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:

@@ -46,7 +46,7 @@ def optimizer_config(
     said = {
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
-        "momentum": _momentum(args),
+        "momentum": float(optim_args(args).get("momentum", 0)),
     }
     hyperparameters = {
         name: said[name] for name, default in row.hyperparameters.items() if said[name] != default
@@ -85,7 +85,12 @@ def _name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
     return by_class.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
 
 
-def _momentum(args: Any) -> float:
-    """SGD's, which HF takes as text: ``momentum=0.9,nesterov=true``."""
-    pairs = (pair.partition("=") for pair in (args.optim_args or "").replace(" ", "").split(","))
-    return next((float(value) for name, _, value in pairs if name == "momentum"), 0.0)
+def optim_args(args: Any) -> dict[str, str]:
+    """What HF takes as text, for some optimizers: ``momentum=0.9,nesterov=true``."""
+    pairs = (pair.partition("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
+    return {name: value for name, _, value in pairs}
+
+
+def names_optimizer(args: Any, name: OptimizerName) -> bool:
+    """Whether ``TrainingArguments.optim`` is one of ours, which Trainer would make of its own fields then."""
+    return BY_HF_NAME.get(str(getattr(args.optim, "value", args.optim))) == name
