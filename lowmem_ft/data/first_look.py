@@ -16,10 +16,11 @@ from datasets import are_progress_bars_disabled, disable_progress_bars, enable_p
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.files import is_saved_dataset, known_files, local_files, reader_of
-from lowmem_ft.data.formats import ExampleFormat, choose_format, naming_example
+from lowmem_ft.data.formats import ExampleFormat, choose_format, loss_on_of, naming_example
 from lowmem_ft.data.sources import Source, reading_error
 from lowmem_ft.data.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import DataSummary, Outcome
+from lowmem_ft.data.unused_fields import refuse_bad_answers
 from lowmem_ft.user_paths import expand_user
 
 MOST_BYTES = 64 * 2**20
@@ -83,10 +84,14 @@ def _check(config: DataConfig, source: Source, *, is_train: bool) -> None:
     example_format = ExampleFormat(
         name=name, columns=tuple(columns.values()), system_prompt=config.system_prompt
     )
+    loss_on = loss_on_of(config, name)
     num_empty = 0
     for index, row in enumerate(first):
         with naming_example(index, str(source)):
-            num_empty += example_format.read(row) is None
+            if example_format.read(row) is None:
+                num_empty += 1
+            else:
+                refuse_bad_answers(example_format, row, loss_on)
     if num_empty == len(rows):
         DataSummary(outcomes=Counter({Outcome.EMPTY: num_empty})).require_examples(str(source))
     if is_train and config.eval_size is not None:

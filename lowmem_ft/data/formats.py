@@ -114,12 +114,6 @@ def recognise_format(
     """
     name, reason, wanted = choose_format(config, columns, source)
     logger.info("Format of %s: %s (%s).", source, name, reason)
-    unseen = [column for column in ("system", "tools") if column in columns and column not in wanted.values()]
-    if unseen and name in ("messages", "conversations"):
-        logger.warning(
-            "The model does not see the column %s of %s: put what it says into a system message of each chat.",
-            *(" or ".join(unseen), source),
-        )
     return ExampleFormat(
         name=name,
         columns=tuple(wanted.values()),
@@ -174,13 +168,18 @@ def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
     Returns:
         The choice.
     """
-    name = example_format.name
+    chosen = loss_on_of(config, example_format.name)
     if config.loss_on == "auto":
-        by_format: dict[str, LossOn] = {"messages": "assistant", "conversations": "assistant", "text": "all"}
-        chosen = by_format.get(name, "completion")
-        logger.info("Loss on: %s (data.loss_on=auto, format %s).", chosen, name)
-        return chosen
-    return config.loss_on
+        logger.info("Loss on: %s (data.loss_on=auto, format %s).", chosen, example_format.name)
+    return chosen
+
+
+def loss_on_of(config: DataConfig, name: FormatName) -> LossOn:
+    """Which tokens of a format are learnt."""
+    if config.loss_on != "auto":
+        return config.loss_on
+    by_format: dict[str, LossOn] = {"messages": "assistant", "conversations": "assistant", "text": "all"}
+    return by_format.get(name, "completion")
 
 
 _COLUMN_BY_DEFAULT: dict[FormatName, dict[str, str]] = {
@@ -190,6 +189,8 @@ _COLUMN_BY_DEFAULT: dict[FormatName, dict[str, str]] = {
     "alpaca": {"prompt_column": "instruction", "completion_column": "output"},
     "text": {"text_column": "text"},
 }
+_LISTED = "; ".join(f"{name} ({', '.join(needed.values())})" for name, needed in _COLUMN_BY_DEFAULT.items())
+_KNOWN_FORMATS = f"Formats known: {_LISTED}."
 _FORMAT_OF_OVERRIDE: dict[str, FormatName] = {
     "messages_column": "messages",
     "prompt_column": "prompt_completion",
@@ -226,8 +227,8 @@ def _choose_format(config: DataConfig, columns: Sequence[str], source: str) -> t
 
 
 def are_preferences(columns: Collection[str]) -> bool:
-    """Whether rows say of two answers which is better, in the columns of TRL's DPO."""
-    return {"chosen", "rejected"} <= set(columns)
+    """Whether rows say of two answers which is better, in the columns of TRL's DPO or of OpenAI's."""
+    return any(set(names) <= set(columns) for names in _PREFERENCES)
 
 
 def holds_preferences(columns: Sequence[str], source: str) -> str:
@@ -239,6 +240,19 @@ def holds_preferences(columns: Sequence[str], source: str) -> str:
     )
 
 
+_PREFERENCES = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+_OTHER_KINDS = {
+    (
+        "prompt",
+        "completions",
+        "labels",
+    ): "answers whose steps were judged one by one, as TRL's PRM trainer learns",
+    ("input_ids",): "tokens in place of text",
+    ("segments",): "the segments of axolotl's input_output, each with a label of its own",
+    ("contents",): "the contents of Google's format",
+}
+"""What is not read, by its columns."""
+
 _QUESTIONS = ("question", "instruction", "query", "problem", "input", "prompt")
 _ANSWERS = ("answer", "response", "output", "solution", "completion", "target")
 
@@ -246,15 +260,21 @@ _ANSWERS = ("answer", "response", "output", "solution", "completion", "target")
 def _unknown_format(columns: Sequence[str], source: str) -> str:
     """What was seen, what is known, and settings that read these very columns, where they have telling names."""
     if are_preferences(columns):
-        prompt = "data.prompt_column=prompt data.completion_column=chosen"
-        way_out = prompt if "prompt" in columns else "data.messages_column=chosen"
+        chosen = next(name for name, other in _PREFERENCES if {name, other} <= set(columns))
+        prompt = f"data.prompt_column=prompt data.completion_column={chosen}"
+        way_out = prompt if "prompt" in columns else f"data.messages_column={chosen}"
         return f"{holds_preferences(columns, source)} To learn the chosen answers, set {way_out}."
-    known = "; ".join(f"{name} ({', '.join(needed.values())})" for name, needed in _COLUMN_BY_DEFAULT.items())
+    for names, kind in _OTHER_KINDS.items():
+        if set(names) <= set(columns):
+            return (
+                f"{source} holds {kind}, which training here does not read. Columns seen: {', '.join(columns)}. "
+                f"{_KNOWN_FORMATS}"
+            )
     question, answer = _first_of(_QUESTIONS, columns), _first_of(_ANSWERS, columns)
     pair = f"data.prompt_column={question} data.completion_column={answer}"
     further = " data.input_column=context" if "context" in columns else ""
     return (
-        f"No known format has the columns of {source}. Columns seen: {', '.join(columns)}. Formats known: {known}. "
+        f"No known format has the columns of {source}. Columns seen: {', '.join(columns)}. {_KNOWN_FORMATS} "
         f"Name the columns: `data.format=alpaca {pair}{further}` makes chats of them, `{pair}` joins them as they are, "
         "`data.text_column=body` reads raw text."
         + (_HEADER_IS_NEEDED if ".csv" in source.lower() or ".tsv" in source.lower() else "")
@@ -363,6 +383,9 @@ _ROLES = {
     "observation": "tool",
     "ipython": "ipython",
 }
+ASSISTANT_ROLES = {role for role, meaning in _ROLES.items() if meaning == "assistant"}
+_ROLES_OF_CALLS = ("function_call", "tool_call")
+"""What LLaMA-Factory's ShareGPT calls a turn in which the assistant calls a tool."""
 
 
 _CALLS = ("tool_calls", "function_call")
@@ -388,6 +411,13 @@ def _message(raw: Row, column: str) -> Message:
     message = {key: value for key, value in raw.items() if value is not None}
     named = message.pop("role", None) or message.pop("from", None)
     role = named.lower() if isinstance(named, str) else named
+    if role in _ROLES_OF_CALLS:
+        raise DataError(
+            f"{column}: a message from {role} is a call of a tool (LLaMA-Factory's ShareGPT), which is not read here: "
+            "what a model learns of it depends on how its chat template writes calls. Make it an assistant message "
+            "with 'tool_calls': [{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}] and an empty "
+            "content, or leave those chats out."
+        )
     if role not in _ROLES:
         raise DataError(
             f"{column}: the role of a message is one of {', '.join(_ROLES)}, got {_seen(named)}"
@@ -413,6 +443,13 @@ def _content(content: Any, column: str) -> str:
         isinstance(part, dict) and part.get("type") == "text" and "text" in part for part in content
     ):
         return "".join(_text(part.get("text"), column) for part in cast(list[Row], content))
+    if isinstance(content, list):
+        kinds = [part.get("type") for part in content if isinstance(part, dict)]
+        if other := next((kind for kind in kinds if kind is not None and kind != "text"), None):
+            raise DataError(
+                f"{column}: training here is on text, got a message with a part of the type {_seen(other)}, which the "
+                "model would not see. Leave those chats out."
+            )
     return _text(content, f"The content of a message in {column}")
 
 

@@ -22,7 +22,7 @@ from lowmem_ft.data.examples import (
     StreamedExamples,
     column,
 )
-from lowmem_ft.data.formats import choose_loss_on, recognise_format
+from lowmem_ft.data.formats import ExampleFormat, choose_loss_on, recognise_format
 from lowmem_ft.data.packing import pack_best_fit
 from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.data.sources import READING_ERRORS, Source, reading_error
@@ -37,6 +37,7 @@ from lowmem_ft.data.summary import (
     summarise,
 )
 from lowmem_ft.data.tokenizing import TOKENIZED, Tokenization
+from lowmem_ft.data.unused_fields import columns_left, columns_to_read, keys_left
 from lowmem_ft.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -204,6 +205,7 @@ def _tokenization(
             "Prompts and completions are strings, so they are joined as they are. To wrap them in the chat template, "
             "add data.format=alpaca."
         )
+    _tell_of_unused(example_format, first_row, tokenizer, source)
     return Tokenization(
         tokenizer=tokenizer,
         example_format=example_format,
@@ -212,6 +214,19 @@ def _tokenization(
         source=str(source),
         vocab_size=vocab_size,
     )
+
+
+def _tell_of_unused(
+    example_format: ExampleFormat, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: Source
+) -> None:
+    """All of them, once; what is lost with those that other tools read is counted and warned of when it is known."""
+    template = tokenizer.get_chat_template() if example_format.is_chat(row) else None
+    left = columns_left(example_format, list(row))
+    keys = keys_left(example_format, row, template)
+    said = [", ".join(left)] if left else []
+    said += [f"in messages {', '.join(keys)}"] if keys else []
+    if said:
+        logger.info("Not used of %s: %s.", source, "; ".join(said))
 
 
 def _tokenize(
@@ -226,7 +241,7 @@ def _tokenize(
     rows = open_split(config, source, is_train=is_train)
     try:
         tokenization = _tokenization(config, source, tokenizer, vocab_size, rows[0])
-        rows = rows.select_columns(list(tokenization.example_format.columns))
+        rows = rows.select_columns(columns_to_read(tokenization.example_format, rows.column_names))
         return rows.map(
             tokenization,
             with_indices=True,
@@ -295,7 +310,7 @@ def _stream(
     tokenization = _tokenization(
         config, source, tokenizer, vocab_size, {name: values[0] for name, values in first_row.items()}
     )
-    rows = rows.select_columns(list(tokenization.example_format.columns))
+    rows = rows.select_columns(columns_to_read(tokenization.example_format, list(first_row)))
     return StreamedExamples(
         _tokenized_batches(rows, source, tokenization),
         source=str(source),

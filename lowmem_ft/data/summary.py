@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowmem_ft.data.row import IGNORED_LABEL, LENGTH_MULTIPLE, TokenizedExample
+from lowmem_ft.data.unused_fields import UnusedField, fields_of
 from lowmem_ft.errors import DataError
 from lowmem_ft.units import counted
 
@@ -68,6 +69,7 @@ class DataSummary:
         num_tokens: tokens kept.
         num_label_tokens: tokens kept that are learnt.
         longest: tokens of the longest example kept.
+        unused: examples by fields that they have and that are not used, in the bits of ``unused_fields``.
         num_rows: packed rows, or None without packing.
         row_capacity: tokens that fit in one packed row.
     """
@@ -79,6 +81,7 @@ class DataSummary:
     num_tokens: int = 0
     num_label_tokens: int = 0
     longest: int = 0
+    unused: Counter[int] = field(default_factory=Counter)
     num_rows: int | None = None
     row_capacity: int | None = None
 
@@ -112,6 +115,7 @@ class DataSummary:
             num_tokens=self.num_tokens + other.num_tokens,
             num_label_tokens=self.num_label_tokens + other.num_label_tokens,
             longest=max(self.longest, other.longest),
+            unused=self.unused + other.unused,
         )
 
     def log(self, source: str, limits: LengthLimits, *, warn: bool = True) -> None:
@@ -123,8 +127,9 @@ class DataSummary:
             logger.info("%s: %s", source, line)
 
     def warn(self, source: str, limits: LengthLimits) -> bool:
-        """Warn of what loses more than :data:`MUCH_LOST` of the examples, and say whether anything does."""
-        lost = [self._left_out(why) for why, count in self.dropped.items() if self._is_much(count)]
+        """Warn of fields that are not used, and of what loses much (:data:`MUCH_LOST`); say whether there was any."""
+        lost = list(self._not_used())
+        lost += [self._left_out(why) for why, count in self.dropped.items() if self._is_much(count)]
         if self._is_much(self.num_answers_cut):
             lost.append(self._answers_cut(limits))
         for line in lost:
@@ -144,6 +149,13 @@ class DataSummary:
             f"{counted(self.num_examples, 'example')}, {self.num_tokens:,} tokens, {self.num_label_tokens:,} of them "
             f"learnt, longest {self.longest:,}"
         )
+
+    def _not_used(self) -> Iterator[str]:
+        counts: Counter[UnusedField] = Counter()
+        for bits, count in self.unused.items():
+            counts.update(dict.fromkeys(fields_of(bits), count))
+        for unused, count in counts.items():
+            yield f"{self._share(count)} have {unused}{unused.what_happens}"
 
     def _harmless(self) -> Iterator[str]:
         yield from (self._left_out(why) for why, count in self.dropped.items() if not self._is_much(count))
@@ -202,7 +214,15 @@ class DataSummary:
         )
 
 
-SUMMARISED = ("outcome", "is_cut", "is_answer_cut", "num_tokens", "num_label_tokens", "num_whole_tokens")
+SUMMARISED = (
+    "outcome",
+    "is_cut",
+    "is_answer_cut",
+    "num_tokens",
+    "num_label_tokens",
+    "num_whole_tokens",
+    "unused_fields",
+)
 """The columns of tokenized examples that a summary counts."""
 
 
@@ -225,6 +245,7 @@ def summarise(columns: Mapping[str, Any]) -> DataSummary:
         num_tokens=int(values["num_tokens"].sum()),
         num_label_tokens=int(values["num_label_tokens"].sum()),
         longest=int(values["num_tokens"].max(initial=0)),
+        unused=Counter({bits: count for bits, count in _counted(values["unused_fields"]) if bits}),
     )
 
 

@@ -16,6 +16,7 @@ from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.formats import ExampleFormat, Row, naming_example
 from lowmem_ft.data.masking import MarkedText, mark_learnt
 from lowmem_ft.data.summary import Outcome
+from lowmem_ft.data.unused_fields import refuse_bad_answers, unused_fields
 from lowmem_ft.errors import DataError
 
 TOKENIZED = datasets.Features(
@@ -29,10 +30,12 @@ TOKENIZED = datasets.Features(
         "is_cut": datasets.Value("bool"),
         "is_answer_cut": datasets.Value("bool"),
         "outcome": datasets.Value("int8"),
+        "unused_fields": datasets.Value("int32"),
     }
 )
 """The columns of a tokenized example. ``sample_id`` is its index among the rows read; the mask is one bit a token;
-``num_whole_tokens`` counts it before it was cut."""
+``num_whole_tokens`` counts it before it was cut; ``unused_fields``, of a row's first piece, has a bit for each of
+``unused_fields.ALL`` that the row has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +71,19 @@ class Tokenization:
         columns = dict(columns)
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         marked = [self._mark(row, sample_id) for row, sample_id in zip(rows, sample_ids, strict=True)]
+        template: Any = self.tokenizer.chat_template and self.tokenizer.get_chat_template()
+        unused = [
+            unused_fields(self.example_format, row, template) if text else 0
+            for row, text in zip(rows, marked, strict=True)
+        ]
         tokenized: dict[str, list[Any]] = {column: [] for column in TOKENIZED}
-        for sample_id, text, encoded in zip(sample_ids, marked, self._encode(marked), strict=True):
+        for sample_id, text, encoded, bits in zip(
+            sample_ids, marked, self._encode(marked), unused, strict=True
+        ):
             self._require_embedded(encoded, sample_id)
-            for piece in self._pieces(text, encoded):
-                for column, value in {"sample_id": sample_id, **piece}.items():
+            for number, piece in enumerate(self._pieces(text, encoded)):
+                of_row = {"sample_id": sample_id, "unused_fields": 0 if number else bits}
+                for column, value in {**of_row, **piece}.items():
                     tokenized[column].append(value)
         return tokenized
 
@@ -87,13 +98,16 @@ class Tokenization:
             "loss_on": self.loss_on,
             "max_length": self.max_length,
             "vocab_size": self.vocab_size,
-            "version": 2,  # raise it when the same values give other tokens
+            "version": 3,  # raise it when the same values give other tokens
         }
 
     def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
         with naming_example(sample_id, self.source):
             example = self.example_format.read(row)
-            return None if example is None else mark_learnt(example, self.tokenizer, self.loss_on)
+            if example is None:
+                return None
+            refuse_bad_answers(self.example_format, row, self.loss_on)
+            return mark_learnt(example, self.tokenizer, self.loss_on)
 
     def _encode(self, marked: list[MarkedText | None]) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Token ids and the learnt mask of each text."""

@@ -48,6 +48,24 @@ def _write_rows(folder: Path) -> None:
         "unknown_role": [{"messages": [{"role": "alien", "content": "Hi"}]}],
         "misspelt_value": [{"conversations": [{"from": "human", "vlaue": "Hi"}, {"from": "gpt", "vlaue": "Hello"}]}],
         "function_call": [{"messages": [CHAT[0], {"role": "assistant", "content": None, "function_call": CALL}]}],
+        "function_call_turn": [
+            {
+                "tools": "[{}]",
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "function_call", "value": json.dumps(CALL)},
+                    {"from": "observation", "value": "1"},
+                    {"from": "gpt", "value": "One"},
+                ],
+            }
+        ],
+        "kto": [
+            {"prompt": "Hi", "completion": "Hello", "label": True},
+            {"prompt": "Hi", "completion": "Go away", "label": False},
+        ],
+        "weights": [{"messages": [CHAT[0], CHAT[1] | {"weight": 0}, CHAT[0], CHAT[1] | {"weight": 1}]}],
+        "history": [{"instruction": "Hi", "output": "Hello", "history": [["Ho", "Yes?"]]}] * 2,
+        "steps": [{"prompt": "Hi", "completions": ["a", "b"], "labels": [True, False]}],
         "no_role": [{"messages": [{"content": "Hi"}]}],
         "messages_are_text": [{"messages": "Hi"}],
         "messages_of_text": [{"messages": ["Hi", "Hello"]}],

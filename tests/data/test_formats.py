@@ -151,7 +151,11 @@ def test_an_example_with_an_empty_field_is_none(row):
             "the role of a message is one of .*, got 'wizard'",
         ),
         ({"messages": [{"content": "Hi"}]}, "the role of a message is one of"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is text, got list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of the type 'image'"),
+        (
+            {"conversations": [{"from": "function_call", "value": "{}"}]},
+            r"a message from function_call is a call of a tool.*tool_calls",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "Hi"}]}]}, "is text, got list"),
         (
             {"conversations": [{"from": "human", "vlaue": "Hi"}]},
@@ -209,6 +213,16 @@ def test_a_prompt_in_messages_needs_a_completion_in_messages():
         fmt.read({"prompt": [{"role": "user", "content": "q"}], "completion": "a"})
 
 
-def test_columns_beside_a_chat_that_the_model_does_not_see_are_named(caplog):
-    recognise(["messages", "tools", "id"])
-    assert "does not see the column tools" in caplog.text
+@pytest.mark.parametrize(
+    "columns,kind",
+    [
+        (["prompt", "completions", "labels"], "TRL's PRM trainer"),
+        (["input", "preferred_output", "non_preferred_output"], "holds preferences"),
+        (["input_ids", "attention_mask"], "tokens in place of text"),
+        (["segments"], "axolotl's input_output"),
+        (["contents"], "Google's format"),
+    ],
+)
+def test_data_of_another_kind_is_called_by_it(columns, kind):
+    with pytest.raises(DataError, match=kind):
+        recognise(columns)

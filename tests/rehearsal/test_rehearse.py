@@ -138,6 +138,13 @@ def test_flash_attn_is_counted_on_though_it_is_not_installed_here(recipe):
     assert rehearse(streamed, "rtx-4090", steps=1).rehearsed_steps == 1
 
 
+def test_fields_of_the_data_that_are_not_used_are_told(recipe, tmp_path):
+    file = tmp_path / "alpaca.jsonl"
+    file.write_text('{"instruction": "Hi", "output": "Hello", "history": [["Ho", "Yes?"]]}\n' * 8)
+    found = rehearse(recipe(f"data={file}", "data.eval_size=null", "training.eval_steps=null"), "l4", steps=1)
+    assert any("8 of 8 (100.0%) have `history`" in warning for warning in found.warnings)
+
+
 def test_warnings_of_the_run_are_told_once(recipe, chats):
     file = chats([3] * 20 + [4000] * 10)  # whose answers are cut
     found = rehearse(recipe(f"data={file}", "data.eval_size=null", "training.eval_steps=null"), "rtx-4090")

@@ -1,0 +1,242 @@
+"""Fields of the formats of other tools that training here does not use: told with their count, or refused.
+
+What says that an answer must not be learnt is refused where that answer would be: ``label`` and ``kto_tag`` of KTO,
+``weight: 0`` (OpenAI, Mistral) and ``train: false`` (axolotl) of a turn. What says more than is used of an answer that
+is right (earlier turns, tools, reasoning that the template does not write) costs what it would have taught, so it is
+counted and warned of. Sources: TRL's dataset formats, OpenAI's fine-tuning guide, and the data pages of axolotl and
+LLaMA-Factory, 2026.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowmem_ft.data.config import LossOn
+from lowmem_ft.data.formats import ASSISTANT_ROLES, ExampleFormat, Row
+from lowmem_ft.errors import DataError
+
+
+def _says_something(value: Any) -> bool:
+    return value is not None and value is not False and value not in ("", [], {})
+
+
+def _is_number_other_than(*numbers: float) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and value not in numbers
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnusedField:
+    """A field that other tools read.
+
+    Args:
+        names: by which it goes.
+        what_happens: the rest of a sentence that begins with how many examples have it, and the way out.
+        counts: whether a value says anything.
+        is_written_by_template: it is used where the chat template names it.
+    """
+
+    names: tuple[str, ...]
+    what_happens: str
+    counts: Callable[[Any], bool] = _says_something
+    is_written_by_template: bool = False
+
+    def found(self, values: Row, template: str | None) -> bool:
+        """Whether a row or a message has it and it is not used; without a template, what that writes is not known."""
+        names = [name for name in self.names if self.counts(values.get(name))]
+        if self.is_written_by_template:
+            names = [name for name in names if template is not None and not _is_named(name, template)]
+        return bool(names)
+
+    def __str__(self) -> str:
+        return " or ".join(f"`{name}`" for name in self.names)
+
+
+OF_ROWS = (
+    UnusedField(
+        names=("system", "system_prompt"),
+        what_happens=", which the model does not see. Put it into a system message of each chat.",
+    ),
+    UnusedField(
+        names=("history",),
+        what_happens=", so that the model does not see the turns before. Write the rows as messages.",
+    ),
+    UnusedField(
+        names=("tools", "functions"),
+        what_happens=", so that the model does not see which tools there are. Put what they say into a system message.",
+    ),
+    UnusedField(
+        names=("images", "image", "videos", "video", "audios", "audio"),
+        what_happens=", and training here is on text: the model learns to speak of what it does not see. Leave those "
+        "rows out.",
+    ),
+    UnusedField(
+        names=("reasoning_content", "reasoning", "thinking"),
+        what_happens=", which the model neither sees nor learns. Write it into the answer.",
+    ),
+    UnusedField(
+        names=("chat_template_kwargs",),
+        what_happens=", which the chat template is not given. Remove the column.",
+    ),
+    UnusedField(
+        names=("label", "kto_tag"),
+        what_happens=" of 0, and their answers are learnt as all others. If 0 marks a bad answer, leave those rows "
+        "out.",
+        counts=lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0,
+    ),
+    UnusedField(
+        names=("weight",),
+        what_happens=" other than 1, and every learnt token counts the same. Leave out what is not to be learnt.",
+        counts=_is_number_other_than(1),
+    ),
+)
+"""Columns beside those that a format reads."""
+
+OF_MESSAGES = (
+    UnusedField(
+        names=("reasoning_content", "reasoning", "thinking"),
+        what_happens=" in a message, which the chat template does not write: the model neither sees nor learns it. Set "
+        "data.chat_template to a template that writes it.",
+        is_written_by_template=True,
+    ),
+    UnusedField(
+        names=("tools", "functions"),
+        what_happens=" in a message, which the chat template does not write: the model does not see which tools there "
+        "are. Put what they say into the content.",
+        is_written_by_template=True,
+    ),
+    UnusedField(
+        names=("weight",),
+        what_happens=" in a message that is neither 0 nor 1, and every turn that is learnt counts the same.",
+        counts=_is_number_other_than(0, 1),
+    ),
+    UnusedField(
+        names=("train_detail", "training_detail"),
+        what_happens=" in a message, which chooses parts of a turn, and turns are learnt whole. Remove what is not to "
+        "be learnt.",
+    ),
+)
+"""Keys of a message."""
+
+ALL = (*OF_ROWS, *OF_MESSAGES)
+
+_BAD = ("label", "kto_tag")
+_TRAINED = ("train", "training")
+_KNOWN_OF_ROWS = {name for field in OF_ROWS for name in field.names}
+_USED_OF_MESSAGES = {"role", "from", "content", "value", "tool_calls", "function_call"}
+
+
+def columns_to_read(example_format: ExampleFormat, columns: Sequence[str]) -> list[str]:
+    """The columns of the format, and those whose values are looked at to be counted or refused."""
+    more = [] if example_format.name == "text" else [name for name in columns if name in _KNOWN_OF_ROWS]
+    return list(dict.fromkeys((*example_format.columns, *more)))
+
+
+def columns_left(example_format: ExampleFormat, columns: Sequence[str]) -> list[str]:
+    """The columns that the format does not read."""
+    return [name for name in columns if name not in example_format.columns]
+
+
+def keys_left(example_format: ExampleFormat, row: Row, template: str | None) -> list[str]:
+    """The keys of a row's messages that neither we nor the chat template read."""
+    keys = dict.fromkeys(str(key) for message in _messages(example_format, row) for key in message)
+    return [key for key in keys if key not in _USED_OF_MESSAGES and not _is_named(key, template or "")]
+
+
+def unused_fields(example_format: ExampleFormat, row: Row, template: str | None) -> int:
+    """Which of ``ALL`` a row has, a bit each: 1 for the first.
+
+    Args:
+        example_format: how the row is read.
+        row: the values of :func:`columns_to_read`.
+        template: the chat template, if that is known and the row is written by it.
+    """
+    if example_format.name == "text":
+        return 0
+    beside = {name: value for name, value in row.items() if name not in example_format.columns}
+    messages = list(_messages(example_format, row))
+    found = [field.found(beside, None) for field in OF_ROWS]
+    found += [any(field.found(message, template) for message in messages) for field in OF_MESSAGES]
+    return sum(1 << bit for bit, is_there in enumerate(found) if is_there)
+
+
+def fields_of(bits: int) -> Iterator[UnusedField]:
+    """The fields that :func:`unused_fields` found."""
+    yield from (field for bit, field in enumerate(ALL) if bits >> bit & 1)
+
+
+def refuse_bad_answers(example_format: ExampleFormat, row: Row, loss_on: LossOn) -> None:
+    """Refuse a row that says of an answer which would be learnt that it must not be.
+
+    Args:
+        example_format: how the row is read.
+        row: the values of :func:`columns_to_read`.
+        loss_on: which turns are learnt.
+
+    Raises:
+        DataError: if it does.
+    """
+    if example_format.name == "text":
+        return
+    for name in _BAD:
+        if name not in example_format.columns and _is_false(row.get(name)):
+            raise DataError(
+                f"{name}=false says that the answer is a bad one (TRL's and LLaMA-Factory's KTO), and training here is "
+                "supervised: it would be learnt as a good one. Leave those rows out, or remove the column if all are "
+                "to be learnt. TRL's KTOTrainer learns from both kinds."
+            )
+    for number, message in enumerate(turns := list(_messages(example_format, row))):
+        if (said := _not_to_be_learnt(message)) and number in _learnt(example_format, row, turns, loss_on):
+            others = (
+                "Set data.loss_on=completion to learn the last turn of each chat alone, "
+                if loss_on == "assistant" and number < len(turns) - 1
+                else "Remove the turn and what follows, "
+            )
+            raise DataError(
+                f"Message {number + 1} has {said}, which says that it is not to be learnt, and here it would be "
+                f"(data.loss_on={loss_on}). {others}or remove that key if it is to be learnt."
+            )
+
+
+def _learnt(example_format: ExampleFormat, row: Row, turns: list[Row], loss_on: LossOn) -> set[int]:
+    """The messages of a row that are learnt."""
+    if loss_on == "all":
+        return set(range(len(turns)))
+    answers = [number for number, message in enumerate(turns) if _role(message) in ASSISTANT_ROLES]
+    if loss_on == "assistant":
+        return set(answers)
+    if example_format.name == "prompt_completion":
+        prompt = row[example_format.columns[0]]
+        return {number for number in answers if number >= len(prompt)}
+    return set(answers[-1:])
+
+
+def _not_to_be_learnt(message: Row) -> str | None:
+    """What a message says of it, if it does."""
+    weight = message.get("weight")
+    if weight is not None and not isinstance(weight, bool) and weight == 0:
+        return f"weight: {weight}"
+    return next((f"{name}: false" for name in _TRAINED if message.get(name) is False), None)
+
+
+def _is_false(value: Any) -> bool:
+    """As JSON and Parquet have it, or in the words of a CSV file."""
+    return value is False or (isinstance(value, str) and value.strip().lower() == "false")
+
+
+def _role(message: Row) -> str:
+    return str(message.get("role") or message.get("from")).lower()
+
+
+def _messages(example_format: ExampleFormat, row: Row) -> Iterator[Row]:
+    for name in example_format.columns:
+        value = row.get(name)
+        yield from value if isinstance(value, list) else ()
+
+
+def _is_named(key: str, template: str) -> bool:
+    return re.search(rf"\b{re.escape(key)}\b", template) is not None
