@@ -273,20 +273,26 @@ def _refused(memory: HostMemory, num_bytes: int) -> None:
 
 
 def _site() -> Site:
-    """The functions of the engine that lead here, and the line that calls it.
+    """The functions of the engine that lead here, the line that calls it, and for whom: who called a private function.
 
     Which line a copy that was put off is made in goes by who waits first: it is one place, whoever does.
     """
-    steps = []
+    steps: list[str] = []
+    caller = ""
     for frame in _package_frames(sys._getframe(2)):
         code = frame.f_code
-        source = linecache.getline(code.co_filename, frame.f_lineno).strip()
-        if not code.co_filename.endswith(ENGINE):
-            file = code.co_filename.rpartition("/")[2]
-            return f"{' < '.join(steps)} < {file} {code.co_name}: {source}"
-        if code is PutOffCopy.make.__code__:
+        file, source = code.co_filename.rpartition("/")[2], linecache.getline(code.co_filename, frame.f_lineno)
+        if caller:
+            steps.append(code.co_name if file == caller else f"{file} {code.co_name}")
+        elif not code.co_filename.endswith(ENGINE):
+            steps.append(f"{file} {code.co_name}: {source.strip()}")
+            caller = file
+        elif code is PutOffCopy.make.__code__:
             return " < ".join([*steps, "a copy that was put off"])
-        steps.append(code.co_name if steps else source)
+        else:
+            steps.append(code.co_name if steps else source.strip())
+        if caller and not code.co_name.startswith(("_", "<")):
+            return " < ".join(steps)
     return " < ".join([*steps, "the program"])
 
 

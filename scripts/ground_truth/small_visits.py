@@ -262,11 +262,13 @@ def a_tile_that_nobody_comes_for(device: LateDevice) -> None:
 
 
 def activations_sent_for_in_vain(device: LateDevice) -> None:
-    """Backward ends early: what was on its way back is let go."""
+    """Backward ends early: what was on its way back is let go, and its memory is used again on both sides."""
     room = OffloadPool(_host(), 1)
     saved = [room.leave(torch.ones(1024) * count) for count in range(3)]
     assert room.back(saved.pop()).eq(2).all()
     del saved
+    torch.ones(1024)
+    assert room.back(room.leave(torch.ones(1024) * 3)).eq(3).all()
 
 
 def activations_that_come_back(device: LateDevice) -> None:

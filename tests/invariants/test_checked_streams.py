@@ -25,7 +25,8 @@ IMPLIED = {
 def test_each_ordering_that_is_left_out_is_found_or_implied():
     findings = leave_out_each(orders_of_visits())
     assert findings.num_false_alarms == 0
-    assert len(findings.found) >= 59
+    assert len(findings.found) >= 65
+    assert any("_wait_for_arrival" in str(edge) and "< forget " in str(edge) for edge in findings.found)
     unexplained = [str(edge) for edge in findings.missed if not any(key in str(edge) for key in NOT_NEEDED)]
     assert unexplained == []
     assert len(findings.missed) == len(NOT_NEEDED)
