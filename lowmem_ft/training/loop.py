@@ -19,8 +19,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.data import DataStream, PreparedData, eval_batches
-from lowmem_ft.errors import Interrupted
+from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.memory.meter import read_device_memory
+from lowmem_ft.memory.out_of_memory import library_that_did_not_start
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap
@@ -113,6 +114,8 @@ def _train(
         run = TrainingRun.build(recipe, folder, runtime, preflight)
         return run.train()
     except (RuntimeError, MemoryError) as error:
+        if (why := library_that_did_not_start(error)) is not None:
+            raise UserError(why) from error
         if not is_out_of_memory(error):
             raise
         if run is None:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
-
-import torch
 
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.meter import MemoryReading
+from lowmem_ft.memory.out_of_memory import is_failed_allocation
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.remediations import remediations_for
 from lowmem_ft.units import format_bytes
-
-_MESSAGES = re.compile(
-    r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
-    r"|CUDA (driver )?error: out of memory"  # of a call beside the allocator, such as the launch of a kernel
-    r"|\b(CUBLAS|CUSOLVER|CUSPARSE|CUFFT|CUDNN)_STATUS_ALLOC_FAILED\b|\bCUFFT_ALLOC_FAILED\b"
-    r"|\bCUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED\b"
-    r"|Cuda failure (2 )?'out of memory'|Failed to CUDA (calloc|malloc|host alloc)"  # NCCL's
-)
-"""How libraries beneath torch say in a RuntimeError that an allocation has failed."""
 
 
 class NotRetried(RuntimeError):
@@ -55,10 +44,8 @@ def not_retried(reason: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: for torch's own on CUDA there is an error, the others are RuntimeErrors."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError, NotRetried)):
-        return True
-    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
+    """Whether an allocation failed, or a block under :func:`not_retried` has said so."""
+    return isinstance(error, NotRetried) or is_failed_allocation(error)
 
 
 def does_not_fit(

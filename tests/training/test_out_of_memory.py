@@ -8,8 +8,10 @@ from gpu_runs import running_out_while_loading
 
 from lowmem_ft.errors import DoesNotFitError
 from lowmem_ft.memory.meter import MemoryReading
+from lowmem_ft.memory.out_of_memory import LIBRARY_BYTES, library_that_did_not_start
 from lowmem_ft.training import loop, train
 from lowmem_ft.training.out_of_memory import does_not_fit, is_out_of_memory
+from lowmem_ft.units import GIB
 
 MEMORY = MemoryReading(now_bytes=2**30, peak_bytes=3 * 2**30)
 
@@ -147,6 +149,7 @@ OUT_OF_MEMORY = [
     RuntimeError("CUDA driver error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError(
@@ -173,6 +176,10 @@ SOMETHING_ELSE = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError(
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 1 'invalid argument'"
+    ),
     RuntimeError("out of resource: shared memory, Required: 163840, Hardware limit: 101376."),  # Triton's
     RuntimeError(
         "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
@@ -197,3 +204,48 @@ def test_what_says_that_memory_ran_out_is_known_for_it(error):
 @pytest.mark.parametrize("error", SOMETHING_ELSE, ids=lambda error: str(error)[:60])
 def test_what_sounds_like_it_is_not_taken_for_it(error):
     assert not is_out_of_memory(error)
+
+
+NOT_STARTED = [
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+    RuntimeError(
+        "cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling `cusolverDnCreate(handle)`. If you keep seeing "
+        "this error, you may use `torch.backends.cuda.preferred_linalg_library()`"
+    ),
+    RuntimeError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+        "NCCL_DEBUG=INFO for details), NCCL version 2.29.7\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\n"
+    ),
+]
+
+
+@pytest.mark.parametrize("error", NOT_STARTED, ids=lambda error: str(error)[:60])
+def test_a_library_that_cannot_start_lacks_memory_if_the_device_has_none_left(error, cuda_driver):
+    driver = cuda_driver(total_memory=80 * GIB)
+    driver.hold(60 * GIB, 80 * GIB - LIBRARY_BYTES)  # 20 GiB are cached, which is nothing to a library
+    assert is_out_of_memory(error)
+    assert library_that_did_not_start(error) is None
+
+
+@pytest.mark.parametrize("error", NOT_STARTED, ids=lambda error: str(error)[:60])
+def test_one_that_has_room_is_broken(error, cuda_driver):
+    driver = cuda_driver(total_memory=80 * GIB)
+    driver.hold(60 * GIB, 68 * GIB)
+    assert not is_out_of_memory(error)
+    said = library_that_did_not_start(error)
+    assert said is not None
+    assert "not for want of memory: 12.0 GiB of the device are free" in said
+
+
+def test_one_whose_driver_does_not_answer_is_broken():
+    """As here, where there is no CUDA."""
+    assert not is_out_of_memory(NOT_STARTED[0])
+    assert "(CUBLAS_STATUS_NOT_INITIALIZED). The driver" in str(library_that_did_not_start(NOT_STARTED[0]))
+
+
+@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *SOMETHING_ELSE], ids=lambda error: str(error)[:60])
+def test_of_no_other_error_a_library_is_said_to_be_broken(error):
+    assert library_that_did_not_start(error) is None

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_ft.errors import DoesNotFitError, Interrupted
+from lowmem_ft.errors import DoesNotFitError, Interrupted, UserError
+from lowmem_ft.memory import out_of_memory
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import evaluation, loop, out_of_memory_report, train
@@ -21,13 +22,16 @@ from lowmem_ft.training.cut import Cut
 from lowmem_ft.training.gradient_averaging import ddp_takes
 from lowmem_ft.training.replaced_run import allocator_file
 from lowmem_ft.training.step import WindowPass
-from lowmem_ft.units import GIB
+from lowmem_ft.units import GIB, MIB
 
 CUDA = torch.device("cuda:0")
 SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null", "data.eval_size=null")
 
 
-def run_out_at(monkeypatch, step, meanwhile=lambda: None):
+NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.\nmore")
+
+
+def run_out_at(monkeypatch, step, meanwhile=lambda: None, error=NO_ROOM):
     """Let the backward of one step's second micro-batch find no memory, and something happen just then."""
     gradients, count = WindowPass.gradients, 0
 
@@ -43,7 +47,7 @@ def run_out_at(monkeypatch, step, meanwhile=lambda: None):
             calls += 1
             if calls == 2:
                 meanwhile()
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.\nmore")
+                raise error.with_traceback(None)
 
         with self.session.unwrapped_model.model.norm.weight.register_hook(refuse):
             return gradients(self)
@@ -74,6 +78,31 @@ def test_a_run_whose_memory_ran_out_is_one_that_was_resumed_with_that_cut(
     for key in ("loss", "grad_norm"):
         assert metrics(resumed, key) == metrics(run, key)
     assert_same_model(run, resumed)
+
+
+NOT_STARTED = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+
+
+@pytest.mark.parametrize(
+    "error", [NOT_STARTED, RuntimeError("Triton Error [CUDA]: out of memory")], ids=["cuBLAS", "Triton"]
+)
+def test_a_library_that_finds_no_room_lets_the_step_start_over(error, tiny, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(out_of_memory, "_free_bytes", lambda: 30 * MIB)
+    run_out_at(monkeypatch, 2, error=error)
+    with caplog.at_level("WARNING"):
+        train(tiny(*SHORT, "training.max_steps=2", "training.save_steps=null", output_dir=tmp_path / "run"))
+    assert f"({error}). Nothing is lost: the step starts over" in caplog.text
+
+
+def test_a_library_that_does_not_start_with_room_to_spare_is_broken(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "_free_bytes", lambda: 12 * GIB)
+    run_out_at(monkeypatch, 2, error=NOT_STARTED)
+    with pytest.raises(
+        UserError, match=r"could not start .*12\.0 GiB of the device are free.*nvidia-smi"
+    ) as told:
+        train(tiny(*SHORT, output_dir=tmp_path / "run"))
+    assert not isinstance(told.value, DoesNotFitError)
+    assert told.value.__cause__ is NOT_STARTED
 
 
 @pytest.fixture(scope="module")
