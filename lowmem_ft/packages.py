@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
+import shutil
+import sysconfig
 from pathlib import Path
 
 from lowmem_ft.errors import MissingPackageError
@@ -41,6 +44,28 @@ def require_package(
     """
     if not is_installed(package) and (stand_in is None or not is_installed(stand_in)):
         raise MissingPackageError(asked_for_by, package, extra)
+
+
+def triton_lacks() -> str | None:
+    """Why Triton cannot run a kernel on this machine's GPU, with the way out; None: nothing is known to be missing.
+
+    Beside itself it needs a C compiler and Python's headers, as it builds what launches its kernels when the first one
+    runs: ``CC``, else gcc, else clang. Slim images have neither. Source: Triton 3.7, ``runtime/build.py``.
+    """
+    if not is_installed("triton"):
+        return "Triton is not installed. `pip install triton` brings it."
+    compiler = os.environ.get("CC")
+    if compiler is not None and shutil.which(compiler) is None:
+        return f"Triton needs a C compiler, and CC={compiler} is none. Unset CC, or let it name one, such as gcc."
+    if compiler is None and shutil.which("gcc") is None and shutil.which("clang") is None:
+        return "Triton needs a C compiler, and there is none here. `apt-get install gcc` brings one."
+    scheme = sysconfig.get_default_scheme().replace(
+        "posix_local", "posix_prefix"
+    )  # Debian's own, without headers
+    headers = Path(sysconfig.get_paths(scheme=scheme)["include"])
+    if not (headers / "Python.h").is_file():
+        return f"Triton needs Python's headers, and {headers} has none. `apt-get install python3-dev` brings them."
+    return None
 
 
 def may_have_gpu() -> bool:

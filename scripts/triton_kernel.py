@@ -1,6 +1,6 @@
 """What the Triton kernel of the update costs on each generation of GPUs, by compiling it; no GPU is needed.
 
-    python scripts/triton_kernel.py --archs 80 89 90
+    python scripts/triton_kernel.py --archs 75 80 89 90 100 120
 
 Bytes are those of the global loads and stores in the compiled kernel, over the elements of its tile. Every thread of a
 warp loads the scale of its row, which comes over the bus once; it is counted once.
@@ -16,13 +16,14 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
-import lowmem_ft.optimizers.triton_update  # noqa: F401  its operator has a cost
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.optimizers.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
 from lowmem_ft.optimizers.state_formats import state_format
+from lowmem_ft.optimizers.triton_update import VECTOR
 from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 
 AVERAGES = {"adamw": 2, "lion": 1, "sgd": 1}
@@ -70,7 +71,7 @@ def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from lowmem_ft.optimizers.triton_kernel import ROWS, WARPS, update_chunk
+    from lowmem_ft.optimizers.triton_kernel import OPTIONS, ROWS, update_chunk
 
     constants = {
         "RULE": rule,
@@ -83,6 +84,8 @@ def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
         "FROM_END_1": rule == "lion",
         "SIGNED_OCTAVES": SIGNED_OCTAVES,
         "UNSIGNED_OCTAVES": UNSIGNED_OCTAVES,
+        "IN_VECTORS": True,
+        "VECTOR": VECTOR,
         "ROWS": ROWS,
     }
     types = {
@@ -99,22 +102,25 @@ def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
         **{f"c{number}": "fp32" for number in range(8)},
         **dict.fromkeys(constants, "constexpr"),
     }
-    names = list(types)
-    aligned = [n for n in names if types[n].startswith("*") or n == "num_elements"]
+    names, kernel = list(types), cast(Any, update_chunk)
+    aligned = [
+        name
+        for name, param in zip(types, kernel.params, strict=True)
+        if types[name].startswith("*") and not param.do_not_specialize_on_alignment
+    ]
     source = ASTSource(
         update_chunk,
         signature=types,
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
-    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=OPTIONS).asm["ptx"]
     usage = _usage(ptx, arch)
     return Compiled(
         registers=int(_found(r"Used (\d+) registers", usage)),
         spilled_bytes=int(_found(r"(\d+) bytes spill stores", usage)),
         fused=len(re.findall(r"\bfma\.", ptx)),
-        moved_bytes=_moved_bytes(ptx, ROWS, 32 * WARPS),
+        moved_bytes=_moved_bytes(ptx, ROWS, 32 * OPTIONS["num_warps"]),
         least_bytes=_counted_bytes(rule, master, state),
     )
 
@@ -157,7 +163,7 @@ def _usage(ptx: str, arch: int) -> str:
     ptxas = (
         Path(str(triton.__file__)).parent
         / "backends/nvidia/bin"
-        / ("ptxas-blackwell" if arch >= 90 else "ptxas")
+        / ("ptxas-blackwell" if arch >= 100 else "ptxas")
     )
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
@@ -197,7 +203,7 @@ def _found(pattern: str, text: str) -> str:
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--archs", nargs="+", type=int, default=[80, 89, 90])
+    parser.add_argument("--archs", nargs="+", type=int, default=[75, 80, 89, 90, 100, 120])
     parser.add_argument("--rules", nargs="+", default=list(AVERAGES), choices=list(AVERAGES))
     given = parser.parse_args()
     print("arch rule  master              state registers spills fma   bytes  least")

@@ -46,7 +46,8 @@ class Gpu:
             has none, or one bridge to one other card, which a ring of more cannot use.
         held_by_others_bytes: what other processes and displays hold of it now, where it is one of this machine's; None:
             not known.
-        has_triton: whether the machine that it is in has Triton, which torch's CUDA wheels for Linux depend on.
+        has_triton: whether the machine that it is in has Triton, which torch's CUDA wheels for Linux depend on, and the
+            C compiler that Triton needs.
         segments_grow: whether a run there lets the segments of torch's allocator grow where the environment has no
             setting, as under Linux.
         prices: on demand; empty if nobody rents it out.

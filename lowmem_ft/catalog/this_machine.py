@@ -10,7 +10,7 @@ from lowmem_ft.allocator_setting import segments_can_grow
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
-from lowmem_ft.packages import is_installed
+from lowmem_ft.packages import triton_lacks
 
 
 def this_machines_gpu(device: torch.device | None = None) -> Gpu:
@@ -48,7 +48,7 @@ def this_machines_gpu(device: torch.device | None = None) -> Gpu:
         compute_capability=capability,
         num_multiprocessors=properties.multi_processor_count,
         held_by_others_bytes=_held_by_others(device, nearest.context_bytes),
-        has_triton=is_installed("triton"),
+        has_triton=triton_lacks() is None,
         segments_grow=segments_can_grow(),
         sources=sources,
     )

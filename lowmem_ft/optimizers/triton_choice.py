@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lowmem_ft.devices import compute_capability, is_virtual, kernels_of
 from lowmem_ft.errors import UserError
-from lowmem_ft.packages import is_installed
+from lowmem_ft.memory.out_of_memory import is_failed_allocation
+from lowmem_ft.packages import is_installed, triton_lacks
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: 
 
     Raises:
         UserError: if it is demanded and does not work.
+        RuntimeError: if the trial runs out of memory; it is made again the next time.
     """
     if kernel == "eager" or (kernel == "auto" and kernels_of(device) != "cuda"):
         return False
@@ -85,16 +87,11 @@ def _works_or_refused(kernel: Kernel, problem: str | None) -> bool:
     return problem is None
 
 
-def _has_triton(device: torch.device) -> bool:
-    """On this machine, or on the one that a virtual GPU is in."""
-    return torch.get_device_module(device).has_triton() if is_virtual(device) else is_installed("triton")
-
-
 def _problem_of(device: torch.device) -> str | None:
-    if not _has_triton(device):
-        return "Triton is not installed. `pip install triton` brings it."
-    if kernels_of(device) == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+    if kernels_of(device) == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and is_installed("triton"):
         return None
+    if (lacks := _lacks(device)) is not None:
+        return lacks
     is_nvidia = kernels_of(device) == "cuda" and (is_virtual(device) or torch.version.cuda is not None)
     if not is_nvidia:
         return f"it needs an NVIDIA GPU, got {device}."
@@ -107,15 +104,27 @@ def _problem_of(device: torch.device) -> str | None:
     return None
 
 
+def _lacks(device: torch.device) -> str | None:
+    """What Triton lacks on this machine, or on the one that a virtual GPU is in."""
+    if not is_virtual(device):
+        return triton_lacks()
+    if torch.get_device_module(device).has_triton():
+        return None
+    return triton_lacks() or "Triton is not installed there. `pip install triton` brings it."
+
+
 def _problem_of_trial(trial: Trial) -> str | None:
     expected = trial("eager")
     try:
         found = trial("untried")
     except Exception as error:  # a compiler, a driver and a cache folder are behind it
+        if is_failed_allocation(error):
+            raise  # which says nothing of the kernel
         text = str(error).strip().splitlines()
         return (
             f"its kernel does not run here ({type(error).__name__}: {text[0] if text else 'no message'}). "
-            "`pip install` the version of Triton that belongs to torch's."
+            "`pip install` the version of Triton that belongs to torch's; it also needs a C compiler (gcc) and a folder "
+            "that it can write to (TRITON_CACHE_DIR)."
         )
     for name, value in expected.items():
         off = (found[name] - value).abs()

@@ -1,6 +1,10 @@
 """The update of a chunk as one Triton kernel: reads weight, master, averages and gradient once, and writes them once.
 
 Multiplications and additions are those of the rules' own files, each rounded by itself; nothing is fused.
+
+Triton compiles a kernel once for each combination of types, constants and what it specialises on: by default whether a
+number is 1 and whether a number or an address is divisible by 16. Random keys, the number of an element and scales are
+each of these now and then, so that it is told not to look at them: one variant a configuration, compiled in step 1.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ from lowmem_ft.optimizers.triton_formats import (
 ROWS = 4
 """Rows of 256 in a tile: 1024 elements to 128 threads, a warp to each row."""
 
-WARPS = 4
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""What the kernel is compiled with. Triton fuses by default (``TRITON_DEFAULT_FP_FUSION``): a product and the sum that
+takes it would be rounded once where torch's operations round twice, and a weight depend on which of the two updated
+it."""
 
 
 @triton.jit
@@ -81,7 +88,10 @@ def write_average(
         tl.store(scales + row, scale, is_row)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_elements", "element", "key_of_weight", "key_0", "key_1"],
+    do_not_specialize_on_alignment=["clip", "scales_0", "scales_1"],
+)
 def update_chunk(
     weight: tl.tensor,  # float32, or bfloat16 as int16
     beside: tl.tensor,  # the master's tensor, if it has one
@@ -91,7 +101,7 @@ def update_chunk(
     scales_0: tl.tensor,
     values_1: tl.tensor,
     scales_1: tl.tensor,
-    num_elements: tl.tensor,
+    num_elements: tl.int32,
     element: tl.int64,
     key_of_weight: tl.int64,
     key_0: tl.int64,
@@ -114,9 +124,13 @@ def update_chunk(
     FROM_END_1: tl.constexpr,
     SIGNED_OCTAVES: tl.constexpr,
     UNSIGNED_OCTAVES: tl.constexpr,
+    IN_VECTORS: tl.constexpr,
+    VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """Update ``ROWS * 256`` elements of a chunk; ``triton_update.py`` says what each argument is."""
+    if IN_VECTORS:  # says so: the compiler reads no more at once than a mask is the same for
+        num_elements = num_elements // VECTOR * VECTOR
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     offset = first_row * 256
     weight += offset

@@ -13,12 +13,15 @@ from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.optimizers.operators import BLOCK
 from lowmem_ft.optimizers.slice_update import SliceUpdate
 from lowmem_ft.optimizers.triton_choice import Kernel, uses_kernel
-from lowmem_ft.optimizers.triton_update import RuleInKernel, rule_in_kernel
+from lowmem_ft.optimizers.triton_update import VECTOR, RuleInKernel, rule_in_kernel
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 
 _NUM_STEPS = 2
+
+_LEARNING_RATE = 2.0**-6
+"""Changes weights of about 1 in every format; that of a warm-up begins with 0, which changes none."""
 
 
 def in_kernel(optimizer: ChunkedOptimizer, update: SliceUpdate) -> RuleInKernel | None:
@@ -31,9 +34,19 @@ def in_kernel(optimizer: ChunkedOptimizer, update: SliceUpdate) -> RuleInKernel 
     weight, gradient = update.weight, update.gradient
     num_averages = len(optimizer.averages_of(update.parameter))
     formats = (rule.name, rule.from_end, optimizer.master_format, optimizer.state_format, num_averages)
-    trial = partial(_values_after, optimizer, weight.dtype, gradient, update.hyperparameters)
-    is_used = uses_kernel(optimizer.kernel, gradient.device, (*formats, weight.dtype, gradient.dtype), trial)
-    return rule if is_used else None
+    # Whose last chunk does not end with a vector: a variant of its own.
+    tail, has_clip = gradient.numel() % VECTOR, update.scale is not None
+    trial = partial(
+        _values_after,
+        optimizer,
+        weight.dtype,
+        gradient,
+        update.hyperparameters,
+        5 * BLOCK + 5 * VECTOR - (3 if tail else 0),
+        has_clip,
+    )
+    compiled_for = (*formats, weight.dtype, gradient.dtype, bool(tail), has_clip)
+    return rule if uses_kernel(optimizer.kernel, gradient.device, compiled_for, trial) else None
 
 
 def _values_after(
@@ -41,6 +54,8 @@ def _values_after(
     dtype: torch.dtype,
     like: Tensor,
     hyperparameters: Mapping[str, Any],
+    num_elements: int,
+    has_clip: bool,
     kernel: Kernel,
 ) -> dict[str, Tensor]:
     """Weight and averages of a small parameter after steps with an optimizer's rule and formats.
@@ -50,20 +65,23 @@ def _values_after(
         dtype: of weights.
         like: a gradient, for device and type.
         hyperparameters: of the group.
+        num_elements: of the parameter; two chunks.
+        has_clip: whether gradients are scaled.
         kernel: to update by.
     """
-    values = torch.randn(1 + _NUM_STEPS, 5 * BLOCK + 77, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(1 + _NUM_STEPS, num_elements, generator=torch.Generator().manual_seed(0))
     weight, *gradients = values.to(like.device)
     parameter = nn.Parameter(weight.to(dtype))
     twin = type(optimizer)(
-        [{**hyperparameters, "params": [parameter]}],
+        [{**hyperparameters, "lr": _LEARNING_RATE, "params": [parameter]}],
         optimizer.rule,
         optimizer.defaults,
         state=optimizer.state_format,
         master=optimizer.master_format,
     )
     twin.kernel = kernel
-    scale = torch.full((), 0.5, device=like.device)
+    twin.chunk_elements = 4 * BLOCK
+    scale = torch.full((), 0.5, device=like.device) if has_clip else None
     for gradient in gradients:
         twin.update([GradientSlice(parameter, gradient.to(like.dtype))], scale=scale)
     state = twin.state[parameter]

@@ -17,6 +17,9 @@ from lowmem_ft.optimizers.lion import Lion
 from lowmem_ft.optimizers.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES, register_operator
 from lowmem_ft.optimizers.sgd import SGD
 
+VECTOR = 16
+"""Chunks of a multiple of so many elements are read and written in vectors up to their end."""
+
 _LARGEST_CHUNK = 2**31 - 1
 
 
@@ -129,7 +132,7 @@ def update_in_triton(
     element: int,
 ) -> None:
     """The launch, as an operator: a trace, which has no Triton and no values, sees what it reads and writes."""
-    from lowmem_ft.optimizers.triton_kernel import ROWS, WARPS, update_chunk
+    from lowmem_ft.optimizers.triton_kernel import OPTIONS, ROWS, update_chunk
 
     # A tensor stands in for each pointer that the compiled kernel does not use.
     values = [*averages, *[weight] * (2 - len(averages))]
@@ -158,9 +161,10 @@ def update_in_triton(
             FROM_END_1=from_end[1],
             SIGNED_OCTAVES=SIGNED_OCTAVES,
             UNSIGNED_OCTAVES=UNSIGNED_OCTAVES,
+            IN_VECTORS=num_elements % VECTOR == 0,
+            VECTOR=VECTOR,
             ROWS=ROWS,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
+            **OPTIONS,
         )
 
 

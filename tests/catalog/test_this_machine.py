@@ -47,11 +47,11 @@ def test_a_context_of_another_size_is_not_taken_for_others(cuda_driver, off_by):
     assert this_machines_gpu().held_by_others_bytes == 0
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_whether_it_has_triton_is_looked_up_and_not_assumed(cuda_driver, monkeypatch, is_there):
+@pytest.mark.parametrize("lacks", [None, "Triton needs a C compiler."])
+def test_whether_it_has_triton_is_looked_up_and_not_assumed(cuda_driver, monkeypatch, lacks):
     cuda_driver(**RTX_4090)
-    monkeypatch.setattr(this_machine, "is_installed", lambda package: is_there and package == "triton")
-    assert this_machines_gpu().has_triton == is_there
+    monkeypatch.setattr(this_machine, "triton_lacks", lambda: lacks)
+    assert this_machines_gpu().has_triton == (lacks is None)
     assert find_gpu("rtx-4090").has_triton
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_ft import packages
+from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import ChunkedOptimizer, triton_choice
@@ -21,7 +23,8 @@ HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay"
 def _ampere_with_triton(monkeypatch):
     monkeypatch.setattr(triton_choice, "_works", {})
     monkeypatch.setattr(triton_choice, "_told", set())
-    monkeypatch.setattr(triton_choice, "is_installed", lambda package: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton_choice, "triton_lacks", lambda: None)
     monkeypatch.setattr(triton_choice, "is_virtual", lambda device: False)
     monkeypatch.setattr(triton_choice, "compute_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -70,11 +73,37 @@ def test_one_that_does_not_compile_is_told_once(caplog):
         uses_kernel("triton", GPU, "formats", trial_of(found))
 
 
-def test_without_triton_the_log_says_how_to_get_it(monkeypatch, caplog):
-    monkeypatch.setattr(triton_choice, "is_installed", lambda package: False)
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Triton Error [CUDA]: out of memory")],
+    ids=["torch", "Triton"],
+)
+def test_memory_that_runs_out_in_the_trial_says_nothing_of_the_kernel(error):
+    def found(expected):
+        raise error
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        uses_kernel("auto", GPU, "formats", trial_of(found))
+    assert uses_kernel("auto", GPU, "formats", trial_of(lambda expected: expected))
+
+
+def test_what_triton_lacks_is_told_with_the_way_to_get_it(monkeypatch, caplog):
+    monkeypatch.setattr(triton_choice, "triton_lacks", lambda: "Triton needs a C compiler.")
     with caplog.at_level(logging.WARNING):
         assert not uses_kernel("auto", GPU, "formats", trial_of(lambda expected: expected))
-    assert "pip install triton" in caplog.text
+    assert "takes longer than one in Triton: Triton needs a C compiler." in caplog.text
+
+
+def test_a_run_and_an_estimate_of_this_machine_agree_without_a_compiler(monkeypatch, caplog, cuda_driver):
+    monkeypatch.setattr(triton_choice, "triton_lacks", packages.triton_lacks)
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    cuda_driver()
+    assert not this_machines_gpu().has_triton
+    with caplog.at_level(logging.WARNING):
+        assert not uses_kernel("auto", GPU, "formats", trial_of(lambda expected: expected))
+    assert "`apt-get install gcc`" in caplog.text
 
 
 def test_older_gpus_go_without(monkeypatch, caplog):
@@ -84,8 +113,7 @@ def test_older_gpus_go_without(monkeypatch, caplog):
     assert "has 7.5" in caplog.text
 
 
-def test_a_cpu_updates_by_operations_without_a_word(caplog, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_a_cpu_updates_by_operations_without_a_word(caplog):
     cpu, trial = torch.device("cpu"), trial_of(lambda expected: expected)
     assert not uses_kernel("auto", cpu, "formats", trial)
     assert not caplog.text
@@ -102,7 +130,7 @@ def test_a_rule_derived_from_ours_is_not_mistaken_for_it():
 
 
 def test_an_optimizer_that_demands_it_says_so(monkeypatch):
-    monkeypatch.setattr(triton_choice, "is_installed", lambda package: False)
+    monkeypatch.setattr(triton_choice, "triton_lacks", lambda: "Triton is not installed.")
     parameter = nn.Parameter(torch.zeros(300))
     optimizer = ChunkedOptimizer([parameter], AdamW(), HYPERPARAMETERS)
     optimizer.kernel = "triton"

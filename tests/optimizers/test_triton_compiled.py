@@ -1,4 +1,4 @@
-"""The Triton kernel compiled for three generations of GPUs, without any of them."""
+"""The Triton kernel compiled for every generation of GPUs since Turing, without any of them."""
 
 import json
 import os
@@ -10,28 +10,32 @@ from triton_kernel import AVERAGES, MASTERS, STATES
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 
+ARCHS = (75, 80, 89, 90, 100, 120)
+"""Turing, on which no run takes it, to Blackwell."""
+
 PROGRAM = """
 import json, sys, triton_kernel
 print(json.dumps([vars(triton_kernel.compiled(*job)) for job in json.loads(sys.argv[1])]))
 """
 
 
-def compiled(jobs, folder):
+def run(program, argument, folder):
     """In a process where Triton's interpreter is off, and which finds modules where this one does."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(folder),
+        "TRITON_DEFAULT_FP_FUSION": "1",
     }
-    command = [sys.executable, "-c", PROGRAM, json.dumps(jobs)]
+    command = [sys.executable, "-c", program, json.dumps(argument)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)
 
 
 def check(jobs, folder):
-    for job, found in zip(jobs, compiled(jobs, folder), strict=True):
+    for job, found in zip(jobs, run(PROGRAM, jobs, folder), strict=True):
         assert found["spilled_bytes"] == 0, job
         assert found["registers"] <= 128, job  # four blocks of 128 threads and more on a multiprocessor
         assert found["fused"] == 0, job
@@ -39,12 +43,60 @@ def check(jobs, folder):
 
 
 def test_adamw_with_the_compact_formats(tmp_path):
-    check([(arch, "adamw", "split24", "8bit") for arch in (80, 89, 90)], tmp_path)
+    check([(arch, "adamw", "split24", "8bit") for arch in ARCHS], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_every_rule_and_format(arch, tmp_path):
     check(
         [(arch, rule, master, state) for rule in AVERAGES for master in MASTERS for state in STATES], tmp_path
     )
+
+
+LAUNCHES = """
+import json, sys
+import torch
+from torch import nn
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import compute_cache_key, create_function_from_signature
+from lowmem_ft.gradient_slice import GradientSlice
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
+from lowmem_ft.optimizers.triton_kernel import update_chunk
+
+backend = make_backend(GPUTarget("cuda", 90, 32))
+specialised = create_function_from_signature(update_chunk.signature, update_chunk.params, backend)
+variants, launches, fused = {}, 0, set()
+
+def launch(*arguments, grid, warmup, **keywords):
+    global launches
+    launches += 1
+    _, specialization, options = specialised(*arguments, **keywords)
+    variants[compute_cache_key({}, specialization, options)] = None
+    fused.add(backend.parse_options(options).enable_fp_fusion)
+
+update_chunk.run = launch
+name, state, master, sizes = json.loads(sys.argv[1])
+row = OPTIMIZERS[name]
+parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
+defaults = {"lr": 1e-3, "weight_decay": 0.1, **row.hyperparameters}
+optimizer = ChunkedOptimizer(parameters, row.update_rule(), defaults, state=state, master=master, seed=1)
+optimizer.kernel, optimizer.chunk_elements = "untried", 768
+for step in range(4):
+    optimizer.param_groups[0]["lr"] = 1e-3 * step
+    for parameter in parameters:
+        clip = torch.ones(7)[step]  # a number among others lies anywhere
+        optimizer.update([GradientSlice(parameter, torch.zeros_like(parameter))], scale=clip)
+print(json.dumps([launches, len(variants), sorted(fused)]))
+"""
+
+
+@pytest.mark.parametrize("name,state,master", [("adamw", "8bit", "split24"), ("lion", "bf16", "split16")])
+@pytest.mark.parametrize("sizes,expected", [([2**14, 2048, 4096, 512], 1), ([2**14, 2048, 1, 701], 2)])
+def test_a_configuration_is_compiled_once(name, state, master, sizes, expected, tmp_path):
+    """And once more where a parameter does not end with a vector: keys, element, rate and step change nothing."""
+    launches, num_variants, fused = run(LAUNCHES, [name, state, master, sizes], tmp_path)
+    assert launches > 4 * len(sizes)
+    assert num_variants == expected
+    assert fused == [False]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_ft.errors import UserError
 from lowmem_ft.gradient_slice import GradientSlice
-from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer, triton_choice
 from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.optimizers.lion import Lion
 from lowmem_ft.optimizers.sgd import SGD
@@ -202,3 +203,32 @@ def test_a_checkpoint_goes_on_with_the_other_kernel():
     close = (first.float() - second.float()).abs() <= 2**-7 * second.float().abs()
     assert close.all()
     assert (first == second).double().mean() > 0.99
+
+
+@pytest.fixture
+def tried_anew(monkeypatch):
+    monkeypatch.setattr(triton_choice, "_works", {})
+
+
+@pytest.mark.usefixtures("tried_anew")
+@pytest.mark.parametrize("clip", [None, 0.37])
+@pytest.mark.parametrize("num_elements", [1024, 700], ids=["in vectors", "with a tail"])
+def test_the_kernel_passes_its_trial(num_elements, clip):
+    train(build("adamw", "8bit", "split24", num_elements, "triton"), clip=clip)
+    assert set(triton_choice._works.values()) == {True}
+
+
+@pytest.mark.usefixtures("tried_anew")
+@pytest.mark.parametrize("master", MASTERS)
+def test_a_kernel_that_leaves_weights_alone_fails_its_trial_in_a_warm_up_too(master, monkeypatch):
+    """Whose first rate is 0: with that no weight would change, whoever updates it."""
+
+    def idle(rule, *, weight, kept, **others):
+        masters = {name: kept[name].clone() for name in ("master", "low") if name in kept}
+        launch(rule, weight=weight.clone(), kept={**kept, **masters}, **others)
+
+    launch = chunked_optimizer.launch
+    monkeypatch.setattr(chunked_optimizer, "launch", idle)
+    optimizer = build("adamw", "fp32", master, 600, "triton", lr=0.0)
+    with pytest.raises(UserError, match="computes another weight than torch's operations do"):
+        train(optimizer, steps=1)
