@@ -19,8 +19,8 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.remediations import Remediation, remediations_for
 
 NUM_CHANGES = 3
-ENOUGH_ESTIMATES = 20
-"""Each takes seconds: with a first answer at hand, the search ends here."""
+ENOUGH_ESTIMATES, ENOUGH_EVENTS = 20, 250_000
+"""Each takes seconds, the more the longer its trace is: with a first answer at hand, the search ends at either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Changes:
     Args:
         fitting: the changes that do, cheapest first; empty if none does.
         all_together: everything that the device lets one change, at once: what is missing even then, where nothing
-            fits; None if there is nothing left to change.
+            fits; None if there is nothing left to change, or was no need to try.
         complete: whether the search came to its end; what it had not tried by then may fit too.
     """
 
@@ -105,9 +105,9 @@ class ChangeSearch:
     A way is as dear as the dearest change in it, in the order of ``remediations_for``, and holds no change that it
     could do without. Each does without the dearest change of those before it.
 
-    An estimate takes seconds, so the dearest change is found by bisection: what fits is taken to fit with further
-    changes too. Where that is not so (more rows may wait in vertical order) a cheaper way can be missed; each that is
-    found does fit. Each estimate is made once.
+    What fits is taken to fit with further changes too, so that halves can be tried at once. Where that is not so (more
+    rows may wait in vertical order) a cheaper way can be missed; each that is found does fit. Each estimate is made
+    once. Changes that leave the mathematics as it is are tried first: where they do, nothing else needs an estimate.
 
     Args:
         recipe: what does not fit.
@@ -141,19 +141,37 @@ class ChangeSearch:
     def __iter__(self) -> Iterator[Change]:
         """The ways, cheapest first; three at most."""
         ways = list(remediations_for(self._recipe, has_bfloat16=self._has_bfloat16()))
-        ways = self._that_run([way for way in ways if not self._exact or way.is_exact_for(self._recipe)])
-        self._all_together = self._change(ways) if ways else None
-        dearest = 0  # of the way before: without it, all the cheaper changes together do not fit
-        while len(self._found) < NUM_CHANGES and self._fits(ways):
-            if self._found and len(self._estimates) >= ENOUGH_ESTIMATES:
-                break
-            prefixes = range(1, len(ways))
-            dearest = bisect.bisect_left(
-                prefixes, True, lo=dearest, key=lambda length: self._fits(ways[:length])
-            )
+        ways = [way for way in ways if not self._exact or way.is_exact_for(self._recipe)]
+        too_few = 0  # of the ways: what is cheaper than the dearest change of the way before does not fit
+        while len(self._found) < NUM_CHANGES and not (self._found and self._has_tried_enough()):
+            enough = len([way for way in ways if way.keeps_mathematics_of(self._recipe)])
+            if not self._fits(ways[:enough]):
+                ways = self._that_run(ways)
+                enough = len(ways)
+                if not self._found:
+                    self._all_together = self._change(ways) if ways else None
+                if not self._fits(ways):
+                    break
+            dearest = self._fewest_that_fit(ways, too_few, enough) - 1
             self._found.append(self._cheapest_with(ways[dearest], ways[:dearest]))
             yield self._found[-1]
-            ways = [*ways[:dearest], *ways[dearest + 1 :]]
+            ways, too_few = [*ways[:dearest], *ways[dearest + 1 :]], dearest
+
+    def _has_tried_enough(self) -> bool:
+        estimates = [answer for answer in self._estimates.values() if not isinstance(answer, UserError)]
+        num_events = sum(len(estimate.timeline.events) for estimate in estimates)
+        return len(self._estimates) >= ENOUGH_ESTIMATES or num_events >= ENOUGH_EVENTS
+
+    def _fewest_that_fit(self, ways: Sequence[Remediation], too_few: int, enough: int) -> int:
+        """How many of the first ways are enough, where so many are: from there down, by ever larger steps."""
+        step = 1
+        while enough - step > too_few:
+            if not self._fits(ways[: enough - step]):
+                too_few = enough - step
+                break
+            enough, step = enough - step, 2 * step
+        between = range(too_few + 1, enough)
+        return too_few + 1 + bisect.bisect_left(between, True, key=lambda number: self._fits(ways[:number]))
 
     def _has_bfloat16(self) -> bool:
         recipe = self._recipe
@@ -187,14 +205,19 @@ class ChangeSearch:
 
     def _cheapest_with(self, dearest: Remediation, cheaper: Sequence[Remediation]) -> Change:
         """The dearest change with as few and as cheap others as it needs, where all of them together fit."""
-        if self._fits([dearest]):
-            return self._change([dearest])
-        needed = [*cheaper, dearest]
-        for way in reversed(cheaper):
-            without = [other for other in needed if other is not way]
-            if self._fits(without):
-                needed = without
-        return self._change(needed)
+        return self._change(self._without([*cheaper, dearest], list(cheaper)))
+
+    def _without(self, needed: list[Remediation], doubtful: list[Remediation]) -> list[Remediation]:
+        """Changes that fit, without those of the doubtful that they can do without, the dearest first."""
+        if not doubtful:
+            return needed
+        others = [way for way in needed if way not in doubtful]
+        if self._fits(others):
+            return others
+        if len(doubtful) == 1:
+            return needed
+        half = len(doubtful) // 2
+        return self._without(self._without(needed, doubtful[half:]), doubtful[:half])
 
     def _change(self, ways: Sequence[Remediation]) -> Change:
         """The recipe with some changes, which can run."""

@@ -208,9 +208,9 @@ def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """
     begins = share_again(recipe, shape) * begin_bytes(recipe, shape, on_host=True)
     weights = _waiting_weight_bytes(recipe, shape)
-    waiting = weights + (_state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0)
+    waiting = weights + (state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0)
     if recipe.distributed.cpu_offload:
-        waits = _weights(recipe, shape) + _state_bytes(recipe, shape) + _gradients(recipe, shape)
+        waits = _weights(recipe, shape) + state_bytes(recipe, shape) + _gradients(recipe, shape)
         return PROCESS_BESIDE_GPU_BYTES + begins + waits
     if recipe.offload.optimizer == "host" and _gradients_wait(recipe):
         waiting += _kept_share(recipe) * shape.parameters * shape.dtype_of(recipe).itemsize
@@ -237,7 +237,7 @@ def product_seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
 
 def copied_state_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """Of the optimizer, to the device and back in each step."""
-    return _state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0
+    return state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0
 
 
 def copied_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
@@ -318,7 +318,7 @@ def _gathered(recipe: Recipe, shape: ModelShape) -> float:
     return _layer_weight_bytes(recipe, shape) if stays else 0.0
 
 
-def _state_bytes(recipe: Recipe, shape: ModelShape) -> float:
+def state_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """Of the optimizer, wherever it lies: averages and what stands beside 16-bit weights."""
     optimizer = recipe.optimizer
     if recipe.adapter.name != "none":
@@ -333,7 +333,7 @@ def _state_bytes(recipe: Recipe, shape: ModelShape) -> float:
 def _state(recipe: Recipe, shape: ModelShape) -> float:
     form = recipe.optimizer.row.bitsandbytes
     is_elsewhere = recipe.offload.optimizer == "host" or (form is not None and form.paged)
-    return 0.0 if is_elsewhere else _state_bytes(recipe, shape)
+    return 0.0 if is_elsewhere else state_bytes(recipe, shape)
 
 
 def _gradients(recipe: Recipe, shape: ModelShape) -> float:

@@ -58,10 +58,12 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
     )
     context_bytes = 0 if gpu is None else gpu.context_bytes
     given_up_N, price_N = _ranks(space, choices_ND)
+    own_D = np.array(space.own, dtype=np.int64)
     return Candidates(
         choices_ND=choices_ND,
         before_N=given_up_N,
         after_N=price_N,
+        changes_N=(choices_ND != own_D).sum(axis=1),
         seconds_N=seconds_N,
         device_bytes_N=with_headroom(context_bytes + np.maximum(after_N, forward_N + activations_N)),
         host_bytes_N=with_headroom(host_N),

@@ -262,7 +262,7 @@ class _Choices:
         self.ctrl_c.check()
         self.on_progress(self._progress())
         try:
-            return need_from(*self.target.estimate(recipe))
+            return need_from(self.target.estimate(recipe)[0])
         except UserError as error:
             return " ".join(error.problems)
 

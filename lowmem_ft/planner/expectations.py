@@ -23,6 +23,21 @@ _MLP_SHARE = 0.7
 _HOST_SHARE = 1.01
 """Of its bound, with buffers for copies."""
 
+_TIMES_MOVED, _TIMES_MOVED_AGAIN = 42.0, 8.0
+"""How often what its matrices give passes through memory: forward and backward, and once more forward."""
+
+_CASTS = 1.5
+"""How much more of it there is where some of it is float32: autocast's of float32 weights, adapters' without it."""
+
+_SUMMED_BYTES = 20.0
+"""That pass through memory, a parameter, to add a micro-batch's gradients to those before."""
+
+_TIMES_UPDATED = 4.0
+"""Likewise of weights, gradients and state, for an update."""
+
+_TILED_MLP, _TILED_HEAD = 0.16, 0.03
+"""Of the products without checkpointing, which pieces of the MLP and of the head compute once more."""
+
 _LOGIT_BYTES = {True: 12.0, False: 8.0}
 """At the peak, by whether all exist at once."""
 
@@ -36,7 +51,9 @@ def device_bytes(recipe: Recipe, shape: ModelShape) -> float:
     working = max(tokens * token_bytes, logits) + _layers_at_work(recipe, shape)
     again, offloads_all = bounds.share_again(recipe, shape), recipe.offload.activations == "all"
     kept = bounds.kept_tokens(recipe, shape) * shape.num_layers * token_bytes * (0.1 if offloads_all else 1.0)
-    waiting = again * bounds.begin_bytes(recipe, shape) + (1 - again) * kept
+    begins = bounds.begin_bytes(recipe, shape)
+    attended = _attended_bytes(recipe, shape) if recipe.checkpointing.mode == "selective" else 0.0
+    waiting = again * (begins + attended) + (1 - again) * kept
     return working + max(
         bounds.bytes_after_backward(recipe, shape),
         bounds.bytes_before_backward(recipe, shape) + waiting,
@@ -49,17 +66,37 @@ def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
-    """Of a step: products that are not at the best rate, or copies."""
-    training = recipe.training
-    products = bounds.product_seconds(recipe, shape, gpu) * (
-        1.38 + 0.07 / training.per_device_train_batch_size
-    )
-    products *= (1.07 if recipe.tiling.mlp > 1 else 1.0) * (1.02 if recipe.tiling.head > 1 else 1.0)
-    passes = training.gradient_accumulation_steps if recipe.accumulation.order == "horizontal" else 1
-    copied = bounds.copied_state_bytes(recipe, shape) + 2 * passes * bounds.copied_weight_bytes(recipe, shape)
+    """Of a step: products, what else passes through the device's memory, and copies that nothing hides."""
+    again = bounds.share_again(recipe, shape)
+    products = bounds.product_seconds(recipe, shape, gpu)
+    pieces = (_TILED_MLP if recipe.tiling.mlp > 1 else 0.0) + (_TILED_HEAD if recipe.tiling.head > 1 else 0.0)
+    computed = products * (1.0 + pieces / (1.0 + again / 3.0)) + _moved_bytes(recipe, shape) / gpu.bandwidth
+    state, weights = bounds.copied_state_bytes(recipe, shape), bounds.copied_weight_bytes(recipe, shape)
+    passes = recipe.training.gradient_accumulation_steps if recipe.accumulation.order == "horizontal" else 1
+    copied = (state + 2 * passes * weights) / host_link_rate(gpu)
+    waited = (0.0 if recipe.optimizer.in_backward else state) + 0.5 * passes * weights
     return max(
-        products, copied / host_link_rate(gpu), _sent_bytes(recipe, shape) / _sending_rate(recipe, gpu)
+        computed + waited / host_link_rate(gpu),
+        copied,
+        _sent_bytes(recipe, shape) / _sending_rate(recipe, gpu),
     )
+
+
+def _moved_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """By all kernels that are no product: of activations, of gradients that are summed, and of updates."""
+    training, itemsize = recipe.training, shape.dtype_of(recipe).itemsize
+    num_micro_batches = training.gradient_accumulation_steps
+    tokens = bounds.micro_batch_tokens(recipe, shape) * num_micro_batches
+    times = _TIMES_MOVED + _TIMES_MOVED_AGAIN * bounds.share_again(recipe, shape)
+    mixes_types = (training.mixed_precision == "no") == (itemsize < 4)
+    has_float32 = itemsize == 4 or recipe.adapter.name != "none"
+    casts = _CASTS if mixes_types and has_float32 else 1.0
+    activations = casts * times * tokens * bounds.activation_itemsize(recipe, shape) * shape.outputs
+    if recipe.adapter.name != "none":
+        return activations
+    summed = (num_micro_batches - 1) * _SUMMED_BYTES * shape.parameters
+    updated = _TIMES_UPDATED * (bounds.state_bytes(recipe, shape) + 2 * itemsize * shape.parameters)
+    return activations + summed + updated
 
 
 def _sent_bytes(recipe: Recipe, shape: ModelShape) -> float:
@@ -86,6 +123,12 @@ def effort(recipe: Recipe) -> float:
     if recipe.accumulation.order == "horizontal" or recipe.checkpointing.mode == "full":
         return 1.0
     return max(1.0, recipe.training.gradient_accumulation_steps / 4)
+
+
+def _attended_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """What selective checkpointing keeps of attention: as much as a layer begins with."""
+    width = shape.hidden_size * bounds.activation_itemsize(recipe, shape)
+    return float(bounds.kept_tokens(recipe, shape) * shape.num_layers * width)
 
 
 def _kept_of_a_token(recipe: Recipe, shape: ModelShape) -> float:

@@ -176,19 +176,19 @@ class Neighbours:
         """The index of a combination; None if a rule refuses it."""
         return self._places.get(combination)
 
-    def improve(self, max_estimates: int) -> None:
-        """Estimate the neighbours of the best; where one is better, go on with its own."""
-        left = max_estimates
-        best = None
-        while left > 0 and best != self._search.found.best:
-            best = self._search.found.best
+    def look_around(self) -> None:
+        """Estimate the neighbours of the best, until none of them is better.
+
+        Those too that differ in one more choice, which a rule ties to the first.
+        """
+        looked_at = None
+        while self._search.found.best != looked_at:
+            self._search.look_around()
+            looked_at = self._search.found.best
             places = [self.place_of(combination) for combination in self._next_cheaper()]
             open_ = [place for place in places if place is not None and self._search.is_open(place)]
-            for number, place in enumerate(open_[:left], 1):
-                self._search.estimate(place, then=open_[number:left])
-                left -= 1
-                if self._search.found.best != best:
-                    break
+            for number, place in enumerate(open_, 1):
+                self._search.estimate(place, then=open_[number:])
 
     def knobs(self, findings: Findings) -> tuple[KnobChoice, ...]:
         """For each knob of the best, why not the next cheaper value."""

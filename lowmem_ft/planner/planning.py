@@ -30,19 +30,20 @@ from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
 from lowmem_ft.units import GIB
 
-MAX_EFFORT = 24
-"""Of a search, in estimates of common length, of some seconds each. What is left by then is counted, and said."""
+MAX_EFFORT = 18
+"""Of the search for the fastest, in estimates of common length, of a second or two each; the neighbours of the best are
+estimated beyond that. What is left by then is counted, and said."""
 
-COMMON_EVENTS = 120_000
-"""In a trace of common length, such as that of an 8B; an estimate with more of them counts as several."""
+COMMON_EVENTS = 1500
+"""For each layer in a trace of common length, such as that of an 8B; an estimate with more counts as several."""
 
-LEAST_PROMISE = 0.005
+LEAST_PROMISE = 0.01
 """Of the seconds of a step: a search ends where less is to be hoped for of any other combination."""
 
-NEIGHBOUR_ESTIMATES = 12
-"""For the neighbours of the best, which is what the explanation speaks of."""
+SIMPLER_TRIED = 4
+"""Of combinations with fewer changes that should be nearly as fast as the best, before its neighbours."""
 
-NEAREST_TRIED = 3
+NEAREST_TRIED = 2
 """Where nothing is found to fit, or nothing can by its bounds: estimates of those that should miss least."""
 
 NEAREST_LOOKED_AT = 500
@@ -269,7 +270,8 @@ def _searched(
             )
         )
         try:
-            return need_from(*(ahead.take(place) or target.estimate(recipe_of(place))))
+            estimate, num_events = ahead.take(place) or target.estimate(recipe_of(place))
+            return need_from(estimate, num_events / COMMON_EVENTS / max(1, target.shape.num_layers))
         except UserError as error:
             return " ".join(error.problems)
 
@@ -281,13 +283,15 @@ def _searched(
         max_effort=MAX_EFFORT,
         least_promise=LEAST_PROMISE,
         nearest_tried=NEAREST_TRIED,
+        simpler_tried=SIMPLER_TRIED,
+        adds_work=lambda place, other: _adds_work(space, place, other),
         look_ahead=lambda places: ahead.guess(places, recipe_of),
     )
     neighbours = Neighbours(space, search)
     found = search.run(neighbours.place_of(space.own))
     if not found.interrupted:
         try:
-            neighbours.improve(NEIGHBOUR_ESTIMATES)
+            neighbours.look_around()
         except KeyboardInterrupt:
             found.interrupted = True
     if not found.needs:
@@ -303,12 +307,20 @@ def _searched(
     return _explained(findings, neighbours)
 
 
-def need_from(estimate: MemoryEstimate, num_events: int) -> Need:
+def _adds_work(space: Space, place: int, other: int) -> bool:
+    """Whether the second of two neighbours does all that the first does, and more."""
+    pairs = zip(space.combinations[place], space.combinations[other], strict=True)
+    return all(
+        space.adds_work(dimension, old, new) for dimension, (old, new) in enumerate(pairs) if old != new
+    )
+
+
+def need_from(estimate: MemoryEstimate, effort: float = 1.0) -> Need:
     """What an estimate says, with the headroom that makes it no tight fit.
 
     Args:
         estimate: of one combination.
-        num_events: of its trace.
+        effort: of making it, in common ones; none counts as less than one.
     """
     peak, high_bytes = with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes
     host = with_headroom(estimate.host_peak_bytes)
@@ -317,7 +329,7 @@ def need_from(estimate: MemoryEstimate, num_events: int) -> Need:
         device_bytes=max(peak, high_bytes),
         host_bytes=max(host, high_bytes) if estimate.is_of_cpu else host,
         fits=estimate.fits and not estimate.tight,
-        effort=max(1.0, num_events / COMMON_EVENTS),
+        effort=max(1.0, effort),
         estimate=estimate,
     )
 

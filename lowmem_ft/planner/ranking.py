@@ -168,6 +168,18 @@ class Beliefs:
         spread = np.maximum(1e-3, spread * np.exp(excess) / expected)
         return _expected_improvement((np.log(target) - np.log(expected)), spread)
 
+    def chance_within(self, places: Ints, seconds: Floats, most_seconds: float) -> Floats:
+        """How likely each of some combinations takes no longer than so many seconds, once something is known.
+
+        Args:
+            places: their indices.
+            seconds: what each takes at least.
+            most_seconds: what is asked about.
+        """
+        excess, spread = self._posterior(places, "seconds")
+        spare = np.maximum(most_seconds - seconds, _LEAST["seconds"])
+        return _normal_cdf((np.log(spare) - excess) / spread)
+
     def _features(self, places: Ints) -> Floats:
         features = np.zeros((len(places), self._num_features))
         features[:, -1] = 1.0

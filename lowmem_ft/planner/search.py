@@ -1,8 +1,9 @@
 """The search itself: which combination to estimate next, and when none of the others can be better.
 
 It knows nothing of recipes. A combination has proven lower bounds of seconds and bytes, is estimated at most once, and
-drops out when it is estimated, when its bytes cannot fit, or when its seconds cannot beat the best found. Nothing else
-drops out, so that a search that comes to its end has found the fastest; one that is ended early says so.
+drops out when it is estimated, when its bytes cannot fit, or when its seconds let it be neither the fastest nor a
+simpler one that is nearly as fast. Nothing else drops out, so that a search that comes to its end has found the best;
+one that is ended early says so, and has looked at all that differs from its choice in one knob.
 
 Axes: N combinations, D dimensions.
 """
@@ -20,8 +21,14 @@ from numpy.typing import NDArray
 
 from lowmem_ft.planner.ranking import Beliefs, Prior
 
+NEARLY_AS_FAST = 0.01
+"""Of the fastest's seconds: the simplest combination that takes no more than so much longer is the best."""
+
 LEAST_TRIED = 4
 """Estimates before a search in which nothing fits may be given up: the first ones correct what was expected."""
+
+LIKELY_SIMPLER = 0.4
+"""Chance to fit and to be nearly as fast, with which something simpler is worth an estimate."""
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -36,6 +43,7 @@ class Candidates:
         choices_ND: the index of a choice for each dimension.
         before_N: decides before the seconds do, the smaller the better.
         after_N: decides where the seconds are equal, the smaller the better; no two are equal.
+        changes_N: knobs that it changes: the fewer, the simpler it is.
         seconds_N: a step takes no less.
         device_bytes_N: the device is asked for no less.
         host_bytes_N: the host is asked for no less.
@@ -44,6 +52,7 @@ class Candidates:
     choices_ND: Ints
     before_N: Ints
     after_N: Ints
+    changes_N: Ints
     seconds_N: Floats
     device_bytes_N: Floats
     host_bytes_N: Floats
@@ -101,7 +110,8 @@ class Searched:
     """What a search has found, and how.
 
     Args:
-        best: the index of the best combination; None if none fits.
+        best: the index of the best combination: the simplest of those nearly as fast as the fastest; None if none fits.
+        fastest: that of the fastest.
         needs: of each that was estimated, in their order.
         refused: what the device or the model says against others, which only building them showed.
         beyond_bytes: how many cannot fit by their bounds.
@@ -112,6 +122,7 @@ class Searched:
     """
 
     best: int | None = None
+    fastest: int | None = None
     needs: dict[int, Need] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     beyond_bytes: int = 0
@@ -139,6 +150,8 @@ class Search:
             any than to be faster by this share; where nothing fits yet, if the chances of all to fit add up to less.
             What gives up less than the best is passed over likewise.
         nearest_tried: where it would end with nothing that fits, it asks for so many that should miss least.
+        simpler_tried: with something that fits, it asks for so many of those that should be simpler and nearly as fast.
+        adds_work: whether the second of two combinations that differ in one choice does what the first does, and more.
         look_ahead: told, before each estimate, what would be asked next if it comes out as expected; what it does
             changes nothing here.
     """
@@ -153,6 +166,8 @@ class Search:
         max_effort: float | None = None,
         least_promise: float = 0.0,
         nearest_tried: int = 0,
+        simpler_tried: int = 0,
+        adds_work: Callable[[int, int], bool] = lambda place, other: False,
         look_ahead: Callable[[Iterator[int]], None] = lambda places: None,
     ) -> None:
         self.candidates = candidates
@@ -162,9 +177,12 @@ class Search:
         self._max_effort = max_effort
         self._least_promise = least_promise
         self._nearest_tried = nearest_tried
+        self._simpler_tried = simpler_tried
+        self._adds_work = adds_work
         self._look_ahead = look_ahead
-        self._open_N = candidates.may_fit(limits)
-        self.found = Searched(beyond_bytes=int((~self._open_N).sum()))
+        self._unknown_N = candidates.may_fit(limits)
+        self._open_N = self._unknown_N.copy()
+        self.found = Searched(beyond_bytes=int((~self._unknown_N).sum()))
 
     def run(self, first: int | None = None) -> Searched:
         """Search until nothing is left that could be better, or the effort is used up.
@@ -191,6 +209,60 @@ class Search:
         while self._effort_left > 0 and (place := self._next()) is not None:
             self.estimate(place)
 
+    def look_around(self) -> None:
+        """Ask for what may be simpler, and for what differs from the best in one choice, until neither is better."""
+        looked_at = None
+        while self.found.best is not None and self.found.best != looked_at:
+            looked_at = self.found.best
+            for _ in range(self._simpler_tried):
+                simpler = self._likely_simpler()
+                if simpler is None:
+                    break
+                self.estimate(simpler)
+            while self.found.best == looked_at and (around := self.around(looked_at)):
+                self.estimate(around[0], then=around[1:])
+
+    def around(self, place: int) -> list[int]:
+        """What differs from one in a single choice and may still be better, the most promising first.
+
+        Left out is what adds work, is no simpler, and should not be faster for all that is known.
+        """
+        open_, candidates = np.flatnonzero(self._open_N), self.candidates
+        differs_ND = candidates.choices_ND[open_] != candidates.choices_ND[place]
+        near = [
+            other for other in open_[differs_ND.sum(axis=1) == 1].tolist() if self._is_worth_it(place, other)
+        ]
+        if not near:
+            return []
+        places, fastest = np.array(near), self.found.fastest
+        promise = self._promise(places, None if fastest is None else self.found.needs[fastest].seconds)
+        return places[np.lexsort((candidates.after_N[places], -promise))].tolist()
+
+    def _is_worth_it(self, place: int, other: int) -> bool:
+        candidates = self.candidates
+        if candidates.changes_N[other] < candidates.changes_N[place] or not self._adds_work(place, other):
+            return True
+        return self._expected(other).seconds < self.found.needs[place].seconds / (1 + NEARLY_AS_FAST)
+
+    def _likely_simpler(self) -> int | None:
+        """The simplest that should fit and be nearly as fast as the fastest, or None."""
+        found, candidates = self.found, self.candidates
+        if found.best is None or found.fastest is None or not self._beliefs.knows:
+            return None
+        simpler_N = self._open_N & (candidates.changes_N < candidates.changes_N[found.best])
+        places = np.flatnonzero(simpler_N & (candidates.before_N == candidates.before_N[found.best]))
+        if not len(places) or not found.needs[found.fastest].seconds:
+            return None
+        enough = (1 + NEARLY_AS_FAST) * found.needs[found.fastest].seconds
+        chance = self._chance(places) * self._beliefs.chance_within(
+            places, candidates.seconds_N[places], enough
+        )
+        likely = places[chance >= LIKELY_SIMPLER]
+        if not len(likely):
+            return None
+        order = np.lexsort((-chance[chance >= LIKELY_SIMPLER], candidates.changes_N[likely]))
+        return int(likely[order[0]])
+
     def estimate(self, place: int, then: Sequence[int] = ()) -> Need | str:
         """What one needs, which is asked once.
 
@@ -212,9 +284,11 @@ class Search:
         if not self._beliefs.knows:
             return
         imagined = copy.copy(self)
-        imagined._open_N = self._open_N.copy()
+        imagined._open_N, imagined._unknown_N = self._open_N.copy(), self._unknown_N.copy()
         imagined._beliefs = copy.deepcopy(self._beliefs)
-        imagined.found = Searched(best=self.found.best, needs=dict(self.found.needs))
+        imagined.found = Searched(
+            best=self.found.best, fastest=self.found.fastest, needs=dict(self.found.needs)
+        )
         while place is not None:
             imagined._learn(place, imagined._expected(place))
             place = imagined._next()
@@ -237,7 +311,7 @@ class Search:
 
     def _learn(self, place: int, need: Need | str) -> Need | str:
         found = self.found
-        self._open_N[place] = False
+        self._open_N[place] = self._unknown_N[place] = False
         if isinstance(need, str):
             found.refused[place] = need
             return need
@@ -252,9 +326,11 @@ class Search:
                 "effort": need.effort,
             },
         )
-        if need.fits and (found.best is None or self._key(place) < self._key(found.best)):
-            found.best = place
-            self._exclude_by_seconds()
+        if need.fits:
+            if found.fastest is None or self._key(place) < self._key(found.fastest):
+                found.fastest = place
+            found.best = self._simplest()
+            self._open_N = self._unknown_N & self._may_be_better()
         return need
 
     def is_open(self, place: int) -> bool:
@@ -265,6 +341,7 @@ class Search:
         """What has been found so far, and what is left."""
         found = self.found
         found.left = int(self._open_N.sum())
+        found.beyond_seconds = int((self._unknown_N & ~self._open_N).sum())
         found.left_seconds = float(self.candidates.seconds_N[self._open_N].min()) if found.left else 0.0
         return found
 
@@ -282,24 +359,45 @@ class Search:
             int(candidates.after_N[place]),
         )
 
-    def _exclude_by_seconds(self) -> None:
-        """Whatever comes after the best even at its least seconds."""
-        assert self.found.best is not None
-        before, seconds, after = self._key(self.found.best)
-        candidates = self.candidates
-        slower_N = (candidates.seconds_N > seconds) | (
-            (candidates.seconds_N == seconds) & (candidates.after_N > after)
-        )
-        worse_N = (candidates.before_N > before) | ((candidates.before_N == before) & slower_N)
-        self.found.beyond_seconds += int((worse_N & self._open_N).sum())
-        self._open_N &= ~worse_N
+    def _simplest(self) -> int:
+        """Of those that are nearly as fast as the fastest; the fastest itself where no clock tells."""
+        found, candidates = self.found, self.candidates
+        assert found.fastest is not None, "something fits"
+        before, seconds, _ = self._key(found.fastest)
+        if not seconds:
+            return found.fastest
+        alike = [
+            place
+            for place, need in found.needs.items()
+            if need.fits
+            and candidates.before_N[place] == before
+            and need.seconds <= (1 + NEARLY_AS_FAST) * seconds
+        ]
+        return min(alike, key=lambda place: (int(candidates.changes_N[place]), *self._key(place)))
+
+    def _may_be_better(self) -> Bools:
+        """Which of all might be the fastest, or simpler and nearly as fast, if they took their least seconds."""
+        found, candidates = self.found, self.candidates
+        assert found.fastest is not None, "something fits"
+        assert found.best is not None, "something fits"
+        before, seconds, after = self._key(found.fastest)
+        bound_N = candidates.seconds_N
+        better_N = (bound_N < seconds) | ((bound_N == seconds) & (candidates.after_N < after))
+        if seconds:
+            changes, of_best = candidates.changes_N[found.best], found.needs[found.best].seconds
+            after_best_N = candidates.after_N > candidates.after_N[found.best]
+            no_faster_N = (bound_N > of_best) | ((bound_N == of_best) & after_best_N)
+            as_simple_N = (candidates.changes_N == changes) & ~no_faster_N
+            simple_N = (candidates.changes_N < changes) | as_simple_N
+            better_N |= simple_N & (bound_N <= (1 + NEARLY_AS_FAST) * seconds)
+        return (candidates.before_N < before) | ((candidates.before_N == before) & better_N)
 
     def _next(self) -> int | None:
         """The one that promises most for its effort, by how likely it fits and how fast it may be, or None."""
         open_ = np.flatnonzero(self._open_N)
         if not len(open_):
             return None
-        best = self.found.best
+        best = self.found.fastest
         if best is None:
             return None if self._is_hopeless(open_) else self._worthiest(open_, self._promise(open_, None))
         before_N = self.candidates.before_N

@@ -120,6 +120,20 @@ class Space:
             int(index != self.dimensions[place].own),
         )
 
+    def adds_work(self, place: int, old: int, new: int) -> bool:
+        """Whether one choice of a dimension in place of another is paid for, where that other costs nothing.
+
+        The numbers stay exact, so that it is the same work and more; what is rounded is other work.
+        """
+        dimension = self.dimensions[place]
+        effects = [
+            (recipe_keys()[key].effect_of(before), recipe_keys()[key].effect_of(dimension.choices[new][key]))
+            for key, before in dimension.choices[old].items()
+        ]
+        is_exact = all(effect.fidelity == "exact" for pair in effects for effect in pair)
+        free = COSTS[0]
+        return is_exact and any(before.cost == free != after.cost for before, after in effects)
+
     def refusal(self, combination: Combination) -> str:
         """Why a combination is none; empty if no rule refuses it."""
         recipe = self.recipe_of(combination)
@@ -281,9 +295,11 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
 
     def autocast(changed: Recipe) -> Sequence[str]:
         own, value = recipe.training.mixed_precision, changed.training.mixed_precision
-        is_idle = changed.model.dtype == "bfloat16" and value != own and {value, own} == {"no", "bf16"}
+        has_other_weights = changed.adapter.name != "none"  # adapters are kept in float32
+        is_alike = changed.model.dtype == "bfloat16" and not has_other_weights
+        is_idle = is_alike and value != own and {value, own} == {"no", "bf16"}
         return (
-            ["training.mixed_precision=bf16 gains nothing where model.dtype is bfloat16."] if is_idle else []
+            ["training.mixed_precision=bf16 gains nothing where all weights are bfloat16."] if is_idle else []
         )
 
     def order(changed: Recipe) -> Sequence[str]:
@@ -312,7 +328,7 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
             keys=("distributed.reshard_after_forward", "distributed.cpu_offload"),
             problems=gathered,
         ),
-        Rule(keys=("model.dtype", "training.mixed_precision"), problems=autocast),
+        Rule(keys=("model.dtype", "adapter.name", "training.mixed_precision"), problems=autocast),
         Rule(keys=("accumulation.order", ROWS[1]), problems=order),
     )
 

@@ -23,7 +23,7 @@ MOST_REJECTED = 4
 BINDING_WORDS = {
     "device": "device memory",
     "host": "host memory",
-    "time": "nothing that memory could buy, among what was estimated",
+    "time": "nothing that memory could buy",
 }
 
 
@@ -99,8 +99,8 @@ def _headline(plan: MemoryPlan) -> Prose:
     else:
         lines.append(
             f"{estimate.step.seconds:.3g} s a step of {_tokens(estimate)}, bound by "
-            f"{estimate.step.bound_by}; what keeps it from being faster: "
-            f"{' and '.join(BINDING_WORDS[binding] for binding in plan.binds)}"
+            f"{estimate.step.bound_by}; what keeps it from being faster, as far as the {plan.counts.estimated} "
+            f"estimates tell: {' and '.join(BINDING_WORDS[binding] for binding in plan.binds)}"
         )
     if plan.too_few_cards:
         numbers = " or ".join(map(str, plan.too_few_cards))

@@ -75,6 +75,10 @@ class Remediation:
         )
         return all(effect.fidelity == "exact" for effect in effects)
 
+    def keeps_mathematics_of(self, recipe: Recipe) -> bool:
+        """Whether a recipe trains the same model by the same update with it, up to rounding."""
+        return self.price(recipe)[0] < len(COSTS)
+
     def price(self, recipe: Recipe) -> tuple[int, int]:
         """What it costs a recipe, to sort by: what is paid, then rounding; other mathematics is above all of it."""
         effects = [

@@ -157,14 +157,32 @@ def test_an_answer_takes_few_estimates(recipe, few_bytes, monkeypatch):
     assert len(made) < 25
 
 
+def test_with_long_traces_a_first_answer_is_enough(recipe, few_bytes, monkeypatch):
+    """And nothing is estimated that gives up the mathematics, where something fits that does not."""
+    few_bytes({"offload.optimizer=host": 60, "offload.activations=inputs": 10}, device=35)
+    monkeypatch.setattr(changes_module, "ENOUGH_EVENTS", 1)
+    made = []
+    estimated = changes_module.estimate_memory
+
+    def counted(changed: Recipe, *args, **kwargs) -> MemoryEstimate:
+        made.append(changed)
+        return estimated(changed, *args, **kwargs)
+
+    monkeypatch.setattr(changes_module, "estimate_memory", counted)
+    changes = cheapest_changes(recipe, "l4")
+    (change,) = changes.fitting
+    assert {"offload.optimizer=host", "offload.activations=inputs"} <= set(change.overrides)
+    assert changes.all_together is None
+    assert all(changed.adapter.name == "none" for changed in made)
+    assert len(made) < 15
+
+
 def test_a_gpu_without_bfloat16_is_offered_float16(folder, few_bytes):
     recipe = make_recipe(folder, "loss.chunk_tokens=64", "checkpointing.mode=full", "adapter.name=lora")
     few_bytes({"model.dtype=float16": 50}, device=50)
     changes = cheapest_changes(recipe, "t4")
     assert changes.fitting[0].overrides == ("model.dtype=float16", "training.mixed_precision=fp16")
-    offered = [
-        override for change in (*changes.fitting, changes.all_together) for override in change.overrides
-    ]
+    offered = [override for change in changes.fitting for override in change.overrides]
     assert offered
     assert not any("bf" in override for override in offered)
 

@@ -90,7 +90,7 @@ def traced_once(tmp_path_factory):
 def real_need(recipe, config, budget=None):
     chosen = dataclasses.replace(recipe, checkpointing=config)
     kept = KeptTraces.of_user()
-    return need_from(estimate_memory(chosen, "l4", budget=budget, kept=kept), 0)
+    return need_from(estimate_memory(chosen, "l4", budget=budget, kept=kept))
 
 
 def leaving(layers, mode="full"):

@@ -283,7 +283,7 @@ def test_the_same_plan_twice(make_recipe, at_once):
 def test_a_large_space_is_considered_in_few_estimates(make_recipe, at_once):
     asked = at_once(made_up_bytes, seconds=made_up_seconds)
     result = plan(make_recipe(), budget(3), "l4")
-    assert len(asked) == result.counts.estimated <= 40
+    assert len(asked) == result.counts.estimated <= 45
     assert result.searched > 200
     assert result.counts.left == 0 or not result.is_proven
     everything = result.counts.considered + result.counts.left

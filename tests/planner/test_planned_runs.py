@@ -85,7 +85,6 @@ def some_recipe(draw: random.Random, families: Path) -> tuple[list[str], float]:
 def test_what_was_planned_for_a_budget_stays_within_it(seed, families, monkeypatch):
     # What a plan promises does not depend on how many others it has seen.
     monkeypatch.setattr(planning, "MAX_EFFORT", 5)
-    monkeypatch.setattr(planning, "NEIGHBOUR_ESTIMATES", 0)
     settings, share = some_recipe(random.Random(seed), families)
     recipe = load_recipe(None, settings)
     own_bytes = estimate_memory(recipe, "cpu").allocated_peak_bytes

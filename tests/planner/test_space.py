@@ -47,6 +47,17 @@ def test_autocast_is_not_tried_where_the_weights_are_what_it_casts_to(make_recip
     assert tried == {("float32", "no"), ("float32", "bf16"), ("bfloat16", own)}
 
 
+def test_autocast_is_tried_beside_adapters_which_are_float32(make_recipe):
+    space = space_of(
+        make_recipe("plan.keep=[tiling,offload]", "plan.allow=[lora]"), num_layers=2, has_bfloat16=True
+    )
+    chosen = [space.settings(combination) for combination in space.combinations]
+    tried = {(one["adapter.name"], one["model.dtype"], one["training.mixed_precision"]) for one in chosen}
+    assert ("lora", "bfloat16", "bf16") in tried
+    assert ("lora", "bfloat16", "no") in tried
+    assert ("none", "bfloat16", "bf16") not in tried
+
+
 def test_vertical_order_is_not_tried_with_a_single_micro_batch(make_recipe):
     space = space_of(
         make_recipe("plan.keep=[optimizer,tiling,loss,offload]"), num_layers=2, has_bfloat16=True

@@ -1,0 +1,274 @@
+"""Plans at full size against random combinations of the whole space, each estimated once and judged on every card.
+
+    python scripts/bench_plans.py sample llama-3.1-8b --cards h100-80gb rtx-4090 --budgets 24 48 65 79
+    python scripts/bench_plans.py sample llama-3.2-1b --cards rtx-4060 --budgets 4 6 7.6 --count 90
+    python scripts/bench_plans.py compare llama-3.1-8b=h100-80gb:24,48,65,79 llama-3.1-8b=rtx-4090:23.5 --write
+
+A space of tens of thousands of combinations is no even mixture: of an 8B's, one in a hundred may fit in 24 GiB. So as
+many are drawn for each budget, of those whose bounds let them fit there, and every budget is judged by all of them. One
+trace serves all cards with bfloat16. Estimates are appended to ``--out`` one by one; a second call goes on where the
+first was ended, and refuses a file of another clock. No weights, no data, no network, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from marked_table import with_table
+from measured_on import measured_on
+
+import lowmem_ft
+from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.errors import UserError
+from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
+from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
+from lowmem_ft.planner.candidates import candidates_of
+from lowmem_ft.planner.planning import need_from, only_looking
+from lowmem_ft.planner.search import Limits
+from lowmem_ft.planner.space import Settings, space_of, with_settings
+from lowmem_ft.planner.target import Target
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.recipe.defaults import with_defaults_of_plan
+from lowmem_ft.units import GIB
+
+DATA = Path(__file__).parents[1] / "tests" / "data" / "random_combinations"
+
+PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+HEADER = "| for | a step | best of the sample | estimates | first answer | CPU s | |\n|---|---|---|---|---|---|---|\n"
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Sample, or compare plans with what was sampled."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    sampling = commands.add_parser("sample", help="estimate random combinations of a model")
+    sampling.add_argument("model", help="name in the catalogue")
+    sampling.add_argument("--cards", nargs="+", required=True, help="with bfloat16; the first is traced")
+    sampling.add_argument("--budgets", nargs="+", type=float, required=True, help="GiB of device memory")
+    sampling.add_argument("--host", type=float, default=64, help="GiB")
+    sampling.add_argument("--count", type=int, default=300, help="combinations in all")
+    sampling.add_argument("--seed", type=int, default=0)
+    sampling.add_argument("--out", type=Path, help="JSON lines; tests/data/random_combinations/MODEL.jsonl")
+    comparing = commands.add_parser("compare", help="plan, and look for something faster in the sample")
+    comparing.add_argument("cases", nargs="+", help="MODEL=CARD:GIB,GIB")
+    comparing.add_argument("--host", type=float, default=64, help="GiB")
+    comparing.add_argument("--write", action="store_true", help="put the table into docs/planning.md")
+    arguments = parser.parse_args()
+    if arguments.command == "sample":
+        sample(arguments.out or DATA / f"{arguments.model}.jsonl", arguments)
+    else:
+        compare(arguments.cases, arguments.host, write=arguments.write)
+
+
+@only_looking()
+def sample(out: Path, arguments: argparse.Namespace) -> None:
+    """Estimate what the file does not hold yet."""
+    recipe = plain_recipe(arguments.model)
+    budgets: list[float] = arguments.budgets
+    drawn = draw(recipe, arguments.cards[0], budgets, arguments.host, arguments.count, arguments.seed)
+    header, rows = read(out)
+    if header and header["clock"] != clock_digest():
+        sys.exit(f"{out} holds estimates by another clock. Delete it to sample again, or name another --out.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a") as file:
+        if not header:
+            asked = {name: getattr(arguments, name) for name in ("model", "cards", "budgets", "host", "seed")}
+            print(
+                json.dumps({**measured_on(torch.device("cpu")), **asked, "clock": clock_digest()}), file=file
+            )
+        kept = KeptTraces()
+        for number, (gib, settings) in enumerate(drawn):
+            if number < len(rows):
+                continue
+            print(f"\r{number} of {len(drawn)} estimated", end="", file=sys.stderr)
+            row = {
+                "drawn_for_gib": gib,
+                "settings": settings,
+                **estimated(recipe, settings, arguments.cards, kept),
+            }
+            print(json.dumps(row), file=file, flush=True)
+    print(f"\r{len(drawn)} of {len(drawn)} estimated", file=sys.stderr)
+
+
+def plain_recipe(model: str) -> Recipe:
+    """What ``lowmem-ft plan model=MODEL`` starts from."""
+    return load_recipe(None, with_defaults_of_plan([f"model={model}"]))
+
+
+def draw(
+    recipe: Recipe, card: str, budgets: Sequence[float], host_gib: float, count: int, seed: int
+) -> list[tuple[float, Settings]]:
+    """Combinations at random, as many for each budget, none twice: those that their bounds let fit there."""
+    random_numbers = random.Random(seed)
+    target = Target.of(recipe, card)
+    space = space_of(
+        recipe,
+        num_layers=target.shape.num_layers,
+        has_bfloat16=target.has_bfloat16,
+        rules=target.rules,
+    )
+    candidates = candidates_of(space, target.shape, target.gpu)
+    drawn: dict[int, float] = {}
+    for number, gib in enumerate(sorted(budgets), 1):
+        may_fit = candidates.may_fit(Limits(device_bytes=gib * GIB, host_bytes=host_gib * GIB))
+        places = [place for place in may_fit.nonzero()[0].tolist() if place not in drawn]
+        wanted = min(len(places), round(count * number / len(budgets)) - len(drawn))
+        drawn |= dict.fromkeys(random_numbers.sample(places, wanted), gib)
+    shuffled = random_numbers.sample(list(drawn), len(drawn))
+    return [(drawn[place], space.changes(space.combinations[place])) for place in shuffled]
+
+
+def estimated(recipe: Recipe, settings: Settings, cards: Sequence[str], kept: KeptTraces) -> Row:
+    """What a combination needs on each card; why not, where it cannot be built."""
+    changed = with_settings(recipe, settings)
+    shared = SharedTraces(changed, budget=Budget(), kind=lambda gpu: gpu.has_bfloat16, kept=kept)
+    answers: dict[str, Any] = {}
+    for card in cards:
+        try:
+            answer = shared.estimate(find_gpu(card))
+        except UserError as error:
+            return {"refused": list(error.problems)}
+        if isinstance(answer, CannotRun):
+            return {"refused": list(answer.problems)}
+        answers[card] = _needed(answer)
+    return {"on": answers}
+
+
+def _needed(estimate: MemoryEstimate) -> dict[str, float]:
+    need = need_from(estimate)
+    return {
+        "step_seconds": need.seconds,
+        "device_bytes": round(need.device_bytes),
+        "host_bytes": round(need.host_bytes),
+    }
+
+
+def compare(cases: Sequence[str], host_gib: float, *, write: bool) -> None:
+    """Plan each case from nothing kept, print the rows as JSON, and write the table."""
+    rows: list[Row] = []
+    for case in cases:
+        model, _, where = case.partition("=")
+        card, _, budgets = where.partition(":")
+        _, sampled = read(DATA / f"{model}.jsonl")
+        for gib in map(float, budgets.split(",")):
+            fitting = fitting_seconds(sampled, card, gib, host_gib)
+            rows.append(
+                {
+                    **planned(model, card, gib, host_gib),
+                    "sampled": len(sampled),
+                    "sampled_that_fit": len(fitting),
+                    "best_sampled_seconds": min(fitting, default=None),
+                }
+            )
+    result = {**measured_on(torch.device("cpu")), "clock": clock_digest(), "rows": rows}
+    print(json.dumps(result, indent=2))
+    if write:
+        page = with_table(
+            PAGE.read_text(encoding="utf-8"), "bench_plans.py", HEADER + "".join(map(_line, rows))
+        )
+        PAGE.write_text(page, encoding="utf-8")
+
+
+def fitting_seconds(rows: Sequence[Row], card: str, device_gib: float, host_gib: float) -> list[float]:
+    """Of a step of each sampled combination that fits on a card."""
+    needs = [row["on"][card] for row in rows if "on" in row]
+    return [
+        need["step_seconds"]
+        for need in needs
+        if need["device_bytes"] <= device_gib * GIB and need["host_bytes"] <= host_gib * GIB
+    ]
+
+
+def planned(model: str, card: str, device_gib: float, host_gib: float) -> Row:
+    """A plan in numbers; seconds of all cores, without imports."""
+    start, first = cpu_seconds(), math.nan
+    estimates_before_first = 0
+
+    def say(progress: PlanProgress) -> None:
+        nonlocal first, estimates_before_first
+        print(f"\r{model} {card} {device_gib:g} GiB: {progress.estimated} estimated", end="", file=sys.stderr)
+        if progress.best is not None and math.isnan(first):
+            first, estimates_before_first = cpu_seconds() - start, progress.estimated
+
+    budget = Budget(device=f"{device_gib}GiB", host=f"{host_gib}GiB")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LOWMEM_FT_TRACE_CACHE"] = folder
+        result: MemoryPlan = plan(plain_recipe(model), budget, card, on_progress=say)
+    print(file=sys.stderr)
+    step = result.estimate.step
+    return {
+        "model": model,
+        "card": card,
+        "device_gib": device_gib,
+        "host_gib": host_gib,
+        "fits": result.fits,
+        "step_seconds": None if step is None else step.seconds,
+        "device_bytes": result.estimate.process_high_bytes,
+        "estimates": result.counts.estimated,
+        "estimates_before_first": estimates_before_first,
+        "first_answer_cpu_seconds": None if math.isnan(first) else round(first, 1),
+        "cpu_seconds": round(cpu_seconds() - start, 1),
+        "left": result.counts.left,
+        "chosen": list(result.settings),
+    }
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it started and that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _line(row: Row) -> str:
+    best = row["best_sampled_seconds"]
+    sampled = "none fits" if best is None else f"{best:.3g} s, of {row['sampled_that_fit']} that fit"
+    of = [f"`{setting}`" for setting in row["chosen"]]
+    return (
+        f"| {row['model']} on {row['card']}, {row['device_gib']:g} GiB | {row['step_seconds']:.3g} s | {sampled} | "
+        f"{row['estimates']} | {row['first_answer_cpu_seconds']:.0f} | {row['cpu_seconds']:.0f} | {' '.join(of)} |\n"
+    )
+
+
+def read(file: Path) -> tuple[Row, list[Row]]:
+    """The head and the rows of a file; empty if there is none. A last line that was cut is left out."""
+    lines: list[Row] = list(_whole_lines(file)) if file.exists() else []
+    return (lines[0], lines[1:]) if lines else ({}, [])
+
+
+def _whole_lines(file: Path) -> Iterator[Row]:
+    text = file.read_text(encoding="utf-8")
+    whole, _, cut = text.rpartition("\n")
+    if cut:
+        file.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+    yield from (json.loads(line) for line in whole.splitlines())
+
+
+def clock_digest() -> str:
+    """Of all that turns a trace into seconds and bytes: the replay's sources and the catalogue of cards."""
+    folder = Path(lowmem_ft.__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted([*folder.glob("virtual_gpu/**/*.py"), folder / "catalog" / "gpus.json"]):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main()
