@@ -8,6 +8,7 @@ sequence number they were born with.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -224,8 +225,27 @@ class Attribution:
         if parent_name is not None and child is not None:
             self._on_part(child, f"{parent_name}.{name}" if parent_name else name)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._num_steps_running += 1
+        first = len(args) > 1 and args[1]  # behind the optimizer itself
+        if callable(first):
+            return (args[0], self._outside_step(first), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._outside_step(kwargs["closure"])}
+        return None
+
+    def _outside_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """What an optimizer calls for the loss: a forward and a backward pass like any other. Lightning steps so."""
+
+        @functools.wraps(closure)
+        def call() -> Any:
+            running, self._num_steps_running = self._num_steps_running, 0
+            try:
+                return closure()
+            finally:
+                self._num_steps_running = running
+
+        return call
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._num_steps_running -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -198,9 +199,18 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
         os.environ.update(ENVIRONMENT)
+        _silence_rich(undo)
         undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
         undo.enter_context(contextlib.redirect_stderr(io.StringIO()))
         yield
+
+
+def _silence_rich(undo: contextlib.ExitStack) -> None:
+    """The console that all of a process shares is the command line's, and bound to its stderr."""
+    rich = sys.modules.get("rich")
+    if rich is not None:
+        nowhere = importlib.import_module("rich.console").Console(file=io.StringIO())
+        replace(undo, rich, "get_console", lambda: nowhere)
 
 
 def _set_environment(environment: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data._utils import worker as data_loading_worker
 from lowmem_ft.errors import UserError
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
 from lowmem_ft.virtual_gpu.kernels.type_names import device_of
+from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,6 +56,10 @@ class FakeMode(FakeTensorMode):
         self._times_entered -= 1
         super().__exit__(*exception)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: tensors note their mode, and a copy of one stays on this machine."""
+        return self
+
     @property
     def is_asked_for_shapes(self) -> bool:
         """Whether a library has entered it once more, to learn what an operator returns: a run would compute nothing.
@@ -68,13 +73,26 @@ class FakeMode(FakeTensorMode):
     ) -> Any:
         if self._device_of is not None and kwargs and "device" in kwargs:
             kwargs = {**kwargs, "device": self._device_of(kwargs["device"])}
-        self.cache_enabled = self._may_cache and func not in _TAKE_A_STORAGE
+        self.cache_enabled = self._may_cache
+        if func in _TAKE_A_STORAGE:
+            self.cache_enabled = False
+            _refuse_real_memory(args[1])
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     @property
     def avoid_device_init(self) -> bool:
         """As without a device: tensors are filled on the host and then copied."""
         return True
+
+
+def _refuse_real_memory(storage: torch.UntypedStorage) -> None:
+    """Before torch writes what has no values into memory that has some, or the other way round."""
+    if storage.device.type != "meta":
+        raise UserError(
+            "A trace follows storages that its tensors have, and one tensor after another, got one of "
+            f"{storage.nbytes():,} bytes that was made by itself or elsewhere, such as in another thread. Make a "
+            "tensor and take its `untyped_storage()`; copy, move and fill tensors in place of storages."
+        )
 
 
 @contextlib.contextmanager
@@ -96,6 +114,7 @@ def fake_tensors_in_disguise(
         replace(undo, Tensor, "numpy", _of(read_values, Tensor.numpy))
         replace(undo, FakeTensor, "tolist", _list_of(list_values))
         replace(undo, FakeTensor, "share_memory_", _itself)
+        replace(undo, FakeTensor, "__deepcopy__", _deepcopy)
         replace(undo, Tensor, "__format__", _of_number(Tensor.__format__))
         replace(undo, Tensor, "pin_memory", _where_traced(Tensor.pin_memory))
         worker_loop = existing(data_loading_worker, "_worker_loop")
@@ -137,6 +156,23 @@ def _take_place(tensor: Tensor, moved: Tensor) -> None:
             setattr(tensor, name, registered)
 
 
+def _deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
+    """``copy.deepcopy``, which would copy what a fake tensor notes of its values as if that were one, too."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    constant, tensor.constant = tensor.constant, None
+    values = known_values(tensor)
+    set_values(tensor, None)
+    try:
+        copied = Tensor.__deepcopy__(tensor, memo)
+    finally:
+        tensor.constant = constant
+        set_values(tensor, values)
+    with _disable_current_modes():
+        set_values(copied, None if values is None else values.clone())
+    return copied
+
+
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _data: Any = Tensor.data
 
@@ -149,9 +185,12 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     Raises:
         UserError: for a tensor with a gradient, or one that a graph or a view holds.
     """
-    is_compatible = torch._has_compatible_shallow_copy_type(tensor, data)
-    if is_compatible or not (isinstance(tensor, FakeTensor) and isinstance(data, FakeTensor)):
+    if isinstance(tensor, FakeTensor) != isinstance(data, FakeTensor):
+        _refuse_real_memory((data if isinstance(tensor, FakeTensor) else tensor).untyped_storage())
+    if not isinstance(tensor, FakeTensor) or torch._has_compatible_shallow_copy_type(tensor, data):
         _data.__set__(tensor, data)
+        if isinstance(tensor, FakeTensor):
+            set_values(tensor, known_values(data))
         return
     if tensor.grad is not None or tensor._use_count() > 1:  # type: ignore[attr-defined]
         holder = "a graph or a view of it" if tensor.grad is None else "a gradient"

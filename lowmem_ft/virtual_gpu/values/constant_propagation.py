@@ -68,6 +68,10 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         if results[0].dtype == torch.bool:
             _set_if_uniform(func, args, results)
         return
+    if any(isinstance(value, torch.UntypedStorage) for value in args):
+        for tensor in results:  # in memory that has none: its values would lie at no address
+            set_values(tensor, None)
+        return
     if args and type(args[0]) is FakeTensor and known_values(args[0]) is None:
         _set_if_uniform(func, args, results)
         return

@@ -12,6 +12,7 @@ import torch
 
 from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.estimator.script import ScriptError, estimate_script
+from lowmem_ft.units import MIB
 
 PARAMETERS = 64 * 64 + 64
 
@@ -344,3 +345,91 @@ def test_a_script_that_reads_its_data_says_so_before(script, tmp_path, monkeypat
         on_reading=lambda: heard.append("reading"),
     )
     assert heard == ["reading", 1, 2]
+
+
+MODEL = """
+    import contextlib, copy, sys
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    mixed = sys.argv[1] == "bf16-mixed"
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("model"))
+    data = DataLoader(torch.randint(0, 100, (64, 128)), batch_size=8)
+"""
+PLAIN = """
+    model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in data:
+        batch = batch.cuda()
+        with torch.autocast("cuda", torch.bfloat16) if mixed else contextlib.nullcontext():
+            loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+AS_LIGHTNING = """
+    class Metric:
+        def __init__(self):
+            self.default = torch.tensor(0.0)
+            self.value = copy.deepcopy(self.default).cuda()
+
+        def update(self, value):
+            self.value += value.detach()
+
+    model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    metric = Metric()
+
+    def closure():
+        with torch.autocast("cuda", torch.bfloat16) if mixed else contextlib.nullcontext():
+            loss = model(input_ids=batch, labels=batch).loss
+        metric.update(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    for batch in data:
+        batch = batch.cuda()
+        optimizer.step(closure)
+        print(f"{metric.value.item():.3f}")
+"""
+LIGHTNING = """
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, index):
+            loss = self.model(input_ids=batch, labels=batch).loss
+            self.log("loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    trainer = lightning.Trainer(
+        max_steps=20, precision=sys.argv[1], accelerator="gpu", devices=1, logger=False, enable_checkpointing=False
+    )
+    trainer.fit(Module(), data)
+"""
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("loop", ["as-lightning", "lightning"])
+def test_a_trainer_of_closures_and_metrics_needs_what_the_plain_loop_needs(script, loop, precision, capfd):
+    if loop == "lightning":
+        pytest.importorskip("lightning")
+    plain = estimate_script(script(MODEL + PLAIN, "plain.py"), [precision], gpu="rtx-4090")
+    other = script(MODEL + (LIGHTNING if loop == "lightning" else AS_LIGHTNING), "other.py")
+    found = estimate_script(other, [precision], gpu="rtx-4090")
+    assert capfd.readouterr().out == ""
+    of_metrics = 8 * 512  # a few single numbers, each in a block of its own
+    for name, num_bytes in plain.estimate.by_category_at_peak.items():
+        assert abs(found.estimate.by_category_at_peak[name] - num_bytes) <= of_metrics, name
+    a_segment = 2 * MIB  # of small blocks, among which a metric may be the one too many
+    assert abs(found.estimate.reserved_peak_bytes - plain.estimate.reserved_peak_bytes) <= a_segment
+    assert abs(found.kept_bytes - plain.kept_bytes) <= of_metrics
+    assert found.steps == plain.steps == 3
