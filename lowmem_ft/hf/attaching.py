@@ -20,7 +20,9 @@ from lowmem_ft.handle import Handle
 from lowmem_ft.hf.agreement import Agreement, agree, unread_settings
 from lowmem_ft.hf.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.checkpointing_switch import flags_off, take_switch
+from lowmem_ft.hf.edited_weights import EditedWeights
 from lowmem_ft.hf.known_models import problems_with_model
+from lowmem_ft.hf.overridden import overridden, problems_with_callback
 from lowmem_ft.hf.prepared_model import finer_weights
 from lowmem_ft.hf.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.script_plan import plan_for
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _SAVES = ("_save_checkpoint", "save_model")
 _LOADS = ("_load_from_checkpoint", "_load_best_model")
+_LOADS_STATE = "_load_optimizer_and_scheduler"
 _MARK = "lowmem_ft"
 """The attribute under which a trainer and its model keep what is attached to them."""
 
@@ -205,21 +208,30 @@ def _changes(
     stock_forward: Callable[..., Any],
 ) -> Iterator[Callable[[], object]]:
     """All that is different about the trainer and its accelerator, and how to undo it."""
+    # Weights that are streamed come and go: what is written then is not told from what moves.
+    edited = None if recipe.offload.parameters == "stream" else EditedWeights(on.optimizer)
     step = AttachedStep(
         on.optimizer,
         on.techniques,
         runtime,
+        edited,
         max_grad_norm=recipe.training.max_grad_norm,
         max_skipped_steps=recipe.training.max_skipped_steps,
     )
     yield set_attribute(trainer, "optimizer", AttachedOptimizer(on.optimizer, step))
     yield from _changes_of_accelerator(trainer, recipe, step, runtime)
     yield from _changes_of_files(trainer, on)
+    if edited is not None:
+        behind = functools.partial(_ours_behind_it, edited)
+        yield wrap_method(trainer.accelerator, "prepare_model", behind)
+        for name in (*_LOADS, _LOADS_STATE):
+            yield wrap_method(trainer, name, behind)
     if recipe.checkpointing.mode != "none":
         yield take_switch(trainer.model, trainer.args).remove
     if recipe.loss.chunk_tokens is not None:
         yield from _changes_of_loss(trainer, kind, stock_forward)
     yield wrap_method(trainer, "log", functools.partial(_with_metrics, on.techniques))
+    yield wrap_method(trainer.callback_handler, "add_callback", functools.partial(_refusing, recipe))
 
 
 def _changes_of_accelerator(
@@ -289,18 +301,19 @@ def _changes_of_files(trainer: Any, on: SwitchedOn) -> Iterator[Callable[[], obj
         return call
 
     yield from save_whole(trainer)
-    for name in (*_SAVES, "_load_optimizer_and_scheduler"):
+    for name in (*_SAVES, _LOADS_STATE):
         yield wrap_method(trainer, name, at_rest)
     for name in _LOADS:
         yield wrap_method(trainer, name, functools.partial(at_rest, sets_weights=True))
-    yield wrap_method(trainer, "evaluation_loop", flushed)
+    for name in ("evaluate", "predict", "evaluation_loop"):
+        yield wrap_method(trainer, name, flushed)
 
 
 def _changes_of_loss(
     trainer: Any, kind: Kind, stock_forward: Callable[..., Any]
 ) -> Iterator[Callable[[], object]]:
     """Let an evaluation that wants logits have them, and SFTTrainer's loss be the model's own."""
-    wants_logits = False
+    wants_logits, asks_itself = False, "prediction_step" in overridden(trainer, kind)
 
     def logits_if_wanted(chunked_forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(chunked_forward)
@@ -313,7 +326,7 @@ def _changes_of_loss(
         @functools.wraps(prediction_step)
         def step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
             nonlocal wants_logits
-            wants_logits = not prediction_loss_only
+            wants_logits = asks_itself or not prediction_loss_only
             try:
                 return prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
             finally:
@@ -325,6 +338,28 @@ def _changes_of_loss(
     yield wrap_method(trainer, "prediction_step", wanting)
     if kind == "SFTTrainer":
         yield set_attribute(trainer, "compute_loss", types.MethodType(Trainer.compute_loss, trainer))
+
+
+def _ours_behind_it(edited: EditedWeights, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        edited.are_ours()
+        return result
+
+    return call
+
+
+def _refusing(recipe: Recipe, add_callback: Callable[..., Any]) -> Callable[..., Any]:
+    """What comes later is held to the same."""
+
+    @functools.wraps(add_callback)
+    def add(callback: Any) -> Any:
+        if problems := list(problems_with_callback(callback, recipe)):
+            raise UserError(*problems)
+        return add_callback(callback)
+
+    return add
 
 
 def _with_metrics(techniques: Techniques, log: Callable[..., Any]) -> Callable[..., Any]:

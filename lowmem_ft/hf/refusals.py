@@ -13,6 +13,7 @@ from transformers import DataCollatorWithFlattening
 from lowmem_ft.devices import of_tensors
 from lowmem_ft.finiteness import some_of
 from lowmem_ft.hf.key_table import BY_HF_NAME
+from lowmem_ft.hf.overridden import problems_with_overrides
 from lowmem_ft.hf.script_optimizer import names_optimizer, optim_args
 from lowmem_ft.hf.trainer_kinds import Kind
 from lowmem_ft.optimizers import parameter_groups
@@ -34,8 +35,9 @@ def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[
     yield from _optimizer(trainer, recipe)
     yield from _changed_model(trainer.args, recipe)
     yield from _batches(trainer, recipe)
+    yield from problems_with_overrides(trainer, recipe, kind)
     if recipe.loss.chunk_tokens is not None:
-        yield from _loss(trainer, recipe, kind)
+        yield from _loss(trainer, recipe)
     if kind == "SFTTrainer":
         yield from _sft(trainer, recipe)
 
@@ -219,7 +221,7 @@ def _batches(trainer: Any, recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _loss(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
+def _loss(trainer: Any, recipe: Recipe) -> Iterator[str]:
     chunks = f"loss.chunk_tokens={recipe.loss.chunk_tokens}"
     if trainer.label_smoother is not None:
         factor = trainer.args.label_smoothing_factor
@@ -232,12 +234,6 @@ def _loss(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
         yield (
             "compute_loss_func takes the labels away from the model, and asks for all logits, which "
             f"{chunks} never has. Leave it out, or set loss.chunk_tokens=null."
-        )
-    stock: Any = next(one for one in type(trainer).__mro__ if one.__name__ == kind)
-    if type(trainer).compute_loss is not stock.compute_loss:
-        yield (
-            f"{type(trainer).__name__}.compute_loss is not {kind}'s own, and may ask for logits, which "
-            f"{chunks} never has. Set loss.chunk_tokens=null."
         )
 
 
