@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from attached_trainers import attached_trainer, measure_kept_bytes, recipe_of, trainer_of, weights_of
+from roundings import LOSS
 from tiny_models import tiny_llama
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
@@ -46,8 +47,8 @@ EXACT = {
     "vertical": VERTICAL,
     "the ladder": LADDER,
 }
-SAME_LOSSES = 2e-6
-"""Of a loss near 4: float32 sums in another order, four steps on. One rounding of it is 5e-7."""
+SAME_LOSSES = 8 * LOSS
+"""Of losses below 8."""
 
 
 @pytest.fixture(scope="module")

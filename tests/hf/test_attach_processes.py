@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from attached_trainers import attached_trainer
+from roundings import LOSS
 
 TESTS = Path(__file__).parents[1]
 
@@ -46,9 +47,10 @@ def test_two_processes_train_what_one_does(precision, by_ddp, forks, tmp_path):
     assert [process.returncode for process in done] == [0, 0], done[0].stderr + done[1].stderr
     (report,) = [json.loads(line) for line in done[0].stdout.splitlines() if line.startswith("{")]
     assert report["ddp"] == by_ddp
-    # Sums of gradients in another order; bfloat16 weights are rounded to 8 bits by what comes of it.
-    tolerance = 2e-6 if precision == "float32" else 2e-3
-    assert report["losses"] == pytest.approx(meter.losses, abs=tolerance)
+    # Sums of gradients in another order; bfloat16 weights are rounded to 8 bits by what comes of it. Norms of gradients
+    # move more with the weights than losses do.
+    tolerance = LOSS if precision == "float32" else 2.0**-8
+    assert report["losses"] == pytest.approx(meter.losses, rel=tolerance)
     assert report["norms"] == pytest.approx(meter.norms, rel=10 * tolerance)
     [checkpoint] = (tmp_path / "two").iterdir()
     assert checkpoint.name == "checkpoint-4"

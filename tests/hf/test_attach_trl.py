@@ -8,6 +8,7 @@ from attached_trainers import IN_ONE_BATCH, TINY, Meter, arguments, chats, recip
 from datasets import Dataset
 from ladder_rungs import RUNGS, settings_of
 from peft import LoraConfig
+from roundings import LOSS
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, SFTConfig, SFTTrainer
@@ -28,8 +29,8 @@ STREAMED = (
     "offload.optimizer=host",
     "optimizer.in_backward=true",
 )
-SAME_LOSSES = 2e-6
-"""Of a loss near 6: float32 sums in another order; one rounding of it is 5e-7."""
+SAME_LOSSES = 8 * LOSS
+"""Of losses below 8."""
 
 
 def model_of():

@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 import transformers as hf
+from roundings import ROUNDING
 from tiny_models import FAMILY_SIZES, model_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -95,8 +96,9 @@ def test_loss_and_every_gradient_equal_the_stock_models(name, tiles):
     assert ours.loss.item() == pytest.approx(stock.loss.item(), rel=1e-6)
     largest = max(gradient.abs().max() for gradient in stock_gradients.values())
     for parameter, gradient in stock_gradients.items():
-        # Only the order of fp32 sums differs.
-        torch.testing.assert_close(our_gradients[parameter], gradient, rtol=1e-5, atol=1e-6 * largest.item())
+        # Only the order of fp32 sums differs: some 2**12 terms, over tokens, vocabulary and layers.
+        off = 2**6 * ROUNDING * largest.item()
+        torch.testing.assert_close(our_gradients[parameter], gradient, rtol=1e-5, atol=off)
 
 
 def test_normalised_by_the_count_of_the_whole_window():
