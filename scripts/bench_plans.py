@@ -13,6 +13,7 @@ first was ended, and refuses a file of another clock. No weights, no data, no ne
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import math
@@ -111,6 +112,11 @@ def sample(out: Path, arguments: argparse.Namespace) -> None:
 def plain_recipe(model: str) -> Recipe:
     """What ``lowmem-ft plan model=MODEL`` starts from."""
     return load_recipe(None, with_defaults_of_plan([f"model={model}"]))
+
+
+def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
+    """The recipe inside a budget."""
+    return dataclasses.replace(recipe, budget=budget)
 
 
 def draw(

@@ -144,15 +144,16 @@ class ChangeSearch:
         ways = [way for way in ways if not self._exact or way.is_exact_for(self._recipe)]
         too_few = 0  # of the ways: what is cheaper than the dearest change of the way before does not fit
         while len(self._found) < NUM_CHANGES and not (self._found and self._has_tried_enough()):
-            enough = len([way for way in ways if way.keeps_mathematics_of(self._recipe)])
-            if not self._fits(ways[:enough]):
+            num_that_keep = len([way for way in ways if way.keeps_mathematics_of(self._recipe)])
+            number = self._fewest_that_fit(ways[:num_that_keep], too_few)
+            if number is None:
                 ways = self._that_run(ways)
-                enough = len(ways)
                 if not self._found:
                     self._all_together = self._change(ways) if ways else None
-                if not self._fits(ways):
-                    break
-            dearest = self._fewest_that_fit(ways, too_few, enough) - 1
+                number = self._fewest_that_fit(ways, too_few) if self._fits(ways) else None
+            if number is None:
+                break
+            dearest = number - 1
             self._found.append(self._cheapest_with(ways[dearest], ways[:dearest]))
             yield self._found[-1]
             ways, too_few = [*ways[:dearest], *ways[dearest + 1 :]], dearest
@@ -162,16 +163,11 @@ class ChangeSearch:
         num_events = sum(len(estimate.timeline.events) for estimate in estimates)
         return len(self._estimates) >= ENOUGH_ESTIMATES or num_events >= ENOUGH_EVENTS
 
-    def _fewest_that_fit(self, ways: Sequence[Remediation], too_few: int, enough: int) -> int:
-        """How many of the first ways are enough, where so many are: from there down, by ever larger steps."""
-        step = 1
-        while enough - step > too_few:
-            if not self._fits(ways[: enough - step]):
-                too_few = enough - step
-                break
-            enough, step = enough - step, 2 * step
-        between = range(too_few + 1, enough)
-        return too_few + 1 + bisect.bisect_left(between, True, key=lambda number: self._fits(ways[:number]))
+    def _fewest_that_fit(self, ways: Sequence[Remediation], too_few: int) -> int | None:
+        """How many of the first ways are enough; None if all are not."""
+        numbers = range(too_few + 1, len(ways) + 1)
+        place = bisect.bisect_left(numbers, True, key=lambda number: self._fits(ways[:number]))
+        return numbers[place] if place < len(numbers) else None
 
     def _has_bfloat16(self) -> bool:
         recipe = self._recipe
@@ -205,19 +201,15 @@ class ChangeSearch:
 
     def _cheapest_with(self, dearest: Remediation, cheaper: Sequence[Remediation]) -> Change:
         """The dearest change with as few and as cheap others as it needs, where all of them together fit."""
-        return self._change(self._without([*cheaper, dearest], list(cheaper)))
-
-    def _without(self, needed: list[Remediation], doubtful: list[Remediation]) -> list[Remediation]:
-        """Changes that fit, without those of the doubtful that they can do without, the dearest first."""
-        if not doubtful:
-            return needed
-        others = [way for way in needed if way not in doubtful]
-        if self._fits(others):
-            return others
-        if len(doubtful) == 1:
-            return needed
-        half = len(doubtful) // 2
-        return self._without(self._without(needed, doubtful[half:]), doubtful[:half])
+        needed, others = [dearest], list(cheaper)
+        while not self._fits(needed):
+            numbers = range(1, len(others))
+            place = bisect.bisect_left(
+                numbers, True, key=lambda number: self._fits([*others[:number], *needed])
+            )
+            # All of the others are enough, and all but the last of so many are too few.
+            needed, others = [others[place], *needed], others[:place]
+        return self._change(needed)
 
     def _change(self, ways: Sequence[Remediation]) -> Change:
         """The recipe with some changes, which can run."""

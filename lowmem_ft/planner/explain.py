@@ -20,7 +20,7 @@ from lowmem_ft.planner.memory_plan import (
     Rejected,
     typed,
 )
-from lowmem_ft.planner.search import Candidates, Limits, Need, Search, Searched
+from lowmem_ft.planner.search import NEARLY_AS_FAST, Candidates, Limits, Need, Search, Searched
 from lowmem_ft.planner.space import Combination, Space
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.units import format_bytes
@@ -80,12 +80,13 @@ class Findings:
 
     @property
     def _faster(self) -> list[int]:
-        """Estimated combinations that would be better, if they fitted."""
+        """Estimated combinations that would be faster by more than a simpler one may be slower, if they fitted."""
         found, best = self.found, self.found.best
         return [
             place
             for place, need in found.needs.items()
-            if not need.fits and (best is None or need.seconds < found.needs[best].seconds)
+            if not need.fits
+            and (best is None or need.seconds * (1 + NEARLY_AS_FAST) < found.needs[best].seconds)
         ]
 
     def alternatives(self) -> tuple[Choice, ...]:
@@ -269,7 +270,9 @@ class Neighbours:
 def _slower(seconds: float, best_seconds: float) -> str:
     if not best_seconds:
         return "fits too, with more changes or dearer ones"
-    if seconds <= best_seconds:
+    if seconds < best_seconds:
+        return f"fits too, with more changes: {seconds:.4g} s against {best_seconds:.4g}"
+    if seconds == best_seconds:
         return "fits too, and is no faster"
     return f"fits too, and is slower: {seconds:.3g} s against {best_seconds:.3g}"
 

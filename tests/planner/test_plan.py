@@ -17,6 +17,7 @@ from lowmem_ft.estimator import estimate_memory, tracing
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.space import space_of
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
+from lowmem_ft.recipe.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.keys import recipe_groups
 from lowmem_ft.training import train
 
@@ -256,6 +257,22 @@ def test_ctrl_c_keeps_the_nearest_of_what_was_searched_before(make_recipe, at_on
     assert not result.fits
     assert result.recipe.adapter.name == "none"
     assert len(asked) == result.counts.estimated == 1
+
+
+def test_a_small_model_in_much_memory_has_an_answer_soon():
+    """Hundreds of combinations fit there, of which many trace all micro-batches."""
+    estimated = []
+
+    def on_progress(progress) -> None:
+        estimated.append(progress.estimated)
+        if progress.best is not None:
+            raise KeyboardInterrupt
+
+    recipe = load_recipe(None, with_defaults_of_plan(["model=smollm2-135m"]))
+    result = plan(recipe, budget(4, host_gib=64), "l4", on_progress=on_progress)
+    assert result.fits
+    assert result.interrupted
+    assert estimated[-1] <= 3
 
 
 def test_nothing_is_logged_of_settings_that_are_only_looked_at(make_recipe, at_once, caplog):

@@ -159,6 +159,48 @@ def test_without_a_clock_the_least_change_that_fits_is_found():
         assert made_up.search(limits).run(0).best == made_up.best(limits), seed
 
 
+def neighbours(choices_ND: np.ndarray, place: int) -> list[int]:
+    return np.flatnonzero((choices_ND != choices_ND[place]).sum(axis=1) == 1).tolist()
+
+
+@pytest.mark.parametrize("adds_work", [False, True])
+def test_whatever_differs_from_the_best_in_one_choice_has_been_looked_at(adds_work):
+    """Or its bounds let it be neither the fastest nor simpler; the effort was over long before."""
+    num_left = 0
+    for seed in range(30):
+        made_up, limits = MadeUp(seed, num_dimensions=4), LIMITS[seed % len(LIMITS)]
+        search = Search(
+            made_up.candidates,
+            limits,
+            made_up.need_of(limits),
+            Prior.flat(len(made_up.candidates)),
+            max_effort=4,
+            simpler_tried=2,
+            adds_work=lambda place, other: adds_work,
+        )
+        search.run(0)
+        search.look_around()
+        found = search.conclude()
+        if found.best is None:
+            continue
+        for place in neighbours(made_up.candidates.choices_ND, found.best):
+            is_simpler = made_up.candidates.changes_N[place] < made_up.candidates.changes_N[found.best]
+            if not adds_work or is_simpler:
+                assert not search.is_open(place), seed
+            num_left += search.is_open(place)
+        assert found.best == min(
+            (place for place, need in found.needs.items() if is_nearly_the_fastest(made_up, found, place)),
+            key=lambda place: (made_up.candidates.changes_N[place], *made_up.key(place)),
+        )
+    assert bool(num_left) == adds_work
+
+
+def is_nearly_the_fastest(made_up: MadeUp, found: Searched, place: int) -> bool:
+    before, seconds, _ = made_up.key(found.fastest)
+    is_alike = made_up.candidates.before_N[place] == before
+    return found.needs[place].fits and is_alike and made_up.seconds[place] <= 1.01 * seconds
+
+
 def test_a_search_that_is_ended_early_says_what_it_left():
     made_up = MadeUp(7)
     found = made_up.search(LIMITS[2], max_effort=3).run(0)

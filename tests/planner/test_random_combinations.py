@@ -1,0 +1,66 @@
+"""Plans at full size against random combinations, which ``scripts/bench_plans.py`` has sampled."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import bench_plans
+import pytest
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.planner import expectations, plan
+from lowmem_ft.planner.space import with_settings
+from lowmem_ft.planner.target import Target
+from lowmem_ft.units import GIB
+
+SAMPLES = sorted(bench_plans.DATA.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("file", SAMPLES, ids=lambda file: file.stem)
+def test_what_is_expected_of_a_step_is_near_its_estimate(file):
+    """Else a search begins far from the best, and takes more estimates."""
+    header, rows = bench_plans.read(file)
+    recipe = bench_plans.plain_recipe(header["model"])
+    errors: dict[str, list[float]] = {"seconds": [], "device": []}
+    for card in header["cards"]:
+        shape, gpu = Target.of(recipe, card).shape, find_gpu(card)
+        for row in rows:
+            changed, found = with_settings(recipe, row["settings"]), row["on"][card]
+            device_bytes = gpu.context_bytes + expectations.device_bytes(changed, shape)
+            errors["device"].append(math.log(device_bytes / (0.94 * found["device_bytes"])))
+            errors["seconds"].append(
+                math.log(expectations.seconds(changed, shape, gpu) / found["step_seconds"])
+            )
+    assert len(errors["seconds"]) > 50
+    assert statistics.median(map(abs, errors["seconds"])) < 0.15
+    assert statistics.median(map(abs, errors["device"])) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, card, device_gib",
+    [
+        *(("llama-3.1-8b", "h100-80gb", gib) for gib in (24, 48, 65, 79)),
+        ("llama-3.1-8b", "rtx-4090", 23.5),
+        ("llama-3.2-1b", "rtx-4060", 7.6),
+    ],
+)
+def test_a_plan_is_as_good_as_the_best_at_random(model, card, device_gib):
+    """Which is estimated as the clock is now."""
+    _, rows = bench_plans.read(bench_plans.DATA / f"{model}.jsonl")
+    fitting = [
+        row
+        for row in rows
+        if row["on"][card]["device_bytes"] <= device_gib * GIB and row["on"][card]["host_bytes"] <= 64 * GIB
+    ]
+    best = min(fitting, key=lambda row: row["on"][card]["step_seconds"])
+    recipe, budget = bench_plans.plain_recipe(model), Budget(device=f"{device_gib}GiB", host="64GiB")
+    result = plan(recipe, budget, card)
+    assert result.fits
+    assert result.estimate.step is not None
+    target = Target.of(bench_plans.with_budget(recipe, budget), card)
+    other, _ = target.estimate(with_settings(recipe, best["settings"]))
+    assert other.step is not None
+    assert result.estimate.step.seconds <= 1.02 * other.step.seconds
