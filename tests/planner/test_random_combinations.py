@@ -35,7 +35,7 @@ def test_what_is_expected_of_a_step_is_near_its_estimate(file):
             )
     assert len(errors["seconds"]) > 50
     assert statistics.median(map(abs, errors["seconds"])) < 0.15
-    assert statistics.median(map(abs, errors["device"])) < 0.1
+    assert statistics.median(map(abs, errors["device"])) < 0.15
 
 
 @pytest.mark.slow
