@@ -10,13 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.estimate_files import report_console, write_json, write_pictures
-from lowmem_ft.cli.estimate_model import estimate_model, gpus_asked_for, refuse_pictures
+from lowmem_ft.cli.estimate_model import (
+    OF_DEFAULTS,
+    check_model_alone,
+    estimate_model,
+    gpus_asked_for,
+    is_for_processor,
+)
 from lowmem_ft.cli.estimate_options import (
     ALL_GPUS,
     CPU,
     FOR_THE_PROCESSOR,
     NO_SNAPSHOT_OF_CPU,
-    names_model_alone,
     names_script,
     parse,
 )
@@ -49,19 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return estimate_script(arguments)
     options, recipe_name, settings = parse(arguments)
-    is_model_alone = recipe_name is None and names_model_alone(settings)
+    is_by_method = recipe_name is None and not is_for_processor(settings, options)
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import refuse_budget_beyond_all
     from lowmem_ft.recipe.cards import on_cards
+    from lowmem_ft.recipe.methods import of_model_alone
     from lowmem_ft.recipe.paths import check_model_files, check_packages, check_sizes_of_model
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
     with progress_line("loading torch and transformers"):
-        recipe = load_recipe(recipe_name, settings)
-        if options.gpu not in (ALL_GPUS, CPU):
+        recipe = load_recipe(recipe_name, of_model_alone(settings) if is_by_method else settings)
+        if options.gpu not in (ALL_GPUS, CPU) and not is_by_method:
             recipe, options.gpu = on_cards(recipe, options.gpu)
         else:
             recipe, _ = on_cards(recipe, None)
@@ -74,18 +80,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             refuse_budget_beyond_all(recipe)
         check_model_files(recipe, architecture_only=True)
         check_packages(recipe)
-        if is_model_alone:
-            refuse_pictures(recipe, options)
+        if is_by_method:
+            check_model_alone(recipe, settings, options)
         else:
             check_sizes_of_model(recipe)
             _check_named_device(recipe, options)
         import lowmem_ft.estimator  # noqa: F401 - imports the libraries whose logs are taken over
 
     take_over_library_logs()
-    if is_model_alone:
+    if is_by_method:
         gpus = gpus_asked_for(recipe, options)
         if gpus:
             return estimate_model(recipe, settings, gpus, options)
+        recipe = load_recipe(None, settings)
+    options.is_of_defaults = recipe_name is None
     return (_estimate_on_all if options.gpu == ALL_GPUS else _estimate_on_one)(recipe, options)
 
 
@@ -108,6 +116,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.estimator.target import choose_gpu
     from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+    from lowmem_ft.reports.costs import with_cost
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_runs
 
@@ -129,13 +138,15 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     gpu = load_gpus().get(estimate.gpu.name)
     console = report_console(options)
     console.print(estimate_table(estimate, gpu.cheapest_price if gpu else None))
+    if options.is_of_defaults:
+        console.print(f"\n{OF_DEFAULTS}")
     if options.gpu is None and estimate.is_of_cpu:
         needs = needs_of_shipped_recipes().get(recipe.name)
         console.print(f"\n{FOR_THE_PROCESSOR}")
         if needs is not None and needs.gpu != CPU:
             console.print(f"{recipe.name} is made for --gpu {needs.gpu}.")
     write_pictures(estimate, options, allocator_config_of_runs(target))
-    return _conclude([estimate], estimate.to_json(), options.gpu, recipe, options, console)
+    return _conclude([estimate], with_cost(estimate, gpu), options.gpu, recipe, options, console)
 
 
 def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
@@ -157,12 +168,13 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.estimator import estimate_on_gpus, estimate_on_several
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.memory.estimate import SCHEMA, MemoryEstimate
-    from lowmem_ft.reports.gpu_table import by_price, gpu_table, several_table
+    from lowmem_ft.reports.costs import with_cost
+    from lowmem_ft.reports.gpu_table import by_cost, gpu_table, several_table
 
     gpus, kept = load_gpus(), KeptTraces.of_user()
     with progress_line(_tracing(recipe)):
         results = estimate_on_gpus(recipe, list(gpus.values()), kept=kept)
-    estimates = by_price([result for result in results if isinstance(result, MemoryEstimate)], gpus)
+    estimates = by_cost([result for result in results if isinstance(result, MemoryEstimate)], gpus)
     refusals = [result for result in results if not isinstance(result, MemoryEstimate)]
     cannot_run = {refusal.gpu.name: " ".join(refusal.problems) for refusal in refusals}
     console = report_console(options)
@@ -178,10 +190,12 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
         console.print("", several_table(several, gpus), sep="\n")
     values = {
         "schema": SCHEMA,
-        "estimates": [estimate.to_json() for estimate in estimates],
+        "estimates": [with_cost(estimate, gpus[estimate.gpu.name]) for estimate in estimates],
         "several_cards": {
             "tried": several.tried,
-            "estimates": [estimate.to_json() for estimate in by_price(several.estimates, gpus)],
+            "estimates": [
+                with_cost(estimate, gpus[estimate.gpu.name]) for estimate in by_cost(several.estimates, gpus)
+            ],
             "problems": several.problems,
         },
         "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],

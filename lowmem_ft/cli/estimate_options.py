@@ -27,15 +27,16 @@ _EXAMPLES = """\
 examples:
   lowmem-ft estimate recipe=7b-bf16 --gpu l40s
   lowmem-ft estimate model=llama-3.1-8b --gpu all
+  lowmem-ft estimate model=qwen3-14b adapter.name=lora data.max_length=4096 budget=16GiB
   lowmem-ft estimate recipe=8b-bf16 data.max_length=8192 checkpointing.mode=none --gpu h100-80gb --plot memory.html
   lowmem-ft estimate recipe=my/recipe.yaml budget=24GiB --json -
   lowmem-ft estimate recipe=7b-lora checkpointing.mode=auto --gpu rtx-4090
   lowmem-ft estimate --script train.py --gpu rtx-4090 -- --learning_rate 1e-4
 
-A model alone is estimated in three ways: full fine-tuning at the leanest rung, LoRA and QLoRA. With other settings
-beside it (budget= aside) it is one recipe, its other keys at their defaults. Data is not read: rows are taken to be
-data.max_length long. The recipe's own step runs on a virtual GPU, without weights. `lowmem-ft gpus` and
-`lowmem-ft models` list the names.
+A model without a recipe is estimated in three ways, with the settings that are typed: full fine-tuning by the fastest
+shipped recipe that fits, LoRA (adapter.name=lora: alone) and QLoRA (model.quantization=nf4: alone). Data is not read:
+rows are taken to be data.max_length long. The recipe's own step runs on a virtual GPU, without weights.
+`lowmem-ft gpus` and `lowmem-ft models` list the names.
 
 A script is run as it is, on a virtual GPU, for a few optimizer steps: its weights are not read, it writes nothing,
 and what stands behind `--` are its own arguments (docs/estimate_a_script.md).
@@ -107,31 +108,6 @@ def _problem_beside_script(word: str) -> str:
     if word.startswith(("recipe=", "model=")):
         return f"An estimate is of one thing, got --script and {word}. Leave one out."
     return f"--script takes the script's own arguments behind `--`, got {word} before it. Write `-- {word}`."
-
-
-_MODEL_NAME = ("model", "model.name_or_path")
-_WHICH_AND_WHERE = (
-    *_MODEL_NAME,
-    "model.revision",
-    "model.gguf_file",
-    "model.trust_remote_code",
-    "budget",
-    "budget.device",
-    "budget.host",
-    "budget.enforce",
-    "budget.retry",
-)
-
-
-def names_model_alone(settings: Sequence[str], *, just_name: bool = False) -> bool:
-    """Whether settings say which model, and what there is to run it, but nothing of how it is trained.
-
-    Args:
-        settings: as typed.
-        just_name: whether they may say no more than the model's name.
-    """
-    keys = _MODEL_NAME if just_name else _WHICH_AND_WHERE
-    return all(setting.partition("=")[0] in keys for setting in settings)
 
 
 def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str | None, list[str]]:
@@ -286,7 +262,8 @@ def _parser() -> Parser:
         "--gpu",
         metavar="NAME|all",
         action=Once,
-        help="a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all by price; without: what this machine has",
+        help="a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all by the price of tokens; without: what this "
+        "machine has",
     )
     parser.add_argument(
         "--script",

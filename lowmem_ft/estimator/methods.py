@@ -1,4 +1,4 @@
-"""A model alone: what it needs to be fine-tuned in full, with LoRA and with QLoRA, by the recipes that come with us."""
+"""A model without a recipe: what it needs to be fine-tuned in full, with LoRA and with QLoRA, by shipped recipes."""
 
 from __future__ import annotations
 
@@ -6,56 +6,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from transformers import PreTrainedModel
+
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.errors import UserError
-from lowmem_ft.estimator.estimate import CannotRun, estimate_on_gpus
+from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.runtime import model_on_meta
+from lowmem_ft.estimator.several_cards import room_bytes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.models import load_model_config, max_positions
+from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.recipe.cards import on_cards
+from lowmem_ft.recipe.methods import Method, methods_with, of_model_alone, recipe_of, untyped, values_of
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One way to fine-tune any model.
-
-    Args:
-        name: ``full``, ``lora`` or ``qlora``.
-        title: for people.
-        recipe: the shipped recipe that does it, for a model of some 8 billion parameters and for others.
-        without_bfloat16: what it takes on a GPU that does not compute with bfloat16.
-        resident_without_bfloat16: a shipped recipe that such a GPU tries first: with float32 weights on the GPU it is
-            much faster than with streamed ones, and a small model fits.
-        is_traced_in_pieces: whether further micro-batches add nothing to its peak, so that one is traced.
-    """
-
-    name: str
-    title: str
-    recipe: str
-    without_bfloat16: tuple[str, ...]
-    resident_without_bfloat16: str | None = None
-    is_traced_in_pieces: bool = False
-
-
-_FLOAT16 = ("model.dtype=float16", "training.mixed_precision=fp16")
-
-METHODS = (
-    Method(
-        name="full",
-        title="full",
-        recipe="8b-8gb",  # the lowest rung of the ladder
-        without_bfloat16=("model.dtype=float32", "optimizer.master=fp32", "training.mixed_precision=no"),
-        resident_without_bfloat16="1b-fp16-t4",
-    ),
-    Method(name="lora", title="LoRA", recipe="7b-lora", without_bfloat16=_FLOAT16, is_traced_in_pieces=True),
-    Method(
-        name="qlora", title="QLoRA", recipe="7b-qlora", without_bfloat16=_FLOAT16, is_traced_in_pieces=True
-    ),
-)
-
-_NO_HELD_OUT_DATA = ("data.eval_split=null", "training.eval_steps=null")
-_ONE_MICRO_BATCH = ("training.gradient_accumulation_steps=1",)
+_NO_HELD_OUT_DATA = {"data.eval_split": "null", "training.eval_steps": "null"}
+_ONE_MICRO_BATCH = {"training.gradient_accumulation_steps": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +35,7 @@ class MethodEstimate:
         method: the method.
         gpu: the GPU.
         command: settings that train it so, beside the data: ``recipe=NAME model=MODEL`` and what differs.
+        row_tokens: of a row at most; None: not known.
         estimate: what it needs; None if the GPU or the model cannot do it.
         problems: why it cannot; empty if it can.
     """
@@ -73,6 +43,7 @@ class MethodEstimate:
     method: Method
     gpu: Gpu
     command: tuple[str, ...]
+    row_tokens: int | None = None
     estimate: MemoryEstimate | None = None
     problems: tuple[str, ...] = ()
 
@@ -81,29 +52,36 @@ class MethodEstimate:
         """Whether it can be done on the GPU, and fits."""
         return self.estimate is not None and self.estimate.fits
 
+    @property
+    def rung(self) -> str:
+        """The shipped recipe that does it."""
+        return self.command[0].removeprefix("recipe=")
+
 
 def estimate_methods(
     model: str,
     gpus: Sequence[Gpu],
     *,
     settings: Sequence[str] = (),
-    float32_streaming: bool = True,
+    is_thorough: bool = True,
     kept: KeptTraces | None = None,
     on_start: Callable[[str], None] = lambda doing: None,
 ) -> list[MethodEstimate]:
     """What a model needs on each GPU by each method: one optimizer step of rows of up to 2048 tokens.
 
-    GPUs with bfloat16 share one trace of a method, and so do those without, each with its own workspaces. Their
-    attention kernels differ: they were seen to take the same memory, and within 1 % the same time.
+    Of the recipes of a method, a GPU has the fastest that fits there. GPUs with bfloat16 share one trace of a recipe,
+    and so do those without, each with its own workspaces. Their attention kernels differ: they were seen to take the
+    same memory, and within 1 % the same time. A recipe is tried on the GPU with the most room first, and not on those
+    with less room than one where it does not fit.
 
     Args:
         model: as in ``model=``.
         gpus: at least one.
-        settings: further ``key=value`` settings that name the model or the budget, such as ``budget=24GiB``.
-        float32_streaming: whether to trace full fine-tuning with streamed float32 weights, on GPUs without bfloat16
-            where these do not fit; else such GPUs are said not to do it.
+        settings: further ``key=value`` settings; they choose the methods, see :func:`methods_with`.
+        is_thorough: whether to trace what is for few GPUs too: the rungs that are left out for many, and, for those
+            without bfloat16, full fine-tuning with streamed float32 weights; else these are said not to do it.
         kept: traces made before, as for ``estimate_memory``.
-        on_start: called before a method is traced, with what is being done.
+        on_start: called before a recipe is traced, with what is being done.
 
     Returns:
         For each method, and in it for each GPU in their order, what it needs.
@@ -113,55 +91,83 @@ def estimate_methods(
         ModelError: if there is no such model.
     """
     own = (f"model={model}", *settings)
-    config = load_recipe(None, own).model
+    config = load_recipe(None, of_model_alone(own)).model
     hf_config = load_model_config(config, architecture_only=True)
-    limit = max_positions(hf_config)
-    float32_bytes = 4 * model_on_meta(config, hf_config).num_parameters()
+    size = _Size.of(model_on_meta(config, hf_config), max_positions(hf_config))
+    asked = _Asked(own=own, size=size, kept=kept or KeptTraces(), on_start=on_start)
     results: list[MethodEstimate] = []
-    for method in METHODS:
-        by_gpu: dict[str, MethodEstimate] = {}
-        for route in _routes(method):
-            alike = [gpu for gpu in gpus if gpu.has_bfloat16 == route.has_bfloat16 and gpu.name not in by_gpu]
-            if route.float32 == "resident":
-                alike = [gpu for gpu in alike if gpu.memory_bytes > float32_bytes]
-            if not alike:
-                continue
-            command = (route.settings[0], *own, *route.settings[1:])
-            if route.float32 == "streamed" and not float32_streaming:
-                refused = CannotRun(gpu=alike[0], problems=(NOT_STREAMED_IN_FLOAT32,))
-                answers: list[MemoryEstimate | CannotRun] = [refused] * len(alike)
-            else:
-                on_start(f"{method.title} on GPUs {route}")
-                command, answers = _answers(method, command, limit, alike, kept)
-            for gpu, answer in zip(alike, answers, strict=True):
-                result = _method_estimate(method, gpu, command, answer)
-                if result.fits or route.float32 != "resident":
-                    by_gpu[gpu.name] = result
-        results += [by_gpu[gpu.name] for gpu in gpus]
+    for method in methods_with(own):
+        found: dict[str, MethodEstimate] = {}
+        for has_bfloat16 in (True, False):
+            alike = [gpu for gpu in gpus if gpu.has_bfloat16 == has_bfloat16]
+            routes = _routes(method, has_bfloat16=has_bfloat16, is_thorough=is_thorough)
+            found |= asked.fastest_that_fit(method, routes, alike, is_thorough=is_thorough)
+        results += [found[gpu.name] for gpu in gpus]
     return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Size:
+    """What decides before a trace whether a recipe can fit, and how its settings fit the model."""
+
+    parameters: int
+    layer_parameters: int
+    num_layers: int
+    max_positions: int | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, limit: int | None) -> _Size:
+        try:
+            layers = list(decoder_layers(model))
+        except ModelError:  # recipes that stream them say so themselves
+            layers = []
+        in_layers = sum(weight.numel() for layer in layers for weight in layer.parameters())
+        return cls(
+            parameters=model.num_parameters(),
+            layer_parameters=in_layers,
+            num_layers=len(layers),
+            max_positions=limit,
+        )
+
+    def least_bytes(self, recipe: Recipe) -> float:
+        """Weights that lie on the device, with what lies beside them; a trace is made only where these have room."""
+        offload, optimizer = recipe.offload, recipe.optimizer
+        itemsize = 4 if recipe.model.dtype == "float32" else 2
+        if recipe.adapter.name != "none" or recipe.distributed.num_processes not in (None, 1):
+            return 0.0
+        if offload.parameters == "stream":
+            return itemsize * self.layer_parameters * offload.resident_layers / max(1, self.num_layers)
+        each = float(itemsize)
+        if not optimizer.in_backward and recipe.training.gradient_accumulation_steps > 1:
+            each += itemsize
+        if offload.optimizer == "device" and optimizer.row.takes_formats:
+            beside = master_format(
+                optimizer.master, torch.float32 if itemsize == 4 else torch.bfloat16
+            ).tensors.values()
+            each += optimizer.state_bytes + sum(dtype.itemsize for dtype in beside)
+        return each * self.parameters
 
 
 @dataclass(frozen=True)
 class _Route:
-    """One trace of a method, for GPUs with or without bfloat16: a recipe and settings of it."""
+    """A recipe and settings of it, for GPUs with or without bfloat16."""
 
     settings: tuple[str, ...]
-    has_bfloat16: bool
     float32: Literal["", "resident", "streamed"] = ""
 
-    def __str__(self) -> str:
-        return f"{'with' if self.has_bfloat16 else 'without'} bfloat16"
 
-
-def _routes(method: Method) -> Iterator[_Route]:
+def _routes(method: Method, *, has_bfloat16: bool, is_thorough: bool) -> list[_Route]:
     """In the order in which they are tried."""
-    recipe = f"recipe={method.recipe}"
-    yield _Route((recipe,), has_bfloat16=True)
+    if has_bfloat16:
+        left_out = () if is_thorough else method.for_few
+        return [_Route((f"recipe={rung}",)) for rung in method.rungs if rung not in left_out]
+    last = (f"recipe={method.rungs[-1]}", *method.without_bfloat16)
     if method.resident_without_bfloat16 is None:
-        yield _Route((recipe, *method.without_bfloat16), has_bfloat16=False)
-    else:
-        yield _Route((f"recipe={method.resident_without_bfloat16}",), has_bfloat16=False, float32="resident")
-        yield _Route((recipe, *method.without_bfloat16), has_bfloat16=False, float32="streamed")
+        return [_Route(last)]
+    return [
+        _Route((f"recipe={method.resident_without_bfloat16}",), float32="resident"),
+        _Route(last, float32="streamed"),
+    ]
 
 
 NOT_STREAMED_IN_FLOAT32 = (
@@ -170,29 +176,112 @@ NOT_STREAMED_IN_FLOAT32 = (
 )
 
 
-def _method_estimate(
-    method: Method, gpu: Gpu, command: tuple[str, ...], answer: MemoryEstimate | CannotRun
-) -> MethodEstimate:
-    if isinstance(answer, CannotRun):
-        return MethodEstimate(method=method, gpu=gpu, command=command, problems=answer.problems)
-    return MethodEstimate(method=method, gpu=gpu, command=command, estimate=answer)
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A model with settings, and what is the same for all methods."""
+
+    own: tuple[str, ...]
+    size: _Size
+    kept: KeptTraces
+    on_start: Callable[[str], None]
+
+    def fastest_that_fit(
+        self, method: Method, routes: Sequence[_Route], gpus: Sequence[Gpu], *, is_thorough: bool
+    ) -> dict[str, MethodEstimate]:
+        """For each GPU, by its name, the first route that fits with room to spare; else the best of all."""
+        found: dict[str, MethodEstimate] = {}
+        for route, is_last in zip(routes, [*[False] * (len(routes) - 1), True], strict=True):
+            waiting = [gpu for gpu in gpus if _rank(found.get(gpu.name)) > 0]
+            if not waiting:
+                break
+            if route.float32 == "streamed" and not is_thorough:
+                refused = (NOT_STREAMED_IN_FLOAT32,)
+                tried: Iterator[MethodEstimate] = (
+                    MethodEstimate(method=method, gpu=gpu, command=route.settings, problems=refused)
+                    for gpu in waiting
+                )
+            else:
+                tried = self._tried(method, route, waiting, tries_all=is_last)
+            for result in tried:
+                if _is_better(result, found.get(result.gpu.name)):
+                    found[result.gpu.name] = result
+        return found
+
+    def _tried(
+        self, method: Method, route: _Route, gpus: Sequence[Gpu], *, tries_all: bool
+    ) -> Iterator[MethodEstimate]:
+        """One route on GPUs, from the most room down to the first that lacks it; on all if nothing comes after it."""
+        try:
+            command = self._command(route)
+            recipe, _ = on_cards(recipe_of(self._traced(method, command)), None)
+        except UserError as error:
+            yield from (self._refused(method, route.settings, gpu, error.problems) for gpu in gpus)
+            return
+        shared = SharedTraces(recipe, kind=lambda gpu: gpu.has_bfloat16, kept=self.kept)
+        row_tokens, said = recipe.data.max_length or self.size.max_positions, False
+        rooms = {gpu.name: room_bytes(gpu, recipe, recipe.budget) for gpu in gpus}
+        for gpu in sorted(gpus, key=lambda gpu: rooms[gpu.name], reverse=True):
+            if not tries_all and rooms[gpu.name] < self.size.least_bytes(recipe):
+                return
+            if not said:
+                kind = "with" if gpu.has_bfloat16 else "without"
+                self.on_start(
+                    f"{method.title} by {command[0].removeprefix('recipe=')} on GPUs {kind} bfloat16"
+                )
+                said = True
+            answer = shared.estimate(gpu)
+            if isinstance(answer, CannotRun):  # for a model that a technique does not know; others may do
+                yield self._refused(method, command, gpu, answer.problems)
+                continue
+            yield MethodEstimate(
+                method=method, gpu=gpu, command=command, row_tokens=row_tokens, estimate=answer
+            )
+            if not answer.fits and not tries_all:
+                return
+
+    def _refused(
+        self, method: Method, command: tuple[str, ...], gpu: Gpu, problems: tuple[str, ...]
+    ) -> MethodEstimate:
+        return MethodEstimate(method=method, gpu=gpu, command=command, problems=problems)
+
+    def _command(self, route: _Route) -> tuple[str, ...]:
+        """What trains it: rows that the model takes, and of its layers the share that the recipe has resident."""
+        name, *settings = route.settings
+        typed, limit = values_of(self.own), self.size.max_positions
+        of_route = untyped(settings, self.own)
+        shipped = recipe_of((name,))
+        length, resident = shipped.data.max_length, shipped.offload.resident_layers
+        if limit is not None and length is not None and limit < length and "data.max_length" not in typed:
+            of_route.append(f"data.max_length={limit}")
+        if resident and "offload.resident_layers" not in typed:
+            share = resident / _num_layers(shipped)
+            if (own := int(share * self.size.num_layers)) != resident:
+                of_route.append(f"offload.resident_layers={own}")
+        return (name, *self.own, *of_route)
+
+    def _traced(self, method: Method, command: tuple[str, ...]) -> tuple[str, ...]:
+        """The command without what changes no peak and takes a trace longer, unless that was asked for."""
+        typed = values_of(self.own)
+        less = {**_NO_HELD_OUT_DATA, **(_ONE_MICRO_BATCH if method.is_traced_in_pieces else {})}
+        if any(key.startswith("data.eval") or key == "training.eval_steps" for key in typed):
+            less = {key: value for key, value in less.items() if key not in _NO_HELD_OUT_DATA}
+        return (*command, *(f"{key}={value}" for key, value in less.items() if key not in typed))
 
 
-def _answers(
-    method: Method, command: tuple[str, ...], limit: int | None, gpus: Sequence[Gpu], kept: KeptTraces | None
-) -> tuple[tuple[str, ...], list[MemoryEstimate | CannotRun]]:
-    """The command, with rows that the model takes, and what it needs on GPUs that share a trace."""
-    try:
-        recipe = _recipe(command)
-        length = recipe.data.max_length
-        if limit is not None and length is not None and limit < length:
-            command = (*command, f"data.max_length={limit}")
-        traced = (*command, *_NO_HELD_OUT_DATA, *(_ONE_MICRO_BATCH if method.is_traced_in_pieces else ()))
-        return command, estimate_on_gpus(_recipe(traced), gpus, kind=lambda gpu: gpu.has_bfloat16, kept=kept)
-    except UserError as error:  # such as a model that a technique does not know; the other methods may do
-        return command, [CannotRun(gpu=gpu, problems=error.problems) for gpu in gpus]
+def _num_layers(recipe: Recipe) -> int:
+    return load_model_config(recipe.model, architecture_only=True).get_text_config().num_hidden_layers
 
 
-def _recipe(command: Sequence[str]) -> Recipe:
-    name, *settings = command
-    return load_recipe(name.removeprefix("recipe="), settings)
+def _rank(result: MethodEstimate | None) -> int:
+    """Of two answers for a GPU, which is better: it fits, tightly, may fit, does not, cannot be done."""
+    if result is None or result.estimate is None:
+        return 4
+    if result.fits:
+        return int(result.estimate.tight)
+    return 2 if result.estimate.verdict == "may not fit" else 3
+
+
+def _is_better(result: MethodEstimate, before: MethodEstimate | None) -> bool:
+    """Of two that do not fit, the one that takes less, which comes later, is shown."""
+    rank = _rank(result)
+    return before is None or rank < _rank(before) or (rank == _rank(before) and not result.fits)

@@ -99,7 +99,7 @@ def _that_fit(gpus: Sequence[Gpu], recipe: Recipe, budget: Budget, kept: KeptTra
     fitting: list[MemoryEstimate] = []
     shared = SharedTraces(recipe, budget=budget, kept=kept, kind=_alike(recipe))
     over: set[bool] = set()
-    for gpu in sorted(gpus, key=lambda gpu: _room_bytes(gpu, recipe, budget), reverse=True):
+    for gpu in sorted(gpus, key=lambda gpu: room_bytes(gpu, recipe, budget), reverse=True):
         if gpu.has_bfloat16 in over:
             continue
         result = shared.estimate(gpu)
@@ -117,8 +117,14 @@ def _alike(recipe: Recipe) -> Callable[[Gpu], object]:
     return lambda gpu: gpu.has_bfloat16
 
 
-def _room_bytes(gpu: Gpu, recipe: Recipe, budget: Budget) -> int:
-    """What a process may hold in tensors."""
+def room_bytes(gpu: Gpu, recipe: Recipe, budget: Budget) -> int:
+    """What a process may hold in tensors.
+
+    Args:
+        gpu: the card.
+        recipe: what the process trains.
+        budget: of it.
+    """
     outside = process_overhead_bytes(
         gpu, uses_bitsandbytes=recipe.uses_bitsandbytes, num_processes=recipe.distributed.num_processes or 1
     )

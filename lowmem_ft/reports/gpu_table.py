@@ -10,7 +10,8 @@ from rich.text import Text
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.estimator.several_cards import SeveralCards
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
+from lowmem_ft.reports.costs import cost_order, usd_per_hour, usd_per_million_tokens
+from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
 from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
@@ -28,7 +29,7 @@ VERDICT = ("verdict", len("12.3 GiB tight"))
 def gpu_table(
     estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu], cannot_run: Mapping[str, str]
 ) -> RenderableType:
-    """A line for each GPU, the cheapest hour first; those that nobody rents out after them, by memory.
+    """A line for each GPU, the cheapest tokens first; then those where it does not fit, and those without a price.
 
     Args:
         estimates: at least one, all of the same recipe.
@@ -38,7 +39,7 @@ def gpu_table(
     Returns:
         Something that ``rich.print`` prints.
     """
-    table = _table([_row(estimate, gpus[estimate.gpu.name]) for estimate in by_price(estimates, gpus)])
+    table = _table([_row(estimate, gpus[estimate.gpu.name]) for estimate in by_cost(estimates, gpus)])
     model = estimates[0].model
     num_fitting = sum(estimate.fits for estimate in estimates)
     num_tight = sum(estimate.tight for estimate in estimates)
@@ -75,7 +76,7 @@ def several_table(several: SeveralCards, gpus: Mapping[str, Gpu]) -> RenderableT
     return Group(
         Prose(f"Of the others, the fewest of {numbers} that hold it, shared by fsdp2:"),
         "",
-        _table([_row(estimate, gpus[estimate.gpu.name]) for estimate in by_price(several.estimates, gpus)]),
+        _table([_row(estimate, gpus[estimate.gpu.name]) for estimate in by_cost(several.estimates, gpus)]),
         Prose(
             "\nGiB of each card; $/hour and tok/s of all. N cards take N times the rows a step: divide "
             "training.gradient_accumulation_steps by N to keep them. `--gpu 8xNAME` shows one of them in full."
@@ -83,8 +84,8 @@ def several_table(several: SeveralCards, gpus: Mapping[str, Gpu]) -> RenderableT
     )
 
 
-def by_price(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> list[MemoryEstimate]:
-    """Estimates by the price of their GPU's hour; those without a price last, by memory.
+def by_cost(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> list[MemoryEstimate]:
+    """Estimates by the price of a token there; see :func:`lowmem_ft.reports.costs.cost_order`.
 
     Args:
         estimates: in any order.
@@ -93,19 +94,7 @@ def by_price(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> li
     Returns:
         The estimates in order.
     """
-    return sorted(estimates, key=lambda estimate: _order(estimate, gpus[estimate.gpu.name]))
-
-
-def _order(estimate: MemoryEstimate, gpu: Gpu) -> tuple[float, int]:
-    number = 1 if estimate.processes is None else estimate.processes.num_processes
-    price, memory = hourly_order(gpu)
-    return number * price, memory
-
-
-def hourly_order(gpu: Gpu) -> tuple[float, int]:
-    """What sorts GPUs by the price of an hour; those without a price last, by memory."""
-    price = gpu.cheapest_price
-    return price.usd_per_hour if price else float("inf"), gpu.memory_bytes
+    return sorted(estimates, key=lambda estimate: cost_order(estimate, gpus[estimate.gpu.name]))
 
 
 def format_gib(num_bytes: int) -> str:
@@ -125,8 +114,8 @@ def _table(rows: Sequence[Sequence[str | Text]]) -> UncutTable:
 
 
 def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
-    price, step, processes = gpu.cheapest_price, estimate.step, estimate.processes
-    cost = price_per_million_tokens(step, price) if estimate.fits else None
+    step, processes = estimate.step, estimate.processes
+    cost, hourly = usd_per_million_tokens(estimate, gpu), usd_per_hour(estimate, gpu)
     number = 1 if processes is None else processes.num_processes
     peak = estimate.process_peak_bytes
     return [
@@ -136,7 +125,7 @@ def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
         f"{number * step.tokens_per_second:,.0f}" if step is not None and estimate.fits else "-",
-        f"{number * price.usd_per_hour:.2f}" if price else "-",
+        "-" if hourly is None else f"{hourly:.2f}",
         format_dollars(cost).removeprefix("$") if cost is not None else "-",
     ]
 

@@ -1,7 +1,8 @@
-"""A model alone, by ways to fine-tune it: on one GPU, or on many by price."""
+"""A model without a recipe, by ways to fine-tune it: on one GPU, or on many by the price of tokens."""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -9,20 +10,24 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.estimator.methods import Method, MethodEstimate
-from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
+from lowmem_ft.estimator.methods import MethodEstimate
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.recipe.methods import METHODS, Method
+from lowmem_ft.reports.costs import cost_order, usd_per_million_tokens
+from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.filling import shell_lines
-from lowmem_ft.reports.gpu_table import VERDICT, format_gib, hourly_order, verdict_cell
+from lowmem_ft.reports.gpu_table import VERDICT, format_gib, verdict_cell
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
 from lowmem_ft.reports.wording import short_name, verdict_colour
 from lowmem_ft.units import format_bytes
 
 _HOURLY = "$/hour: the lowest on-demand price known; `lowmem-ft gpus` says whose, and of what date."
+_TITLES = {"full": "full fine-tuning"}
 
 
 def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> RenderableType:
-    """What fits first by price, then a line for each GPU: what each method needs there, and how fast it is.
+    """The cheapest card for each method, then a line for each GPU: what each method needs, how fast, at what price.
 
     Args:
         results: at least one that is an estimate.
@@ -32,26 +37,32 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
         Something that ``rich.print`` prints.
     """
     by_method = _by_method(results)
-    names = sorted(dict.fromkeys(result.gpu.name for result in results), key=lambda n: hourly_order(gpus[n]))
-    methods = [heading for method in by_method for heading in (method.title, "tok/s")]
+    names = sorted(
+        dict.fromkeys(result.gpu.name for result in results),
+        key=lambda name: _order([of_gpu[name] for of_gpu in by_method.values()], gpus[name]),
+    )
+    marks = _marks(results)
+    columns = [heading for method in by_method for heading in (method.title, "tok/s", "$/1M")]
     table = UncutTable(
-        ("GPU", "GiB", "$/hour", *methods),
-        [_row(gpus[name], [of_gpu[name] for of_gpu in by_method.values()]) for name in names],
+        ("GPU", "GiB", "$/hour", *columns),
+        [_row(gpus[name], [of_gpu[name] for of_gpu in by_method.values()], marks) for name in names],
         left=("GPU",),
-        spare=("$/hour", "GiB"),
+        spare=("$/hour", "GiB", "tok/s"),
     )
     cheapest = _grid()
     for method, of_gpu in by_method.items():
-        cheapest.add_row(Text(method.title, "bold"), _first_fit([of_gpu[name] for name in names], gpus))
+        cheapest.add_row(Text(method.title, "bold"), _cheapest([of_gpu[name] for name in names], gpus))
+    rungs = ", ".join(f"{mark} {rung}" for rung, mark in marks.items())
     return Group(
         *_title(results),
-        Text("What fits first, by price:"),
+        Text("Where a token is cheapest:"),
         cheapest,
         "",
         table,
         Prose(
-            "\nGiB: what the card has; under each method, what the process needs of it. no: does not fit; may: may "
-            f"not fit; ~: fits tightly; -: not there. {_HOURLY}"
+            "\nUnder each method, GiB that the process needs of the card, tokens a second, and what a million of them "
+            f"costs. {f'Recipes: {rungs}. ' if rungs else ''}no: does not fit; may: may not fit; ~: fits tightly; -: "
+            f"not there. {_HOURLY}"
         ),
         _Commands(results),
         *_notes(results),
@@ -74,10 +85,16 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> RenderableTyp
         left=("", "verdict"),
         wraps=VERDICT,
     )
+    price = gpu.cheapest_price
+    hourly = (
+        f" Prices at {format_dollars(price.usd_per_hour)} an hour ({price.provider}, {price.date})."
+        if price
+        else ""
+    )
     return Group(
         *_title(results, f" on {gpu.name}"),
         table,
-        Prose("\nGiB that the process needs of the GPU's memory, and on the host. $/1M: tokens."),
+        Prose(f"\nGiB that the process needs of the GPU's memory, and on the host. $/1M: tokens.{hourly}"),
         _Commands(results),
         *_notes(results),
     )
@@ -92,45 +109,74 @@ def _by_method(results: Sequence[MethodEstimate]) -> dict[Method, dict[str, Meth
 
 def _title(results: Sequence[MethodEstimate], where: str = "") -> Iterator[RenderableType]:
     model = next(result.estimate.model for result in results if result.estimate is not None)
-    yield Text.assemble((short_name(model.name), "bold"), f"{where}: full fine-tuning, LoRA, QLoRA")
-    yield Text(f"{model.parameters:,} parameters; rows of 2048 tokens, or as many as the model takes\n")
+    methods = ", ".join(_TITLES.get(method.name, method.title) for method in _by_method(results))
+    yield Text.assemble((short_name(model.name), "bold"), f"{where}: {methods}")
+    lengths = sorted({result.row_tokens for result in results if result.row_tokens is not None})
+    rows = f"; rows of {' or '.join(f'{length:,}' for length in lengths)} tokens" if lengths else ""
+    yield Text(f"{model.parameters:,} parameters{rows}\n")
 
 
-def _first_fit(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Text:
-    """The GPU with the cheapest hour that does it, and what else it takes."""
-    for result in results:
-        estimate = result.estimate
-        if estimate is None or not estimate.fits:
-            continue
-        price = gpus[result.gpu.name].cheapest_price
-        cost = price_per_million_tokens(estimate.step, price)
-        hourly = f" at {format_dollars(price.usd_per_hour)} an hour" if price else ""
-        tokens = f", {format_dollars(cost)} per 1M tokens" if cost is not None else ""
-        host = f"{format_bytes(estimate.host_peak_bytes)} of host memory"
-        return Text.assemble((result.gpu.name, "bold green"), f"{hourly}{tokens}, beside {host}")
-    return Text("fits on none", "red")
+def _order(results: Sequence[MethodEstimate], gpu: Gpu) -> tuple[int, float, int]:
+    """By the cheapest method that fits."""
+    estimates = [result.estimate for result in results if result.estimate is not None]
+    return min((cost_order(estimate, gpu) for estimate in estimates), default=(3, 0.0, gpu.memory_bytes))
 
 
-def _row(gpu: Gpu, results: Sequence[MethodEstimate]) -> list[str | Text]:
+def _marks(results: Sequence[MethodEstimate]) -> dict[str, str]:
+    """A letter for each recipe of a method that has several, as far as they are shown."""
+    rungs = dict.fromkeys(
+        rung for method in _by_method(results) if len(method.rungs) > 1 for rung in _rungs(method, results)
+    )
+    return dict(zip(rungs, string.ascii_lowercase, strict=False))
+
+
+def _rungs(method: Method, results: Sequence[MethodEstimate]) -> list[str]:
+    shown = {result.rung for result in results if result.method == method and result.estimate is not None}
+    return [*(rung for rung in method.rungs if rung in shown), *sorted(shown - {*method.rungs})]
+
+
+def _cheapest(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Text:
+    """The GPU that does it at the lowest price of a token, of those that fit; without a price, the smallest."""
+    fitting = [(result, result.estimate) for result in results if result.estimate is not None and result.fits]
+    if not fitting:
+        may = any(result.estimate and result.estimate.verdict == "may not fit" for result in results)
+        return Text("may not fit on any" if may else "fits on none", "red")
+    result, estimate = min(fitting, key=lambda each: cost_order(each[1], gpus[each[0].gpu.name]))
+    gpu, step = gpus[result.gpu.name], estimate.step
+    price, cost = gpu.cheapest_price, usd_per_million_tokens(estimate, gpu)
+    words = []
+    if price is not None and cost is not None:
+        words.append(f"{format_dollars(cost)} per 1M tokens at {format_dollars(price.usd_per_hour)} an hour")
+    if step is not None:
+        words.append(f"{step.tokens_per_second:,.0f} tokens/s")
+    words.append(f"{format_bytes(estimate.host_peak_bytes)} of host memory")
+    if len(result.method.rungs) > 1:
+        words.append(f"by {result.rung}")
+    rented = "" if price is not None else " (no price is known)"
+    return Text.assemble((gpu.name, "bold green"), f"{rented}: {', '.join(words)}")
+
+
+def _row(gpu: Gpu, results: Sequence[MethodEstimate], marks: Mapping[str, str]) -> list[str | Text]:
     price = gpu.cheapest_price
     hourly = f"{price.usd_per_hour:.2f}" if price else "-"
     return [
         gpu.name,
         format_gib(gpu.memory_bytes),
         hourly,
-        *(cell for result in results for cell in _cells(result)),
+        *(cell for result in results for cell in _cells(result, gpu, marks)),
     ]
 
 
-def _cells(result: MethodEstimate) -> tuple[str | Text, str]:
+def _cells(result: MethodEstimate, gpu: Gpu, marks: Mapping[str, str]) -> tuple[str | Text, str, str]:
     estimate = result.estimate
     if estimate is None:
-        return "-", "-"
+        return "-", "-", "-"
     needs, colour = format_gib(estimate.process_peak_bytes), verdict_colour(estimate)
+    needs += marks.get(result.rung, "")
     if not estimate.fits:
-        return Text(needs, colour), "may" if estimate.verdict == "may not fit" else "no"
+        return Text(needs, colour), "may" if estimate.verdict == "may not fit" else "no", "-"
     speed = "" if estimate.step is None else f"{estimate.step.tokens_per_second:,.0f}"
-    return Text(f"~{needs}" if estimate.tight else needs, colour), speed
+    return Text(f"~{needs}" if estimate.tight else needs, colour), speed, _dollars(estimate, gpu)
 
 
 def _line(result: MethodEstimate, gpu: Gpu) -> list[str | Text]:
@@ -138,38 +184,54 @@ def _line(result: MethodEstimate, gpu: Gpu) -> list[str | Text]:
     if estimate is None:
         return [Text("cannot run", "red"), *("-",) * 5]
     step = estimate.step
-    cost = price_per_million_tokens(step, gpu.cheapest_price) if estimate.fits else None
     return [
         verdict_cell(estimate),
         format_gib(estimate.process_peak_bytes),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
         f"{step.tokens_per_second:,.0f}" if step is not None and estimate.fits else "-",
-        "-" if cost is None else format_dollars(cost).removeprefix("$"),
+        _dollars(estimate, gpu),
     ]
+
+
+def _dollars(estimate: MemoryEstimate, gpu: Gpu) -> str:
+    cost = usd_per_million_tokens(estimate, gpu)
+    return "-" if cost is None else format_dollars(cost).removeprefix("$")
 
 
 class _Commands:
     """What trains each method, on the data of its recipe; on GPUs without bfloat16, with what they take."""
 
     def __init__(self, results: Sequence[MethodEstimate]) -> None:
-        self._has_bfloat16: dict[tuple[str, tuple[str, ...]], bool] = {}
-        for result in results:
+        self._has_bfloat16: dict[tuple[Method, tuple[str, ...]], bool] = {}
+        ordered = sorted(
+            results, key=_place
+        )  # stable: methods stay as they are, their recipes come in their order
+        for result in ordered:
             if result.estimate is not None:
-                each = (result.method.title, result.command)
+                each = (result.method, result.command)
                 self._has_bfloat16[each] = self._has_bfloat16.get(each, False) or result.gpu.has_bfloat16
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text("\nTo train (`estimate` in place of `train` shows it in detail):")
-        for (title, command), has_bfloat16 in self._has_bfloat16.items():
+        titles: set[str] = set()
+        for (method, command), has_bfloat16 in self._has_bfloat16.items():
             is_other = not has_bfloat16 and any(self._has_bfloat16.values())
-            yield Text(f"{title}{', on cards without bfloat16' if is_other else ''}", "bold")
+            title = f"{method.title}{', on cards without bfloat16' if is_other else ''}"
+            if title not in titles:
+                yield Text(title, "bold")
+            titles.add(title)
             lines = shell_lines(["lowmem-ft", "train", *command], options.max_width)
             yield Text("\n".join(lines), overflow="fold")
 
 
+def _place(result: MethodEstimate) -> tuple[int, int]:
+    rungs = result.method.rungs
+    return METHODS.index(result.method), rungs.index(result.rung) if result.rung in rungs else len(rungs)
+
+
 def _notes(results: Sequence[MethodEstimate]) -> Iterator[Prose]:
-    """Why something cannot be done, once for all GPUs."""
+    """Why something cannot be done, once for all GPUs, and what was left out."""
     gpus_by_reason: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.estimate is None:

@@ -22,11 +22,12 @@ from lowmem_ft.catalog.gpu import Gpu, Price
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.cli import main
 from lowmem_ft.errors import ModelError, RecipeError, UserError
-from lowmem_ft.estimator.methods import METHODS, MethodEstimate
+from lowmem_ft.estimator.methods import MethodEstimate
 from lowmem_ft.estimator.shipped import ShippedRecipe
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.methods import METHODS
 from lowmem_ft.units import GIB
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "estimate.py"
@@ -95,14 +96,14 @@ class FakeEstimator:
         ]
 
     def estimate_methods(
-        self, model, gpus, *, settings=(), float32_streaming=True, kept=None, on_start=None
+        self, model, gpus, *, settings=(), is_thorough=True, kept=None, on_start=None
     ) -> list[MethodEstimate]:
-        self.asked_of_models.append((model, [*settings], [gpu.name for gpu in gpus], float32_streaming))
+        self.asked_of_models.append((model, [*settings], [gpu.name for gpu in gpus], is_thorough))
         return [
             MethodEstimate(
                 method=method,
                 gpu=gpu,
-                command=(f"recipe={method.recipe}", f"model={model}"),
+                command=(f"recipe={method.rungs[-1]}", f"model={model}"),
                 estimate=None if method.name in self.method_problems else self.estimate_memory(None, gpu),
                 problems=self.method_problems.get(method.name, ()),
             )
@@ -150,10 +151,31 @@ def test_a_run_that_fits_is_reported_and_exits_with_0(estimator, capsys):
     assert estimator.recipes == [load_recipe("tiny", ["training.seed=3"])]
 
 
-def test_a_model_with_settings_is_a_recipe_of_its_own(estimator):
-    assert estimate("model=some/model", "training.seed=3", "--gpu", "big") == 0
+def test_a_model_with_settings_is_estimated_by_each_method_with_them(estimator, capsys):
+    """As one recipe of defaults it had float32 weights without checkpointing, and nobody was told."""
+    assert estimate("model=some/model", "data.max_length=4096", "adapter.r=4", "--gpu", "big") == 0
+    assert estimator.asked_of_models == [
+        ("some/model", ["data.max_length=4096", "adapter.r=4"], ["big"], True)
+    ]
+    assert estimate("model=some/model", "adapter.name=lora", "budget=4GiB", "--gpu", "small") == 3
+    assert estimator.asked_of_models[1][1] == ["adapter.name=lora", "budget=4GiB"]
+    assert estimate("model=some/model", "--gpu", "8xbig") == 2
+    assert (
+        "estimated on one card, got 8xbig. Name a recipe, such as recipe=8b-fsdp2" in capsys.readouterr().err
+    )
+    assert estimate("model=some/model", "checkpointing.mode=auto", "--gpu", "big", "--changes") == 2
+    said = capsys.readouterr().err
+    assert "checkpointing.mode=auto is chosen for a recipe" in said
+    assert "--changes are those of a recipe" in said
+
+
+def test_defaults_are_told_of_on_the_processor(estimator, capsys):
+    assert estimate("model=some/model", "training.seed=3", "--gpu", "cpu") == 0
     assert estimator.recipes[0].model.name_or_path == "some/model"
     assert estimator.recipes[0].data.path is None
+    assert "float32 weights without checkpointing" in " ".join(capsys.readouterr().out.split())
+    assert estimate("recipe=tiny", "--gpu", "cpu") == 0
+    assert "float32 weights without" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_alone_is_estimated_by_each_method(estimator, capsys):
@@ -167,12 +189,20 @@ def test_a_model_alone_is_estimated_by_each_method(estimator, capsys):
 def test_a_model_alone_on_all_gpus(estimator, capsys):
     assert estimate("model=some/model", "--gpu", "all", "--json", "-") == 0
     seen = capsys.readouterr()
-    assert "What fits first, by price:" in seen.err
+    assert "Where a token is cheapest:" in seen.err
     report = json.loads(seen.out)
     assert report["schema"] == 1
     assert [(one["method"], one["gpu"]["name"]) for one in report["estimates"]] == [
         (method, gpu) for method in ("full", "lora", "qlora") for gpu in GPUS
     ]
+    assert report["estimates"][0]["cost"] == {
+        "usd_per_hour": 2.0,
+        "usd_per_million_tokens": pytest.approx(2.0 / 3600 / 100 * 1e6),
+        "provider": "x",
+        "date": "",
+    }
+    assert report["estimates"][1]["cost"]["usd_per_million_tokens"] is None  # it does not fit there
+    assert report["estimates"][0]["recipe"] == "8b-8gb"
     assert report["estimates"][0]["settings"] == ["recipe=8b-8gb", "model=some/model"]
     plain = estimator.estimate_memory(None, next(iter(GPUS.values()))).to_json()
     assert plain.items() <= report["estimates"][0].items()
@@ -281,7 +311,9 @@ def test_without_a_gpu_the_cpu_is_estimated_and_the_way_to_gpus_is_shown(estimat
 def test_json_on_stdout_stands_there_alone(estimator, capsys):
     assert estimate("recipe=tiny", "--gpu", "small", "--json", "-") == 3
     seen = capsys.readouterr()
-    assert json.loads(seen.out) == estimator.estimate_memory(None, GPUS["small"]).to_json()
+    cost = {"usd_per_hour": 0.1, "usd_per_million_tokens": None, "provider": "x", "date": ""}
+    plain = estimator.estimate_memory(None, GPUS["small"]).to_json()
+    assert json.loads(seen.out) == {**plain, "cost": cost}
     assert "does not fit on small" in seen.err
 
 
@@ -372,12 +404,21 @@ def test_json_in_a_file_leaves_the_report_on_stdout(estimator, capsys, tmp_path)
     assert "fits on big" in capsys.readouterr().out
 
 
-def test_all_gpus_are_listed_by_price(estimator, capsys):
+def test_all_gpus_are_listed_by_the_price_of_tokens(estimator, capsys):
+    """Where it fits: elsewhere by that of an hour."""
+    estimator.needs_bytes = 10 * GIB
+    assert estimate("recipe=tiny", "--gpu", "all") == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines if line and line.split()[0] in GPUS]
+    assert names == ["old", "big", "small"]
+
+
+def test_all_gpus_that_it_does_not_fit_are_listed_by_the_price_of_an_hour(estimator, capsys):
     assert estimate("recipe=tiny", "--gpu", "all") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a-model fits on 1 of 3 GPUs"
     names = [line.split()[0] for line in lines if line and line.split()[0] in GPUS]
-    assert names == ["small", "old", "big"]
+    assert names == ["big", "small", "old"]
 
 
 def test_gpus_that_cannot_run_the_recipe_do_not_stop_the_others(estimator, capsys):
@@ -386,7 +427,7 @@ def test_gpus_that_cannot_run_the_recipe_do_not_stop_the_others(estimator, capsy
     seen = capsys.readouterr()
     report = json.loads(seen.out)
     assert report["schema"] == 1
-    assert [one["gpu"]["name"] for one in report["estimates"]] == ["small", "big"]
+    assert [one["gpu"]["name"] for one in report["estimates"]] == ["big", "small"]
     assert report["cannot_run"] == [
         {"gpu": "old", "reason": "bfloat16 needs compute capability 8.0, got 7.5."}
     ]
@@ -395,7 +436,7 @@ def test_gpus_that_cannot_run_the_recipe_do_not_stop_the_others(estimator, capsy
 
 def test_what_no_gpu_can_run_is_an_error(estimator, capsys):
     estimator.refusals.update(dict.fromkeys(GPUS, ModelError("There is no model x.")))
-    assert estimate("model=x", "training.seed=1", "--gpu", "all") == 2
+    assert estimate("recipe=tiny", "model=x", "--gpu", "all") == 2
     assert capsys.readouterr().err == "error: There is no model x.\n"
 
 

@@ -7,13 +7,17 @@ import dataclasses
 import pytest
 from transformers import LlamaConfig
 
+from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.errors import ModelError
-from lowmem_ft.estimator import estimate_memory, estimate_methods
-from lowmem_ft.estimator.methods import METHODS, NOT_STREAMED_IN_FLOAT32
+from lowmem_ft.estimator import CannotRun, estimate_memory, estimate_methods
+from lowmem_ft.estimator.estimate import SharedTraces
+from lowmem_ft.estimator.methods import NOT_STREAMED_IN_FLOAT32
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.methods import METHODS, methods_with
 from lowmem_ft.units import MIB
 
+FULL = ["adapter.name=none"]
 GPUS = [find_gpu(name) for name in ("t4", "rtx-4090", "h100-80gb")]
 
 
@@ -39,7 +43,7 @@ def said() -> list[str]:
 @pytest.fixture(scope="module")
 def results(folder, said):
     return estimate_methods(
-        folder, GPUS, settings=["budget.host=64GiB"], float32_streaming=False, on_start=said.append
+        folder, GPUS, settings=["budget.host=64GiB"], is_thorough=False, on_start=said.append
     )
 
 
@@ -55,8 +59,52 @@ def test_each_method_is_estimated_on_each_gpu_in_their_order(results):
     assert {each.estimate.budget.host_bytes for each in results if each.estimate} == {64 * 1024 * MIB}
 
 
-def test_full_fine_tuning_is_at_the_lowest_rung(results):
-    recipe = as_recipe(of(results, "full", "rtx-4090").command)
+def test_full_fine_tuning_is_by_the_fastest_recipe_that_fits(results):
+    assert [of(results, "full", gpu).rung for gpu in ("rtx-4090", "h100-80gb")] == ["8b-bf16"] * 2
+
+
+def card(mib: float) -> Gpu:
+    """A card with so much, and a context that is nothing beside it."""
+    card = find_gpu("rtx-4090")
+    return dataclasses.replace(card, name=f"card-{mib}", memory_bytes=int(mib * MIB), context_bytes=MIB)
+
+
+@pytest.fixture(scope="module")
+def rungs(tmp_path_factory):
+    """Of a model that is large enough for the recipes to differ, on cards from too small to ample."""
+    path = tmp_path_factory.mktemp("large")
+    LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=24, num_attention_heads=8, vocab_size=8192
+    ).save_pretrained(path)
+    cards = [card(mib) for mib in (900, 100, 400, 200, 290)]
+    return estimate_methods(str(path), cards, settings=[*FULL, "data.max_length=64"])
+
+
+def test_each_card_has_the_fastest_recipe_that_it_has_room_for(rungs):
+    found = {each.gpu.name: each for each in rungs}
+    by_size = [found[f"card-{mib}"] for mib in (100, 200, 290, 400, 900)]
+    assert [each.fits for each in by_size] == [False, True, True, True, True]
+    # What takes the least is shown where nothing fits; on 290 MiB the 281 of 8b-24gb would be tight.
+    assert [each.rung for each in by_size] == ["8b-8gb", "8b-8gb", "8b-16gb", "8b-24gb", "8b-bf16"]
+    for each in by_size[1:]:
+        own = estimate_memory(as_recipe(each.command), each.gpu)
+        assert own.process_peak_bytes == each.estimate.process_peak_bytes
+        assert own.fits
+
+
+def test_the_recipe_between_is_for_who_asks_for_few_cards_and_keeps_a_share_of_the_layers(rungs):
+    """26 of Qwen3-8B's 36 layers stay on a 16 GB card: 17 of 24."""
+    (between,) = {each.command for each in rungs if each.rung == "8b-16gb"}
+    assert "offload.resident_layers=17" in between
+    model = next(word for word in between if word.startswith("model=")).removeprefix("model=")
+    many = estimate_methods(
+        model, [each.gpu for each in rungs], settings=[*FULL, "data.max_length=64"], is_thorough=False
+    )
+    assert "8b-16gb" not in {each.rung for each in many}
+
+
+def test_the_lowest_rung_streams_everything(rungs):
+    recipe = as_recipe(next(each for each in rungs if each.rung == "8b-8gb").command)
     assert (recipe.offload.parameters, recipe.offload.optimizer) == ("stream", "host")
     assert (recipe.optimizer.master, recipe.optimizer.state) == ("split24", "8bit")
     assert recipe.optimizer.in_backward
@@ -80,24 +128,22 @@ def test_without_bfloat16_float32_weights_that_fit_stay_on_the_gpu(results):
     assert recipe.offload.parameters == "device"
 
 
-def test_where_they_do_not_fit_they_are_streamed_for_a_gpu_that_is_asked_for_by_name(folder, monkeypatch):
-    monkeypatch.setattr("lowmem_ft.estimator.methods.METHODS", METHODS[:1])
+def test_where_they_do_not_fit_they_are_streamed_for_a_gpu_that_is_asked_for_by_name(folder):
     small = dataclasses.replace(find_gpu("t4"), memory_bytes=100 * MIB)  # less than the process itself takes
-    (full,) = estimate_methods(folder, [small])
+    (full,) = estimate_methods(folder, [small], settings=FULL)
     recipe = as_recipe(full.command)
     assert (recipe.model.dtype, recipe.optimizer.master) == ("float32", "fp32")
     assert recipe.offload.parameters == "stream"
     assert full.estimate is not None
-    full, large = estimate_methods(folder, [small, find_gpu("v100-32gb")], float32_streaming=False)
+    full, large = estimate_methods(folder, [small, find_gpu("v100-32gb")], settings=FULL, is_thorough=False)
     assert full.problems == (NOT_STREAMED_IN_FLOAT32,)
     assert large.fits
 
 
-def test_weights_that_are_larger_than_the_gpu_are_not_traced_there(folder, monkeypatch):
-    monkeypatch.setattr("lowmem_ft.estimator.methods.METHODS", METHODS[:1])
+def test_weights_that_are_larger_than_the_gpu_are_not_traced_there(folder):
     tiny = dataclasses.replace(find_gpu("t4"), memory_bytes=1000)
     said = []
-    estimate_methods(folder, [tiny], float32_streaming=False, on_start=said.append)
+    estimate_methods(folder, [tiny], settings=FULL, is_thorough=False, on_start=said.append)
     assert said == []
 
 
@@ -109,7 +155,7 @@ def test_rows_are_no_longer_than_the_model_takes(results):
 
 def test_two_kinds_of_gpu_are_traced_once_a_method(said, results):
     assert len(said) == 6
-    assert said[0] == "full on GPUs with bfloat16"
+    assert said[0] == "full by 8b-bf16 on GPUs with bfloat16"
 
 
 def test_gpus_that_share_a_trace_take_what_their_own_says(results):
@@ -132,21 +178,48 @@ def as_recipe(command):
     return load_recipe(name.removeprefix("recipe="), settings)
 
 
-def test_a_method_that_the_model_does_not_go_with_says_why_and_the_others_are_there(
-    folder, results, monkeypatch
-):
-    def refuses(recipe, gpus, **keywords):
-        raise ModelError("This head cannot be streamed.")
+def test_a_method_that_the_model_does_not_go_with_says_why_and_the_others_are_there(folder, monkeypatch):
+    class Refusing(SharedTraces):
+        def estimate(self, gpu):
+            if self._recipe.adapter.name == "none":
+                return CannotRun(gpu=gpu, problems=("This head cannot be streamed.",))
+            return super().estimate(gpu)
 
-    plain = of(results, "lora", "rtx-4090").estimate
-    monkeypatch.setattr("lowmem_ft.estimator.methods.METHODS", METHODS[:2])
-    monkeypatch.setattr(
-        "lowmem_ft.estimator.methods.estimate_on_gpus",
-        lambda recipe, gpus, **keywords: refuses(recipe, gpus) if recipe.adapter.name == "none" else [plain],
-    )
-    full, lora = estimate_methods(folder, [find_gpu("rtx-4090")])
+    monkeypatch.setattr("lowmem_ft.estimator.methods.SharedTraces", Refusing)
+    full, lora = estimate_methods(folder, [find_gpu("rtx-4090")], settings=["model.quantization=none"])
     assert (full.estimate, full.problems) == (None, ("This head cannot be streamed.",))
     assert lora.fits
+
+
+def test_settings_choose_the_methods_and_go_into_each(folder):
+    gpu = [find_gpu("rtx-4090")]
+
+    def methods(*settings: str) -> list[str]:
+        return [method.name for method in methods_with(settings)]
+
+    assert methods() == methods("data.max_length=32") == ["full", "lora", "qlora"]
+    assert methods("adapter.name=lora") == ["lora"]
+    assert methods("adapter.r=4") == ["lora", "qlora"]
+    assert methods("adapter.name=lora", "model.quantization=nf4") == ["qlora"]
+    assert methods("model.quantization=nf4") == ["qlora"]
+    assert methods("model.quantization=none") == ["full", "lora"]
+    assert methods("adapter.name=none") == ["full"]
+
+    typed = ["data.max_length=32", "training.gradient_accumulation_steps=4"]
+    for each in estimate_methods(folder, gpu, settings=typed):
+        recipe = as_recipe(each.command)
+        assert each.row_tokens == recipe.data.max_length == 32
+        assert recipe.model.dtype == "bfloat16"
+        assert recipe.checkpointing.mode == "full"
+        assert each.estimate.step.tokens == 4 * 32
+
+
+def test_a_length_that_was_typed_is_not_cut_to_what_the_model_takes(folder):
+    (lora,) = estimate_methods(
+        folder, [find_gpu("rtx-4090")], settings=["adapter.name=lora", "data.max_length=128"]
+    )
+    assert lora.estimate is None
+    assert "at most what the model takes" in lora.problems[0]
 
 
 def test_a_model_that_there_is_not_is_an_error_at_once():

@@ -7,7 +7,7 @@ import pytest
 from lowmem_ft.catalog.gpu import Gpu, Price
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit
-from lowmem_ft.reports.gpu_table import by_price, gpu_table
+from lowmem_ft.reports.gpu_table import by_cost, gpu_table
 from lowmem_ft.units import GIB
 
 
@@ -51,7 +51,7 @@ def estimates(estimate):
 
 
 def test_the_cheapest_hour_comes_first_and_unpriced_gpus_last_by_memory(estimates):
-    names = [estimate.gpu.name for estimate in by_price(estimates, GPUS)]
+    names = [estimate.gpu.name for estimate in by_cost(estimates, GPUS)]
     assert names == ["rtx-pro-6000-blackwell", "dear-2gb", "unpriced-1gb", "unpriced-8gb"]
 
 

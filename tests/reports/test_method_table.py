@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from lowmem_ft.catalog.gpus import load_gpus
-from lowmem_ft.estimator.methods import METHODS, MethodEstimate
-from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit
+from lowmem_ft.estimator.methods import MethodEstimate
+from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, StepTime
+from lowmem_ft.recipe.methods import METHODS
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
 from lowmem_ft.units import GIB
 
@@ -17,7 +18,7 @@ GPUS = {name: load_gpus()[name] for name in ("t4", "rtx-3070", "rtx-4090", "rtx-
 @pytest.fixture
 def results(estimate) -> list[MethodEstimate]:
     def one(method, gpu) -> MethodEstimate:
-        command = (f"recipe={method.recipe}", "model=llama-3.1-8b")
+        command = (f"recipe={method.rungs[-1]}", "model=llama-3.1-8b")
         if method.name == "full" and not gpu.has_bfloat16:
             return MethodEstimate(method=method, gpu=gpu, command=command, problems=("no bfloat16.",))
         needs = int(NEEDS_GIB[method.name] * GIB)
@@ -34,13 +35,49 @@ def results(estimate) -> list[MethodEstimate]:
     return [one(method, gpu) for method in METHODS for gpu in GPUS.values()]
 
 
-def test_what_fits_first_by_price_stands_above_with_its_host_memory(results, as_text):
+def test_the_cheapest_tokens_are_named_above_with_the_host_memory_they_take(results, as_text):
     lines = as_text(methods_on_gpus(results, GPUS)).splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
-    assert "full rtx-4090 at $0.29 an hour" in text
-    assert "QLoRA t4 at $0.15 an hour" in text
-    assert "beside 63.0 GiB of host memory" in text
+    assert (
+        "full rtx-4090: $0.04 per 1M tokens at $0.29 an hour, 2,000 tokens/s, 63.0 GiB of host memory, by"
+        in text
+    )
+    assert "QLoRA t4: $0.021 per 1M tokens at $0.15 an hour, 2,000 tokens/s, 63.0 GiB of host memory" in text
+
+
+def test_a_card_with_a_dearer_hour_comes_first_where_its_tokens_are_cheaper(results, as_text):
+    """The rtx-3060 was named first by its hour: at three times the price of a token."""
+
+    def faster(result: MethodEstimate) -> MethodEstimate:
+        if result.estimate is None or result.gpu.name != "rtx-4090":
+            return result
+        step = StepTime(seconds=0.1, tokens=1000, bound_by="compute")
+        return dataclasses.replace(result, estimate=dataclasses.replace(result.estimate, step=step))
+
+    text = as_text(methods_on_gpus([faster(result) for result in results], GPUS))
+    assert "QLoRA  rtx-4090: $0.0081 per 1M tokens" in text
+    names = [line.split()[0] for line in text.splitlines() if line.split()[:1] and line.split()[0] in GPUS]
+    assert names[0] == "rtx-4090"
+
+
+def test_where_nothing_that_fits_has_a_price_the_smallest_card_is_named(results, as_text):
+    unpriced = [each for each in results if each.gpu.name == "rtx-3070"]
+    text = " ".join(as_text(methods_on_gpus(unpriced, GPUS)).split())
+    assert "QLoRA rtx-3070 (no price is known): 2,000 tokens/s" in text
+
+
+def test_recipes_of_one_method_are_told_apart(results, as_text):
+    def by_another(result: MethodEstimate) -> MethodEstimate:
+        is_large = result.method.name == "full" and result.gpu.name == "rtx-pro-6000-blackwell"
+        return dataclasses.replace(result, command=("recipe=8b-bf16",)) if is_large else result
+
+    text = as_text(methods_on_gpus([by_another(result) for result in results], GPUS))
+    assert "Recipes: a 8b-bf16, b 8b-8gb." in " ".join(text.split())
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in GPUS]
+    needs = {row[0]: row[2] for row in rows}
+    assert (needs["rtx-4090"], needs["rtx-pro-6000-blackwell"]) == ("5.00b", "5.00a")
+    assert text.index("lowmem-ft train recipe=8b-bf16") < text.index("lowmem-ft train recipe=8b-8gb")
 
 
 def test_a_line_for_each_gpu_says_what_each_method_needs_and_whether_it_fits(results, as_text):
@@ -49,9 +86,16 @@ def test_a_line_for_each_gpu_says_what_each_method_needs_and_whether_it_fits(res
         line.split()[0]: line.split()[1:] for line in lines if line.split()[:1] and line.split()[0] in GPUS
     }
     assert list(rows) == ["t4", "rtx-4090", "rtx-pro-6000-blackwell", "rtx-3070"]
-    assert rows["t4"] == ["14.6", "0.15", "-", "-", "18.0", "no", "7.60", "2,000"]
-    assert rows["rtx-4090"] == ["23.6", "0.29", "5.00", "2,000", "18.0", "2,000", "7.60", "2,000"]
-    assert rows["rtx-3070"] == ["7.66", "-", "5.00", "2,000", "18.0", "no", "~7.60", "2,000"]
+    assert rows["t4"] == ["14.6", "-", "-", "-", "18.0", "no", "-", "7.60", "2,000", "0.021"]
+    assert " ".join(rows["rtx-4090"]) == "23.6 5.00a 2,000 0.04 18.0 2,000 0.04 7.60 2,000 0.04"
+    assert " ".join(rows["rtx-3070"]) == "7.66 5.00a 2,000 - 18.0 no - ~7.60 2,000 -"
+    wide = as_text(methods_on_gpus(results, GPUS), width=120)
+    assert next(line.split()[:4] for line in wide.splitlines() if "t4 " in line[:3]) == [
+        "t4",
+        "14.6",
+        "0.15",
+        "-",
+    ]
 
 
 def test_what_cannot_be_done_says_why_and_what_can_says_how(results, as_text):

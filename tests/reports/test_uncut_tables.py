@@ -8,8 +8,9 @@ import shlex
 import pytest
 
 from lowmem_ft.catalog.gpus import load_gpus
-from lowmem_ft.estimator.methods import METHODS, MethodEstimate
+from lowmem_ft.estimator.methods import MethodEstimate
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, StepTime
+from lowmem_ft.recipe.methods import METHODS
 from lowmem_ft.reports.filling import filled, shell_lines
 from lowmem_ft.reports.gpu_table import gpu_table
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
@@ -61,7 +62,9 @@ def test_no_gpu_is_cut_and_no_line_is_too_long(tables, as_text, width):
 
 def test_a_verdict_on_a_host_is_whole(everywhere, as_text):
     name = everywhere[0].gpu.name
-    results = [MethodEstimate(method=METHODS[0], gpu=GPUS[name], command=(), estimate=everywhere[0])]
+    results = [
+        MethodEstimate(method=METHODS[0], gpu=GPUS[name], command=("recipe=8b-8gb",), estimate=everywhere[0])
+    ]
     assert "full  host 1.20 TiB over" in as_text(methods_on_gpu(results, GPUS[name]))
 
 

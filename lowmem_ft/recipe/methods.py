@@ -1,0 +1,135 @@
+"""The ways to fine-tune a model of which only the name and a few settings are known, as shipped recipes do them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.recipe.keys import SHORT_FORMS
+from lowmem_ft.recipe.loading import load_recipe
+from lowmem_ft.recipe.tree import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to fine-tune any model.
+
+    Args:
+        name: ``full``, ``lora`` or ``qlora``.
+        title: for people.
+        rungs: shipped recipes that do it, the fastest first. Each takes less of a card than the one before.
+        for_few: those of them that are not tried where many GPUs are asked for: a trace each, for few percent of speed.
+        without_bfloat16: what the last of them takes on a GPU that does not compute with bfloat16.
+        resident_without_bfloat16: a shipped recipe that such a GPU tries first: with float32 weights on the GPU it is
+            much faster than with streamed ones, and a small model fits.
+        is_traced_in_pieces: whether further micro-batches add nothing to its peak, so that one is traced.
+    """
+
+    name: str
+    title: str
+    rungs: tuple[str, ...]
+    for_few: tuple[str, ...] = ()
+    without_bfloat16: tuple[str, ...]
+    resident_without_bfloat16: str | None = None
+    is_traced_in_pieces: bool = False
+
+
+_FLOAT16 = ("model.dtype=float16", "training.mixed_precision=fp16")
+
+FULL = Method(
+    name="full",
+    title="full",
+    rungs=("8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"),
+    for_few=("8b-16gb",),
+    without_bfloat16=("model.dtype=float32", "optimizer.master=fp32", "training.mixed_precision=no"),
+    resident_without_bfloat16="1b-fp16-t4",
+)
+LORA = Method(
+    name="lora", title="LoRA", rungs=("7b-lora",), without_bfloat16=_FLOAT16, is_traced_in_pieces=True
+)
+QLORA = Method(
+    name="qlora", title="QLoRA", rungs=("7b-qlora",), without_bfloat16=_FLOAT16, is_traced_in_pieces=True
+)
+METHODS = (FULL, LORA, QLORA)
+
+
+_WHICH_AND_WHERE = (
+    "model.name_or_path",
+    "model.revision",
+    "model.gguf_file",
+    "model.trust_remote_code",
+    "budget.device",
+    "budget.host",
+    "budget.enforce",
+    "budget.retry",
+)
+
+
+def of_model_alone(settings: Sequence[str]) -> list[str]:
+    """Those settings that say which model, and what there is to run it: nothing of how it is trained."""
+    return [f"{key}={value}" for key, value in values_of(settings).items() if key in _WHICH_AND_WHERE]
+
+
+def methods_with(settings: Sequence[str]) -> tuple[Method, ...]:
+    """The methods that settings leave open: ``adapter.name=lora`` is LoRA, ``model.quantization=nf4`` is QLoRA.
+
+    Args:
+        settings: ``key=value`` as typed.
+    """
+    values = values_of(settings)
+    adapter, quantization = values.get("adapter.name"), values.get("model.quantization")
+    if adapter == "none":
+        return (FULL,)
+    if quantization not in (None, "none"):
+        return (QLORA,)
+    if adapter is not None:
+        return (LORA,)
+    if any(key.startswith("adapter.") for key in values):
+        return (LORA,) if quantization == "none" else (LORA, QLORA)
+    return (FULL, LORA) if quantization == "none" else METHODS
+
+
+def check_methods(
+    settings: Sequence[str], check: Callable[[Recipe], None], *, has_bfloat16: bool = True
+) -> None:
+    """Tell what is wrong with settings for every method that they leave open, before torch is imported.
+
+    Args:
+        settings: as typed, the model among them.
+        check: refuses what a method would train.
+        has_bfloat16: whether the device computes with it.
+
+    Raises:
+        UserError: if they go with none of the methods; lists all of it.
+    """
+    problems: dict[str, None] = {}
+    for method in methods_with(settings):
+        of_device = () if has_bfloat16 else method.without_bfloat16
+        of_method: dict[str, None] = {}
+        for rung in reversed(method.rungs):
+            try:
+                check(recipe_of((f"recipe={rung}", *settings, *untyped(of_device, settings))))
+                return
+            except UserError as error:
+                of_method = of_method or dict.fromkeys(error.problems)
+        problems |= of_method
+    raise UserError(*problems)
+
+
+def untyped(further: Sequence[str], settings: Sequence[str]) -> list[str]:
+    """Of further settings those whose keys nobody has typed."""
+    typed = values_of(settings)
+    return [setting for setting in further if setting.partition("=")[0] not in typed]
+
+
+def recipe_of(command: Sequence[str]) -> Recipe:
+    """The recipe of a command: ``recipe=NAME`` and settings."""
+    name, *settings = command
+    return load_recipe(name.removeprefix("recipe="), settings)
+
+
+def values_of(settings: Sequence[str]) -> dict[str, str]:
+    """Settings by their keys' full names."""
+    pairs = (setting.partition("=") for setting in settings)
+    return {SHORT_FORMS.get(key, key): value for key, _, value in pairs}
