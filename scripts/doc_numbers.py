@@ -1,0 +1,296 @@
+"""Run the commands that README and docs show, and bring what is shown up to date: outputs, tables and counts.
+
+    python scripts/doc_numbers.py                    # rewrite the pages in place
+    python scripts/doc_numbers.py --check            # print what differs; exit code 1 if anything does
+    python scripts/doc_numbers.py --only several_gpus --only 'recipe=1b-bf16'      # of one page, or of one command
+
+A block is fenced, or indented by four, and begins with ``$ lowmem-ft estimate|plan|gpus|recipes|models``: what needs
+neither a GPU nor a run. Its output is that of 80 columns; a line ``[...]`` stands for any lines that are left out. How
+long something took and versions are kept as they are. So are measurements, which say their date. A plan takes a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+from lowmem_ft.units import format_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = ("estimate", "plan", "gpus", "recipes", "models")
+LEFT_OUT = "[...]"
+COLUMNS = 80
+IT_WAS_ANSWERED = (0, 3)
+
+_VERSIONS = re.compile(r"\b(lowmem_ft|torch|transformers|accelerate|peft|bitsandbytes|python) \d[\w.+]*")
+_SECONDS = re.compile(r"\bin [\d.,]+ s\b")
+_NUMBER = re.compile(r"[\d.,]*\d")
+_MOST_LINES_OFF = 6
+_ALIKE = 0.6
+
+
+@dataclass(frozen=True)
+class Block:
+    """A command and the output that a page shows for it.
+
+    Args:
+        page: the page.
+        first: number of the first line of the output, from 0.
+        indent: blanks in front of each line.
+        command: as typed.
+        shown: the lines of output.
+    """
+
+    page: Path
+    first: int
+    indent: str
+    command: str
+    shown: tuple[str, ...]
+
+
+def pages() -> list[Path]:
+    """The README and every page of the documentation."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks_of(page: Path, text: str) -> Iterator[Block]:
+    """The blocks of a page whose command can be run anywhere."""
+    lines = text.splitlines()
+    number = 0
+    while number < len(lines):
+        indent = re.match(r" *", lines[number])[0]  # type: ignore[index]
+        line = lines[number].strip()
+        number += 1
+        begins = line.startswith(tuple(f"$ lowmem-ft {command} " for command in COMMANDS))
+        if not (begins or line in [f"$ lowmem-ft {command}" for command in COMMANDS]):
+            continue
+        before = lines[number - 2].strip() if number > 1 else ""
+        is_fenced = before.startswith("```")
+        if not is_fenced and (before or len(indent) < 4):
+            continue  # one of several commands, whose output is not shown
+        while line.endswith("\\"):
+            line = f"{line[:-1].rstrip()} {lines[number].strip()}"
+            number += 1
+        first = number
+        while number < len(lines) and _goes_on(lines[number], is_fenced, indent):
+            number += 1
+        last = number
+        while last > first and not lines[last - 1].strip():
+            last -= 1
+        shown = tuple(shown_line.removeprefix(indent).rstrip() for shown_line in lines[first:last])
+        if shown and not shown[0].startswith("$ "):  # else commands alone
+            yield Block(page, first, indent, line.partition("  #")[0].removeprefix("$ "), shown)
+
+
+def _goes_on(line: str, is_fenced: bool, indent: str) -> bool:
+    if is_fenced:
+        return not line.strip().startswith("```")
+    return not line.strip() or line.startswith(indent)
+
+
+def output_of(command: str) -> list[str]:
+    """What a command prints in 80 columns."""
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
+    words = [sys.executable, "-m", "lowmem_ft", *shlex.split(command)[1:]]
+    if words[3] == "estimate" and "--changes" not in words:
+        words.append("--no-changes")  # a search of minutes, which no page shows
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    if done.returncode not in IT_WAS_ANSWERED:
+        raise SystemExit(f"`{command}` ended with {done.returncode}:\n{done.stderr}")
+    return [line.rstrip() for line in done.stdout.rstrip().splitlines()]
+
+
+def brought_up_to_date(shown: Sequence[str], output: Sequence[str]) -> list[str]:
+    """Output in place of what is shown, with the same lines left out.
+
+    Args:
+        shown: by the page; :data:`LEFT_OUT` stands for any lines.
+        output: of the command now.
+
+    Raises:
+        ValueError: if what stands between two such lines has nothing like it in the output.
+    """
+    result: list[str] = []
+    segments = _segments(shown)
+    at = 0
+    for place, segment in enumerate(segments):
+        if place:
+            result.append(LEFT_OUT)
+        if not segment:
+            continue
+        first = 0 if place == 0 else _most_alike(segment[0], output, at, len(output))
+        if place == len(segments) - 1:
+            last = len(output) - 1
+        else:
+            guess = first + len(segment) - 1
+            near = (max(first, guess - _MOST_LINES_OFF), min(len(output), guess + _MOST_LINES_OFF + 1))
+            try:
+                last = _most_alike(segment[-1], output, *near)
+            except ValueError:
+                last = min(guess, len(output) - 1)
+        result += output[first : last + 1]
+        at = last + 1
+    return list(shown) if _words(result) == _words(shown) else result
+
+
+def _segments(shown: Sequence[str]) -> list[list[str]]:
+    segments: list[list[str]] = [[]]
+    for line in shown:
+        if line.strip() == LEFT_OUT:
+            segments.append([])
+        else:
+            segments[-1].append(line)
+    return segments
+
+
+def _most_alike(line: str, output: Sequence[str], first: int, last: int) -> int:
+    """The number of the line that says the same, whatever its numbers."""
+
+    def alike(number: int) -> float:
+        return _likeness(line, output[number])
+
+    if first >= last or alike(best := max(range(first, last), key=alike)) < _ALIKE:
+        raise ValueError(
+            f"nothing in the output is like the line `{line}`, with which it goes on after {LEFT_OUT}"
+        )
+    return best
+
+
+def _likeness(line: str, other: str) -> float:
+    if not line or not other:
+        return float(line == other)
+    same_beginning = line.split()[0] == other.split()[0]
+    masked = (_NUMBER.sub("#", line), _NUMBER.sub("#", other))
+    return (same_beginning + difflib.SequenceMatcher(None, *masked, autojunk=False).ratio()) / 2
+
+
+def _words(lines: Sequence[str]) -> list[str]:
+    """The words of an output, without what differs from run to run and from machine to machine."""
+    return _SECONDS.sub("in # s", _VERSIONS.sub(r"\1 #", " ".join(lines))).split()
+
+
+def with_block(text: str, block: Block, lines: Sequence[str]) -> str:
+    """A page with other lines in place of a block's."""
+    all_lines = text.splitlines(keepends=True)
+    new = [f"{block.indent}{line}".rstrip() + "\n" for line in lines]
+    return "".join([*all_lines[: block.first], *new, *all_lines[block.first + len(block.shown) :]])
+
+
+def with_needs(text: str) -> str:
+    """A page with what recipes need, by ``recipes/needs.json``, in the last two columns of their table."""
+    needs = needs_of_shipped_recipes()
+
+    def row(found: re.Match[str]) -> str:
+        name = found["name"]
+        if name not in needs:
+            return found[0]
+        device = format_bytes(needs[name].process_peak_bytes)
+        return f"{found['before']}| {device} | {format_bytes(needs[name].host_peak_bytes)} |"
+
+    size = r"[\d.]+ [KMGT]iB"
+    return re.sub(
+        rf"^(?P<before>\|[^|]*\| `(?P<name>[^`]+)` \|[^|]*)\| {size} \| {size} \|$", row, text, flags=re.M
+    )
+
+
+def counts() -> dict[str, Callable[[], str]]:
+    """Patterns of sentences that count something, and what it is now."""
+    return {
+        r"(?<=some )[\d,]+(?= tests)": lambda: str(round(_number_of_tests(), -1)),
+        r"\d+(?= GPUs, by price)": lambda: str(len(load_gpus())),
+    }
+
+
+def _number_of_tests() -> int:
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    found = re.search(r"^(?:(\d+)/)?(\d+) tests collected", done.stdout, re.M)
+    if found is None:
+        raise SystemExit(f"pytest does not say how many tests there are:\n{done.stdout[-2000:]}")
+    return int(found[1] or found[2])
+
+
+def updated(page: Path, text: str, wanted: Callable[[str], bool], say: Callable[[str], None]) -> str:
+    """A page as it should be.
+
+    Args:
+        page: its path.
+        text: as it is.
+        wanted: whether something is to be looked at, by the page's name and the command.
+        say: is told what is done.
+    """
+    new = text
+    for block in reversed([*blocks_of(page, text)]):  # from below: line numbers above stay
+        if not wanted(f"{page.name} {block.command}"):
+            continue
+        began = time.perf_counter()
+        say(f"{page.name}: {block.command}")
+        try:
+            lines = brought_up_to_date(block.shown, output_of(block.command))
+        except ValueError as error:
+            raise SystemExit(f"{page.name}, `{block.command}`: {error}. Edit the page by hand.") from error
+        say(
+            f"  {'as it was' if tuple(lines) == block.shown else 'differs'}, {time.perf_counter() - began:.0f} s"
+        )
+        new = with_block(new, block, lines)
+    if wanted(f"{page.name} recipes/needs.json"):
+        new = with_needs(new)
+    for pattern, count in counts().items():
+        if re.search(pattern, new) and wanted(f"{page.name} counts"):
+            say(f"{page.name}: counts")
+            new = re.sub(pattern, count(), new)
+    return new
+
+
+def main() -> int:
+    """Bring all pages up to date, or say what differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit code 1 if something differs"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="look at blocks whose page or command contains it; `counts` and `needs.json` name what is no block",
+    )
+    options = parser.parse_args()
+
+    def wanted(name: str) -> bool:
+        return not options.only or any(text in name for text in options.only)
+
+    differs = False
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        new = updated(page, text, wanted, lambda words: print(words, file=sys.stderr, flush=True))
+        if new == text:
+            continue
+        differs = True
+        name = page.relative_to(ROOT)
+        diff = difflib.unified_diff(
+            text.splitlines(), new.splitlines(), str(name), f"{name}, now", lineterm=""
+        )
+        print("\n".join(diff), flush=True)
+        if not options.check:
+            page.write_text(new, encoding="utf-8")
+    if options.check and differs:
+        print("\nRun `python scripts/doc_numbers.py`.", file=sys.stderr)
+    return int(options.check and differs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
