@@ -82,7 +82,7 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
 
     def check(of_method: Recipe) -> None:
         length = of_method.data.max_length
-        if None not in (limit, length) and "data.max_length" not in values_of(settings):
+        if limit is not None and length is not None and "data.max_length" not in values_of(settings):
             data = dataclasses.replace(of_method.data, max_length=min(limit, length))
             of_method = dataclasses.replace(of_method, data=data)
         check_sizes_of_model(of_method)

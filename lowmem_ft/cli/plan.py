@@ -26,7 +26,9 @@ from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
 from lowmem_ft.packages import may_have_gpu
 
 if TYPE_CHECKING:
+    from lowmem_ft.memory.estimate import StepTime
     from lowmem_ft.planner import MemoryPlan, PlanProgress
+    from lowmem_ft.planner.run_length import RunLength
     from lowmem_ft.recipe import Recipe
 
 _USAGE = (
@@ -140,12 +142,28 @@ def _words(progress: PlanProgress) -> str:
 def _report(
     plan: MemoryPlan, recipe: Recipe, command: Sequence[str] | None, options: argparse.Namespace
 ) -> int:
+    from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.recipe import recipe_to_yaml
+    from lowmem_ft.reports.costs import with_cost
     from lowmem_ft.reports.filling import shell_lines
-    from lowmem_ft.reports.plan_table import launched, plan_table, planned_for, train_command
+    from lowmem_ft.reports.plan_table import launched, plan_table, planned_for, run_words, train_command
+    from lowmem_ft.reports.prose import Prose
 
     console = report_console(options)
+    if reason := _why_this_card(recipe, options):
+        console.print(Prose(f"{reason}; --gpu NAME takes another."))
     console.print(plan_table(plan, recipe))
+    values = plan.to_json()
+    values["chosen"]["estimate"] = with_cost(plan.estimate, load_gpus().get(plan.estimate.gpu.name))
+    values["run"] = None
+    if plan.fits and plan.estimate.step is not None:
+        with progress_line("reading the data"):
+            length = _length_or_problem(plan.recipe, plan.estimate.step)
+        if isinstance(length, str):
+            console.print("", Prose(length), sep="\n")
+        elif length is not None:
+            values["run"] = dataclasses.asdict(length)
+            console.print("", Prose(run_words(length, plan.estimate)), sep="\n")
     data = [] if recipe.data.path is not None else ["data=YOUR_DATA"]
     if plan.fits and command is not None:
         lines = shell_lines([*train_command(plan, command), *data], console.width)
@@ -161,8 +179,35 @@ def _report(
     elif plan.fits and command is None:  # train would plan a model alone anew
         trains = shlex.join([*launched(plan.recipe), "recipe=my.yaml", *data])
         console.print(f"\nTo train it, plan with --write my.yaml, then:\n  {trains}")
-    write_json(plan.to_json(), options)
+    write_json(values, options)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _why_this_card(recipe: Recipe, options: argparse.Namespace) -> str:
+    """Which card of the catalogue stands for a budget; empty where one is named, or this machine's is meant."""
+    from lowmem_ft.estimator.target import choose_gpu
+
+    is_of_budget = options.gpu is None and recipe.budget.device is not None
+    gpu, reason = (
+        choose_gpu(None, recipe.budget, use_cpu=recipe.training.use_cpu) if is_of_budget else (None, "")
+    )
+    return f"D{reason[1:]}" if gpu is not None else ""
+
+
+def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None:
+    """How long the run takes, or why nobody knows; None where its data is not on this machine, or has no end."""
+    from lowmem_ft.data.files import local_files
+    from lowmem_ft.planner.run_length import run_length
+    from lowmem_ft.user_paths import expand_user
+
+    path = recipe.data.path
+    if path is None or recipe.data.streaming:
+        return None
+    try:
+        is_here = local_files(path) or expand_user(path).is_dir()
+        return run_length(recipe, step) if is_here else None
+    except UserError as error:
+        return f"How long the run takes is not known: {' '.join(error.problems)}"
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -9,14 +9,17 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
+from lowmem_ft.planner.run_length import RunLength
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.reports.costs import usd_per_hour
+from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
 from lowmem_ft.reports.prose import Pairs, Prose
-from lowmem_ft.reports.wording import doubtful, for_each, host_need, verdict
-from lowmem_ft.units import format_bytes
+from lowmem_ft.reports.wording import doubtful, duration, for_each, host_need, verdict
+from lowmem_ft.units import counted, format_bytes
 
 MOST_REJECTED = 4
 
@@ -102,12 +105,45 @@ def _headline(plan: MemoryPlan) -> Prose:
             f"{estimate.step.bound_by}; what keeps it from being faster, as far as the {plan.counts.estimated} "
             f"estimates tell: {' and '.join(BINDING_WORDS[binding] for binding in plan.binds)}"
         )
+        lines.append(f"{_speed(estimate)}.")
     if plan.too_few_cards:
         numbers = " or ".join(map(str, plan.too_few_cards))
         lines.append(f"Nothing was found to fit on {numbers}. The cards share the rows of a step.")
     if plan.given_up:
         lines.append(f"It gives up what plan.allow names: {', '.join(plan.given_up)}.")
     return Prose("\n".join(lines), "green")
+
+
+def run_words(length: RunLength, estimate: MemoryEstimate) -> str:
+    """How long a planned run takes, and what it costs.
+
+    Args:
+        length: of the run.
+        estimate: of the plan.
+    """
+    gpu = load_gpus().get(estimate.gpu.name)
+    hourly = None if gpu is None else usd_per_hour(estimate, gpu)
+    cost = "" if hourly is None else f", {format_dollars(hourly * length.seconds / 3600)}"
+    return (
+        f"The run: {counted(length.steps, 'step')}, {length.tokens:,} tokens, {duration(length.seconds)}{cost}, and "
+        "what loading, evaluations and saving take; `lowmem-ft rehearse` counts those too."
+    )
+
+
+def _speed(estimate: MemoryEstimate) -> str:
+    """Tokens a second of all cards, and the price of a million of them."""
+    step, gpu = estimate.step, load_gpus().get(estimate.gpu.name)
+    number = 1 if estimate.processes is None else estimate.processes.num_processes
+    words = f"{number * (0.0 if step is None else step.tokens_per_second):,.0f} tokens/s"
+    price = None if gpu is None else gpu.cheapest_price
+    cost = price_per_million_tokens(step, price)
+    if price is None or cost is None:
+        return words
+    each = " a card" if number > 1 else ""
+    return (
+        f"{words}, {format_dollars(cost)} per 1M tokens at {format_dollars(price.usd_per_hour)} an hour{each} "
+        f"({price.provider}, {price.date})"
+    )
 
 
 def _tokens(estimate: MemoryEstimate) -> str:

@@ -16,7 +16,7 @@ from lowmem_ft.rehearsal.runtime import Saved
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
-from lowmem_ft.reports.wording import PHASE_WORDS, host_need, module_words, verdict
+from lowmem_ft.reports.wording import PHASE_WORDS, duration, host_need, module_words, verdict
 from lowmem_ft.units import counted, format_bytes
 
 MOST_WARNINGS = 20
@@ -92,13 +92,6 @@ def failure_words(failure: Failure) -> str:
         f"Memory runs out {where}: {format_bytes(failure.requested_bytes)} more are not to be had, "
         f"{module_words(failure.module)}."
     )
-
-
-def duration(seconds: float) -> str:
-    """A time for people: ``42 s``, ``12 min``, ``3.2 h``."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
 
 
 def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:

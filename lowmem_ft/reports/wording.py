@@ -144,6 +144,13 @@ def from_to(low_bytes: int, high_bytes: int) -> str:
     return f"{number if same_unit else f'{number} {unit}'} to {high}"
 
 
+def duration(seconds: float) -> str:
+    """A time for people: ``42 s``, ``12 min``, ``3.2 h``."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
+
+
 def _beside_others(estimate: MemoryEstimate) -> str:
     others = estimate.gpu.held_by_others_bytes
     return f" beside {format_bytes(others)} that others hold" if others else ""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def test_a_plan_says_what_to_set_and_why(folder, capsys):
     assert "tiny fits in 10.0 GiB of l4" in printed
     assert "training.per_device_train_batch_size=4" in printed
     assert "what keeps it from being" in printed
+    assert " tokens/s, $" in printed
+    assert "per 1M tokens at $0.71 an hour" in " ".join(printed.split())
     assert "device memory" in printed
     assert "Why not with less effort" in printed
     assert "too much for the device" in printed
@@ -249,3 +252,29 @@ def test_on_80_columns_the_progress_says_how_to_end_it(folder, monkeypatch):
     for line in said:
         assert line.endswith("; Ctrl-C ends it")
         assert len(line) <= 70  # beside a spinner, and dots, and with larger numbers
+
+
+def test_the_card_that_stands_for_a_budget_is_named_and_the_runs_length_is_told(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    file = tmp_path / "plan.json"
+    assert main(["plan", "recipe=tiny", KEEP, "budget=10GiB", "--json", str(file)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "Device: rtx-3060, the cheapest of the catalogue that has budget.device=10GiB; --gpu NAME takes"
+        in printed
+    )
+    assert re.search(r"The run: [\d,]+ steps, [\d,]+ tokens, .*\$", printed)
+    told = json.loads(file.read_text(encoding="utf-8"))
+    assert told["run"].keys() == {"steps", "tokens", "seconds"}
+    assert told["chosen"]["estimate"]["cost"]["usd_per_hour"] > 0
+
+
+def test_data_that_cannot_be_read_costs_the_hours_and_not_the_plan(tmp_path, capsys):
+    assert (
+        main(["plan", "recipe=tiny", KEEP, f"data={tmp_path}/none.jsonl", "budget=10GiB", "--gpu", "l4"]) == 0
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "How long the run takes is not known: data.path names no file" in printed
+    assert "Device: " not in printed
