@@ -170,8 +170,9 @@ class HostMemory:
         """Pinned bytes in whole pages; None where the driver refuses, and from then on."""
         num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         if is_virtual(self.device):
-            # Its recorder rounds nothing.
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            pages = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            torch.get_device_module(self.device).register_host_memory(pages)
+            return pages
         if is_wsl() and not self._has_reserved:
             # The driver pins little there, and refuses once that is used up: first what every copy goes through then.
             self._has_reserved = True

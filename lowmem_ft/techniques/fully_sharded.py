@@ -60,6 +60,15 @@ class FullySharded(Technique):
                 module.reshard()
             group._orig_dtype = torch.float32  # until someone calls unshard(), which settles types anew
 
+    def spare_head_in_backward(self) -> None:
+        """From now on gather a head of its own in forward alone, where its loss makes its gradients, too.
+
+        FSDP2 would gather it for backward ahead of time, for nobody: beside updates in backward while it is written.
+        """
+        head = cast(Any, base_model(cast(nn.Module, self.model))).get_output_embeddings()
+        if isinstance(head, FSDPModule):
+            head.set_unshard_in_backward(False)
+
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Say before each forward whether it is the last one of its window."""
         self.model.set_requires_gradient_sync(is_last or self._sync_each_batch)

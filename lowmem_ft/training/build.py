@@ -240,6 +240,7 @@ def switch_on(
             if loss := in_forward.find(ChunkedLoss):
                 loss.compare_with_stock()
                 sharded.reshard()
+                sharded.spare_head_in_backward()
         training = recipe.training
         if recipe.distributed.has_engine:
             optimizer = create_torch_adamw(model, recipe.optimizer, learning_rate=training.learning_rate)

@@ -310,6 +310,10 @@ class VirtualBackend:
         """Send the work of a block to a stream."""
         return VirtualStreamContext(stream)
 
+    def register_host_memory(self, pages: torch.Tensor) -> None:
+        """What ``cudaHostRegister`` is to a GPU: pin whole pages that somebody else has allocated."""
+        active_gpu().recorder.mark_place(pages, "pinned")
+
     def synchronize(self, device: Any = None) -> None:
         """Let the host wait for all streams."""
         device_index(device)

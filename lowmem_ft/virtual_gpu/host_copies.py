@@ -69,7 +69,7 @@ class HostCopies:
             self._recorder.orderings.host_is_held_up()
             return
         if copy.to_host and func is aten._to_copy.default:
-            self._recorder.mark_place(result, "pinned")
+            self._recorder.pin(result)
             return
         host = result if copy.to_host else args[1] if func is aten.copy_.default else args[0]
         is_pinned = self._recorder.place_of(host) in ("pinned", "managed") or was_pinned_elsewhere(host)

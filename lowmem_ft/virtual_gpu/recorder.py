@@ -55,7 +55,7 @@ aten = torch.ops.aten
 # Looked up once: each dot takes time, and a trace asks for them with every operator.
 _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
-_IS_PINNED = aten.is_pinned.default
+_IS_PINNED, _COPY_EACH = aten.is_pinned.default, aten._foreach_copy_.default
 _SUM, _COPY, _TO_COPY = aten.add.Tensor, aten.copy_.default, aten._to_copy.default
 
 _USUAL_TYPES = frozenset({FakeTensor, Tensor, torch.nn.Parameter})
@@ -110,6 +110,7 @@ class Recorder(TorchDispatchMode):
         self._index_of: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._births: dict[int, ProgramState] = {}
+        self._padding: dict[int, int] = {}
         self._tenants = Tenants()
         self.checker = StreamChecker(self) if check_streams else None
         self.orderings = Orderings(self)
@@ -126,6 +127,9 @@ class Recorder(TorchDispatchMode):
             allocation.category = category
             if module is not None and not self._tenants.is_shared(index):
                 allocation.module = module
+            if index in self._padding:
+                padding = self.timeline.allocations[self._padding[index]]
+                padding.category, padding.module = category, allocation.module
             self._births.pop(index, None)
 
     def mark_shared(self, tensor: Tensor, category: Category) -> None:
@@ -142,6 +146,23 @@ class Recorder(TorchDispatchMode):
             if allocation.place == "device":
                 self.live_bytes -= allocation.size_bytes
             allocation.place = place
+
+    def pin(self, tensor: Tensor) -> None:
+        """Say that torch's own allocator has pinned a new tensor's memory: a power of two of bytes.
+
+        What it has once taken it keeps for the next that asks for as much; that is not shown.
+        Source: pytorch 2.13, aten/src/ATen/core/CachingHostAllocator.h, ``allocate``.
+        """
+        self.mark_place(tensor, "pinned")
+        index = self.index_of(tensor)
+        if index is None or index in self._padding:
+            return
+        one = self.timeline.allocations[index]
+        more_bytes = (1 << (one.size_bytes - 1).bit_length()) - one.size_bytes if one.size_bytes else 0
+        if more_bytes:
+            padding = dataclasses.replace(one, size_bytes=more_bytes)
+            self._padding[index] = self._malloc(padding)
+            self._goes_with(tensor.untyped_storage(), index, self._padding[index])
 
     def index_of(self, tensor: Tensor) -> int | None:
         """The number of the allocation that a tensor lies in; None if it is unknown."""
@@ -190,8 +211,12 @@ class Recorder(TorchDispatchMode):
         if times == 1:
             return
         others = dataclasses.replace(one, size_bytes=one.size_bytes * (times - 1), asked_bytes=0)
+        self._goes_with(storage, index, self._malloc(others))
+
+    def _goes_with(self, storage: torch.UntypedStorage, index: int, other: int) -> None:
+        """Let another allocation end with that of a storage."""
         key = -1 - index  # no storage's address
-        self._index_of[key] = self._malloc(others)
+        self._index_of[key] = other
         weakref.finalize(storage, _release, self._reference, key).atexit = False
 
     def ask(self, dtype: torch.dtype) -> float | int | bool:
@@ -228,6 +253,11 @@ class Recorder(TorchDispatchMode):
         func, args, kwargs, is_pinned = without_pinning(func, args, kwargs)
         for index in self._host_copies.indices(func, args):
             self.__torch_dispatch__(_TO_COPY, types, (index,), {"device": args[0].device})
+        if func is _COPY_EACH and len({tensor.device for tensor in (*args[0], *args[1])}) > 1:
+            # As CUDA does between devices: one copy after the other.
+            for pair in zip(*args[:2], strict=True):
+                self.__torch_dispatch__(_COPY, types, (*pair, *args[2:]), kwargs)
+            return None
         called = func
         if func is _SUM and is_in_place_unwatched(func, args, kwargs):
             func = aten.add_.Tensor  # what would be called: the timeline and the work are those of a run
@@ -248,7 +278,7 @@ class Recorder(TorchDispatchMode):
         cost = self._costs.of(func, args, kwargs, result, seen, self.stream)
         workspaces = self._take_workspaces(func, cost)
         if is_pinned and isinstance(result, Tensor) and self.device_type != "cpu":
-            self.mark_place(result, "pinned")
+            self.pin(result)
         work = cost.work
         if work is not None:
             work = work.at(self.work.position)

@@ -281,7 +281,10 @@ def _site() -> Site:
     caller = ""
     for frame in _package_frames(sys._getframe(2)):
         code = frame.f_code
-        file, source = code.co_filename.rpartition("/")[2], linecache.getline(code.co_filename, frame.f_lineno)
+        file, source = (
+            code.co_filename.rpartition("/")[2],
+            linecache.getline(code.co_filename, frame.f_lineno),
+        )
         if caller:
             steps.append(code.co_name if file == caller else f"{file} {code.co_name}")
         elif not code.co_filename.endswith(ENGINE):

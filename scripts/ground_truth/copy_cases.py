@@ -83,6 +83,27 @@ CASES = (
 )
 
 
+_BY_TWO = ("distributed.strategy=fsdp2", "distributed.num_processes=2", "checkpointing.mode=full")
+_IN_BACKWARD = ("optimizer.in_backward=true", "accumulation.order=vertical")
+
+SHARED_CASES = {
+    f"fsdp2{name}": CopyCase(settings=(*_BY_TWO, *settings), is_tied=False, num_layers=3)
+    for name, settings in {
+        "": (CLIPPED,),
+        ", weights on the host": (CLIPPED, "distributed.cpu_offload=true"),
+        ", in backward, clipped": (*_IN_BACKWARD, CLIPPED),
+        ", in backward, not clipped": (*_IN_BACKWARD, NOT_CLIPPED),
+        ", in backward, state on the host, clipped": (*_IN_BACKWARD, CLIPPED, "offload.optimizer=host"),
+        ", in backward, state on the host, not clipped": (
+            *_IN_BACKWARD,
+            NOT_CLIPPED,
+            "offload.optimizer=host",
+        ),
+    }.items()
+}
+"""For virtual GPUs alone: one of two processes, whose updates in backward are on FSDP2's stream of reductions."""
+
+
 def make_model(folder: Path, case: CopyCase) -> Path:
     """A folder with a Llama's config."""
     path = folder / f"model-{case.num_layers}-{'tied' if case.is_tied else 'untied'}"

@@ -12,6 +12,7 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog import find_gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.estimator.tracing import is_cut_unevenly, trace_layers
 from lowmem_ft.models import load_model_config
 from lowmem_ft.planner import plan
@@ -126,8 +127,6 @@ def sent(trace):
 @pytest.fixture(scope="module")
 def weights():
     """Elements of each weight of the tiny model, whose head is its embedding."""
-    from lowmem_ft.estimator.runtime import model_on_meta
-
     recipe = load_recipe("tiny")
     model = model_on_meta(recipe.model, load_model_config(recipe.model, architecture_only=True))
     return [weight.shape for weight in model.parameters()]
@@ -190,6 +189,18 @@ def test_with_cpu_offload_state_is_on_the_host():
     assert there.host_peak_bytes - here.host_peak_bytes >= here.by_category_at_peak["optimizer_state"]
 
 
+def test_what_torch_pins_for_cpu_offload_is_rounded_up_parameter_by_parameter():
+    recipe = cut("tiny", "model.weights=pretrained", FSDP2, "distributed.cpu_offload=true", cards=2)
+    gpu = VirtualGPU("rtx-4090")
+    traced(recipe, gpu)
+    model = model_on_meta(recipe.model, load_model_config(recipe.model))
+    shares = [weight.nbytes // len(weight) * rows_of(len(weight), 2, 0)[1] for weight in model.parameters()]
+    timeline = gpu.trace().timeline
+    alive = [timeline.allocations[index] for index in timeline.alive_at(len(timeline.events) - 1)]
+    pinned = [one.size_bytes for one in alive if (one.category, one.place) == ("parameter", "pinned")]
+    assert sum(pinned) == sum(1 << (num_bytes - 1).bit_length() for num_bytes in shares) > sum(shares)
+
+
 def test_each_process_keeps_its_part_and_a_layer():
     settings = ("accumulation.dtype=weights",)
     alone = estimate_memory(load_recipe("1b-bf16", settings), "h100-80gb")
@@ -203,10 +214,10 @@ def test_each_process_keeps_its_part_and_a_layer():
     assert shared.processes.link == "NVLink"
     weights = 2 * shared.model.parameters
     assert shared.processes.ideal_sent_bytes == pytest.approx(3 * weights * 7 / 8, rel=1e-3)
-    # Gathered twice and scattered in float32, in each of 16 micro-batches; the head, whose gradients chunked loss makes
-    # in forward, is gathered once.
+    # Gathered twice and scattered in float32, in each of 16 micro-batches; once the embedding, whose gradient needs no
+    # weight, and the head, whose gradients chunked loss makes in forward.
     head = 2 * 100_352 * 2048
-    assert shared.step.sent_bytes == pytest.approx(16 * (4 * weights - head) * 7 / 8, rel=1e-4)
+    assert shared.step.sent_bytes == pytest.approx(16 * (4 * weights - 2 * head) * 7 / 8, rel=1e-4)
     assert shared.machine_host_bytes == 8 * shared.host_peak_bytes
 
 

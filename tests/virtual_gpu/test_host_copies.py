@@ -8,6 +8,8 @@ import warnings
 import pytest
 import torch
 
+from lowmem_ft.memory.host_memory import PAGE_BYTES, HostMemory
+from lowmem_ft.units import MIB
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.host_copies import SENT_AT_ONCE_BYTES
 from lowmem_ft.virtual_gpu.replay.clock import time_of
@@ -128,3 +130,29 @@ def test_cudas_debug_mode_warns_of_waits_or_refuses_them(call):
                 program()
         else:
             program()
+
+
+PINS = {
+    "made so": lambda: torch.empty(3 * MIB, dtype=torch.uint8, pin_memory=True),
+    "pinned later": lambda: torch.empty(3 * MIB, dtype=torch.uint8).pin_memory(),
+    "brought to the host": lambda: torch.empty(3 * MIB, dtype=torch.uint8, device="cuda").to(
+        "cpu", non_blocking=True
+    ),
+}
+
+
+@pytest.mark.parametrize("pin", PINS)
+def test_what_torch_pins_takes_a_power_of_two(pin):
+    with VirtualGPU("l4") as gpu:
+        kept = PINS[pin]()
+        del kept
+        again = PINS[pin]()
+    assert gpu.report().host_pinned_bytes == 4 * MIB
+    assert again.nbytes == 3 * MIB
+
+
+def test_host_memory_of_our_own_takes_whole_pages():
+    with VirtualGPU("l4") as gpu:
+        kept = HostMemory(torch.device("cuda"), is_limited=False).allocate(3 * MIB + 1, torch.uint8)
+        assert kept.is_pinned()
+    assert gpu.report().host_pinned_bytes == 3 * MIB + PAGE_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -101,3 +102,38 @@ def test_the_cap_of_the_allocator_is_the_programs():
         torch.cuda.set_per_process_memory_fraction(0.1)
         torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")
     assert not gpu.report().fits
+
+
+def test_what_another_thread_computes_is_refused_there_and_at_the_end_of_the_block():
+    """Its memory would not be counted, nor its streams be seen."""
+    heard = []
+
+    def work(tensor):
+        try:
+            tensor * 2
+        except UserError as error:
+            heard.append(str(error))
+
+    def program():
+        with VirtualGPU("t4"):
+            tensor = torch.ones(2**20, device="cuda")
+            thread = threading.Thread(target=work, args=(tensor,))
+            thread.start()
+            thread.join()
+            tensor.sum()
+
+    with pytest.raises(
+        UserError, match=r"follows the thread that its block began in, got aten\.mul"
+    ) as refused:
+        program()
+    assert heard == [str(refused.value)]
+    assert "test_machine.py" in heard[0]
+
+
+def test_another_thread_may_compute_with_tensors_of_its_own():
+    found = []
+    with VirtualGPU("t4"):
+        thread = threading.Thread(target=lambda: found.append(float(torch.ones(3).sum())))
+        thread.start()
+        thread.join()
+    assert found == [3.0]

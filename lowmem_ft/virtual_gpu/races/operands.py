@@ -16,6 +16,8 @@ from lowmem_ft.virtual_gpu.races.happens_before import Span
 aten = torch.ops.aten
 
 _COPIES = frozenset({aten.copy_.default, aten._to_copy.default})
+_OUTPUT_OF = {"all_gather_copy_in": 1}
+"""Operators whose schema does not say that they write an argument, and which; of a collective it is the first."""
 _READ_NO_VALUES = frozenset(
     {"new_empty", "new_full", "new_ones", "new_zeros", "zeros_like", "ones_like", "full_like", "rand_like"}
 )
@@ -45,12 +47,13 @@ class Uses:
 @functools.cache
 def uses_of(func: Any) -> Uses:
     """By an operator's schema: what is aliased for writing is written, all else is read."""
+    name = func._opname
+    unsaid = 0 if func.namespace == "c10d" and name.endswith("_") else _OUTPUT_OF.get(name)
     pairs = [
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if position == unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
-    name = func._opname
     return Uses(
         touches=name in _WAIT or not is_free(func),
         is_copy=func in _COPIES,

@@ -55,6 +55,9 @@ _MAKE_OF_VALUES = (
 )
 """They copy an array to the device by ``Tensor.to`` in C++, which asks CUDA itself for the index of ``cuda``."""
 
+_OURS = ("stands_for", "register_host_memory")
+"""What a virtual device has and CUDA has not: lowmem_ft.devices and memory/host_memory.py ask for them."""
+
 _REMEMBER_ANSWERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
 """Modules that ask once whether there is a GPU, and remember."""
 
@@ -70,8 +73,9 @@ def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
         undo.callback(_forget_answers)
         for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.graphs):
             _lend_functions(undo, module, backend)
-        torch.cuda.stands_for = backend.stands_for  # type: ignore[attr-defined]  # lowmem_ft.devices asks for it
-        undo.callback(delattr, torch.cuda, "stands_for")
+        for name in _OURS:
+            setattr(torch.cuda, name, getattr(backend, name))
+            undo.callback(delattr, torch.cuda, name)
         _lend_to_accelerator(undo, backend)
         undo.enter_context(cuda_without_hardware())
         undo.enter_context(classes_of_cuda())

@@ -9,6 +9,7 @@ import torch
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.errors import RaceError
+from lowmem_ft.virtual_gpu.processes import one_of_several
 
 LARGE, SMALL = 2**20, 2**10
 """Elements, of the caching allocator's large pool and of its small one."""
@@ -16,7 +17,7 @@ LARGE, SMALL = 2**20, 2**10
 
 def races_of(program, *args):
     gpu = VirtualGPU("t4", check_streams=True)
-    with contextlib.suppress(RaceError), gpu:
+    with one_of_several(2, 0), contextlib.suppress(RaceError), gpu:
         program(*args)
     return gpu.races
 
@@ -173,6 +174,35 @@ def columns_of_a_matrix(ordered):
     here[:, 16 if ordered else 15 :].add_(1)
 
 
+def a_list_of_copies(ordered):
+    host, here = [pinned(), pinned()], [on_gpu(), on_gpu()]
+    torch._foreach_copy_(here, host, non_blocking=True)
+    if ordered:
+        torch.cuda.synchronize()
+    host[1].fill_(1)
+
+
+def weights_that_are_gathered(ordered):
+    """As FSDP2 does: what one stream gathers, another computes with."""
+    part, whole, stream = on_gpu(), on_gpu(2 * SMALL), torch.cuda.Stream()
+    stream.wait_stream(current())
+    with torch.cuda.stream(stream):
+        torch.ops.c10d._allgather_base_(whole, part, torch.distributed.group.WORLD.boxed(), False)
+    if ordered:
+        current().wait_stream(stream)
+    whole.sum()
+
+
+def gradients_that_are_summed(ordered):
+    gradient, stream = on_gpu(), torch.cuda.Stream()
+    stream.wait_stream(current())
+    gradient.sum()
+    if ordered:
+        stream.wait_stream(current())
+    with torch.cuda.stream(stream):
+        torch.distributed.all_reduce(gradient)
+
+
 PROGRAMS = {
     a_copy_that_computing_uses: "read after write",
     a_target_that_computing_still_reads: "write after read",
@@ -188,6 +218,9 @@ PROGRAMS = {
     a_prefetcher: "reuse of memory",
     two_parts_of_a_memory: "write after write",
     columns_of_a_matrix: "write after write",
+    a_list_of_copies: "write after read",
+    weights_that_are_gathered: "read after write",
+    gradients_that_are_summed: "write after read",
 }
 
 
