@@ -203,12 +203,13 @@ class ChangeSearch:
         """The dearest change with as few and as cheap others as it needs, where all of them together fit."""
         needed, others = [dearest], list(cheaper)
         while not self._fits(needed):
-            numbers = range(1, len(others))
-            place = bisect.bisect_left(
-                numbers, True, key=lambda number: self._fits([*others[:number], *needed])
-            )
-            # All of the others are enough, and all but the last of so many are too few.
-            needed, others = [others[place], *needed], others[:place]
+            enough = len(others)  # of the others; the dearest comes last, and is looked at first
+            if self._fits([*others[:-1], *needed]):
+                fewer = range(1, enough - 1)
+                enough = 1 + bisect.bisect_left(
+                    fewer, True, key=lambda number: self._fits([*others[:number], *needed])
+                )
+            needed, others = [others[enough - 1], *needed], others[: enough - 1]
         return self._change(needed)
 
     def _change(self, ways: Sequence[Remediation]) -> Change:
