@@ -35,7 +35,8 @@ def is_main_process() -> bool:
 
 def is_launched() -> bool:
     """Whether this is one process of several that find each other by the variables every launcher sets."""
-    return "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1
+    size = os.environ.get("WORLD_SIZE", "")
+    return "LOCAL_RANK" in os.environ and size.isdigit() and int(size) > 1
 
 
 def _end(number: int, frame: FrameType | None) -> None:

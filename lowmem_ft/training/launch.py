@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lowmem_ft.errors import RecipeError
+from lowmem_ft.errors import RecipeError, UserError
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.techniques.config import DistributedConfig, Strategy
 
@@ -44,7 +44,7 @@ def processes_here(num_processes: int, environment: Mapping[str, str] | None = N
     """
     if environment is None:  # os.environ as it is now: datasets replaces it when it maps in processes
         environment = os.environ
-    return max(1, min(num_processes, int(environment.get("LOCAL_WORLD_SIZE") or num_processes)))
+    return max(1, min(num_processes, _number(environment, "LOCAL_WORLD_SIZE", num_processes)))
 
 
 def read_launch(*, use_cpu: bool, environment: Mapping[str, str] | None = None) -> Launch:
@@ -54,12 +54,16 @@ def read_launch(*, use_cpu: bool, environment: Mapping[str, str] | None = None) 
         use_cpu: whether it trains on the CPU. As Accelerate counts: on a GPU a process without ``LOCAL_RANK`` trains by
             itself, whatever ``WORLD_SIZE`` a cluster has set.
         environment: the variables; None: this process's.
+
+    Raises:
+        UserError: if its variables are no numbers, or of a process that there is not: the others would wait for it.
     """
     if environment is None:
         environment = os.environ
-    if not use_cpu and int(environment.get("LOCAL_RANK") or -1) == -1:
+    if not use_cpu and _number(environment, "LOCAL_RANK", -1) == -1:
         return Launch()
-    num_processes = int(environment.get("WORLD_SIZE") or 1)
+    num_processes = _number(environment, "WORLD_SIZE", 1)
+    _refuse_process_beyond(environment, num_processes)
     num_machines = max(1, num_processes // processes_here(num_processes, environment))
     if _is_true(environment, "ACCELERATE_USE_FSDP"):
         return Launch(
@@ -217,6 +221,31 @@ def _disagreements(config: DistributedConfig, launch: Launch) -> Iterator[str]:
             yield (
                 f"distributed.{name}={str(own).lower()}, but the launch asks for {str(value).lower()}. Leave the "
                 "setting out, or correct the configuration given to `accelerate launch --config_file`."
+            )
+
+
+def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
+    value = environment.get(name) or str(otherwise)
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(
+            f"A launcher sets {name} to a whole number, got {value!r}. Unset it, or start with `accelerate launch` or "
+            "torchrun."
+        ) from None
+
+
+def _refuse_process_beyond(environment: Mapping[str, str], num_processes: int) -> None:
+    of_all = {
+        "WORLD_SIZE": num_processes,
+        "LOCAL_WORLD_SIZE": _number(environment, "LOCAL_WORLD_SIZE", num_processes),
+    }
+    for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        rank = _number(environment, name, 0)
+        if not -1 <= rank < of_all[size]:
+            raise UserError(
+                f"Processes of a launch are numbered from 0 to {size} less one, got {name}={rank} with "
+                f"{size}={of_all[size]}. Start with `accelerate launch` or torchrun, which set all of them."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import accelerate.commands.launch as accelerate_launch
@@ -11,7 +12,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from datasets import Dataset
 
-from lowmem_ft.errors import RecipeError
+from lowmem_ft.cli.train import main
+from lowmem_ft.errors import RecipeError, UserError
 from lowmem_ft.training.launch import Launch, as_launched, processes_here, read_launch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -33,6 +35,29 @@ DEEPSPEED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"}
 def test_processes_are_counted_as_accelerate_does(told, on_gpu, on_cpu):
     assert read_launch(use_cpu=False, environment=told).num_processes == on_gpu
     assert read_launch(use_cpu=True, environment=told).num_processes == on_cpu
+
+
+@pytest.mark.parametrize(
+    "told,said",
+    [
+        ({"WORLD_SIZE": "two"}, "sets WORLD_SIZE to a whole number, got 'two'"),
+        ({**TWO, "LOCAL_RANK": "x"}, "sets LOCAL_RANK to a whole number, got 'x'"),
+        ({**TWO, "LOCAL_WORLD_SIZE": "1.5"}, "sets LOCAL_WORLD_SIZE to a whole number, got '1.5'"),
+        ({**TWO, "RANK": "2"}, "got RANK=2 with WORLD_SIZE=2"),
+        ({**TWO, "LOCAL_RANK": "3", "RANK": "1"}, "got LOCAL_RANK=3 with LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "1"}, "got LOCAL_RANK=1 with LOCAL_WORLD_SIZE=1"),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_named(told, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        read_launch(use_cpu=True, environment=told)
+
+
+def test_a_variable_that_is_no_number_is_a_line_and_no_traceback(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert main(["recipe=tiny", "training.use_cpu=true"]) == 2
+    assert capsys.readouterr().err.count("error: A launcher sets WORLD_SIZE to a whole number") == 1
 
 
 def test_the_environment_is_read_after_datasets_has_replaced_it(monkeypatch):
