@@ -158,19 +158,14 @@ def _counted_bytes(rule: str, master: str, state: str) -> float:
 
 def _usage(ptx: str, arch: int) -> str:
     """What ptxas says of registers and spills."""
-    import triton  # pyright: ignore[reportMissingImports]
+    from triton.backends.nvidia.compiler import get_ptxas  # pyright: ignore[reportMissingImports]
 
-    ptxas = (
-        Path(str(triton.__file__)).parent
-        / "backends/nvidia/bin"
-        / ("ptxas-blackwell" if arch >= 100 else "ptxas")
-    )
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         target = _found(r"\.target (\w+)", ptx) or f"sm_{arch}"
         command = [
-            ptxas,
+            get_ptxas(arch).path,
             "-v",
             "--fmad=false",
             f"--gpu-name={target}",

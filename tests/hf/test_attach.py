@@ -49,6 +49,8 @@ EXACT = {
 }
 SAME_LOSSES = 8 * LOSS
 """Of losses below 8."""
+SAME_NORMS = 32 * LOSS
+"""As a share: a norm of gradients moves with the weights, which steps of AdamW have moved apart."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def test_exact_techniques_have_the_stock_trainers_losses(name, stock, tmp_path):
     trainer, meter, _ = attached_trainer(tmp_path, *EXACT[name])
     trainer.train()
     assert meter.losses == pytest.approx(stock.losses, abs=SAME_LOSSES)
-    assert meter.norms == pytest.approx(stock.norms, rel=1e-5)
+    assert meter.norms == pytest.approx(stock.norms, rel=SAME_NORMS)
 
 
 @pytest.mark.parametrize("settings", [(), ("offload.parameters=stream",)])

@@ -31,6 +31,8 @@ STREAMED = (
 )
 SAME_LOSSES = 8 * LOSS
 """Of losses below 8."""
+SAME_NORMS = 32 * LOSS
+"""As a share: a norm of gradients moves with the weights, which steps of AdamW have moved apart."""
 
 
 def model_of():
@@ -108,7 +110,7 @@ def stock(trained):
 def test_state_on_the_host_and_recomputation_have_trls_losses(kind, trained, stock):
     meter, _ = trained(kind, STATE)
     assert meter.losses == pytest.approx(stock[kind].losses, abs=SAME_LOSSES)
-    assert meter.norms == pytest.approx(stock[kind].norms, rel=1e-5)
+    assert meter.norms == pytest.approx(stock[kind].norms, rel=SAME_NORMS)
 
 
 @pytest.mark.parametrize(
