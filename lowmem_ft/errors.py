@@ -76,6 +76,12 @@ class LostMemoryError(UserError):
     exit_code = EXIT_OURS
 
 
+class CrashedError(UserError):
+    """A process that did something for this one was ended by a signal."""
+
+    exit_code = EXIT_OTHER_PROCESS
+
+
 class RaceError(UserError):
     """Streams of a program, or the host, use the same memory in an order that nothing determines."""
 

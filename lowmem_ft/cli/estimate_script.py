@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.estimate_files import report_console, write_json, write_pictures
 from lowmem_ft.cli.estimate_options import ALL_GPUS, FOR_THE_PROCESSOR, NO_SNAPSHOT_OF_CPU, parse_for_script
+from lowmem_ft.cli.own_process import in_own_process
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
 from lowmem_ft.script_file import check_script
@@ -41,10 +42,14 @@ def estimate_script(arguments: Sequence[str]) -> int:
 
     Raises:
         UserError: if the script cannot be run, or not be estimated.
+        CrashedError: if it has taken its process down.
     """
     options, script_arguments = parse_for_script(arguments)
     path = check_script(options.script)
+    return in_own_process(lambda: _estimate(path, script_arguments, options), str(path))
 
+
+def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Namespace) -> int:
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
 
     set_up_logging()
