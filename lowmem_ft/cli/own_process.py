@@ -17,7 +17,7 @@ from lowmem_ft.starting import SIGNALLED
 _GRACE_SECONDS = 2.0
 """A terminal's Ctrl-C reaches both processes; the other is told again only if it has not ended by then."""
 
-_WHY = {
+_WHY: dict[int, str] = {
     signal.SIGKILL: "the system sends it where the host's memory has run out. Free some, or give the script less data",
     signal.SIGXCPU: "its limit of processor time is used up. Raise it: ulimit -t",
 }
