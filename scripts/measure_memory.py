@@ -1,7 +1,8 @@
 """Run recipes for real and write down what each phase takes, beside what the estimator said.
 
     python scripts/measure_memory.py [--device cpu|cuda] [--rows TEXT] [--count 60] [--out rows.json] [--table]
-    python scripts/measure_memory.py --whole-runs [--model SMOLLM2] [--rows TEXT] [--out rows.json] [--table]
+    python scripts/measure_memory.py --whole-runs [--model SMOLLM2] [--rows TEXT] [--repeats 3] [--out rows.json]
+        [--table]
 
 On CUDA: random weights from 0.1B to 8B (``ground_truth/cuda_matrix.py``), torch's own counters, and NVML for the
 process. On a CPU: tiny models of every family, a sample of all the ways to train them (``ground_truth/cpu_matrix.py``),
@@ -9,7 +10,8 @@ and every tensor counted exactly. Each row runs in a process of its own, so that
 Rows that the file already holds are not run again. ``runs/measured.json`` is the file if none is named.
 
 ``--whole-runs``: what whole processes of ``lowmem-ft train`` hold without a GPU (``ground_truth/whole_runs.py``), with
-one and with two threads, three times each; SMOLLM2 is a folder with SmolLM2-135M, the demo's if left out.
+one and with two threads, each as often as ``--repeats`` says; SMOLLM2 is a folder with SmolLM2-135M, the demo's if left
+out.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/measured.json"))
     parser.add_argument("--table", action="store_true", help="run nothing, print the file's errors")
     parser.add_argument("--whole-runs", action="store_true", help="measure processes of lowmem-ft train")
+    parser.add_argument("--repeats", type=int, default=NUM_REPEATS, help="of each, for --whole-runs")
     parser.add_argument("--model", type=Path, help="a folder with SmolLM2-135M, for --whole-runs")
     parser.add_argument("--in-this-process", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -77,7 +80,7 @@ def main() -> int:
     if arguments.whole_runs:
         if not arguments.table:
             model = arguments.model or get_demo_model(default_cache_dir())
-            add_whole_runs(rows, model, arguments.rows, arguments.out)
+            add_whole_runs(rows, model, arguments.rows, arguments.repeats, arguments.out)
         print_whole_runs(rows)
         return 0
     wanted = {} if arguments.table else wanted_rows(arguments.device, arguments.count, arguments.seed)
@@ -114,15 +117,19 @@ def run_missing(wanted: dict[str, tuple[str, ...]], rows: list[Row], device: str
     return failed
 
 
-def add_whole_runs(rows: list[Row], smollm2: Path, text: str, out: Path) -> None:
+def add_whole_runs(rows: list[Row], smollm2: Path, text: str, num_repeats: int, out: Path) -> None:
     """Measure the whole runs that are not there, with this text in their name, and write the file after each."""
     there = {(row["name"], row["threads"]) for row in rows}
     out.parent.mkdir(parents=True, exist_ok=True)
     for name, threads in itertools.product(WHOLE_RUNS, NUM_THREADS):
         if text not in name or (name, threads) in there:
             continue
-        repeats = [run_whole(name, smollm2, threads) for _ in range(NUM_REPEATS)]
-        row: Row = {"name": name, "overrides": settings_of(name, Path("{smollm2}")), "threads": threads}
+        repeats = [run_whole(name, smollm2, threads) for _ in range(num_repeats)]
+        row: Row = {
+            "name": name,
+            "overrides": settings_of(name, "{smollm2}", "{families}"),
+            "threads": threads,
+        }
         row |= measured_on(torch.device("cpu")) | {"measured": repeats}
         row["hardware"] = row["hardware"].partition(",")[0]  # the threads are the run's own
         rows.append(row)

@@ -7,8 +7,8 @@ The rule:
 - The upper end decides. It *fits* if the upper end stays within the limit; the allocator gives cached memory back
   before it fails, so that what counts at a limit it knows is whether it can.
 - What fits is *tight* where the figure leaves less than :data:`TIGHT_SHARE` of the limit, the device's or the host's.
-  The range is made of runs that somebody measured. Others (full fine-tuning on a GPU, streamed weights, rows of many
-  lengths, which leave gaps between blocks) are believed to be as near, and have not been measured.
+  The range is made of runs that somebody measured. Others (streamed weights, segments that grow) are believed to be as
+  near, and have not been measured.
 
 The numbers, from ``tests/data/measured``, which ``tests/estimator/test_against_public.py`` and
 ``test_against_measured.py`` hold the estimates to:
@@ -16,20 +16,25 @@ The numbers, from ``tests/data/measured``, which ``tests/estimator/test_against_
 ==============================  ===========================================================================
 allocated                       0.1 % at most in 20 16-bit LoRA runs on a T4, 4 % in 41 with 4-bit weights;
                                 0.04 % in steps on a CPU
-reserved, 16-bit weights        1 % at most (:data:`RESERVED_SHARE`)
-reserved, 4-bit weights         6 % at most (:data:`QUANTIZED_RESERVED_SHARE`), under libraries that this
-                                package takes; transformers 5.0 loads in an order left to chance: 12.6 %
+reserved, 16-bit weights        0.3 % in the median and 3.0 % at most in 44 runs on a T4, an RTX 4080 and an L40S, full
+                                fine-tuning and batches of many lengths among them (:data:`RESERVED_SHARE`)
+reserved, 4-bit weights         0.8 % in the median and 6.0 % at most in 22 runs (:data:`QUANTIZED_RESERVED_SHARE`),
+                                under libraries that this package takes; transformers 5.0 loads in an order left to
+                                chance: 12.6 %. ``scripts/fit_ranges.py`` fits both shares, and with them 61 of 66
+                                runs were held whose whole source it had not seen
 context, read on such a card    two A100 differ by 1 %, 14 runs on a T4 not at all; other drivers are not
                                 known: an allowance (:data:`CONTEXT_SHARE`)
 context, an estimate            the catalogue's formula is 18 % low on a T4, 5 % low on an L4, 4 % high on an
                                 A100, 2 % high on an H100 (:data:`ESTIMATED_CONTEXT_SHARE`)
-process without a GPU           362 MiB and a KiB for each token of the vocabulary; after loading, whole runs held 4 %
-                                less to 2 % more beside their tensors (``whole-runs-cpu.json``); with builds of torch
-                                for CUDA, whose 140 MiB come on top, 2 % less to 3 % more: an allowance of twice that
+process without a GPU           362 MiB and a KiB for each token of the vocabulary. On two processors whole runs held 15 %
+                                of that less to 4 % more than it and their tensors (``whole-runs-cpu.json``); builds of
+                                torch for CUDA, whose 140 MiB come on top, 2 % less to 3 % more
                                 (:data:`CPU_PROCESS_SHARE`)
-heap, without a GPU             what the C library keeps of freed tensors, as a share of those below 32 MiB that are
+heap, without a GPU             what the C library keeps of freed tensors: in runs of this package of those below
+                                256 KiB, since ``memory/free_memory.py`` keeps the others out of the heap, and
+                                oneDNN's kernels few. In scripts of others below 32 MiB, as a share of those that are
                                 there at the peak: 6 to 9 % with adapters, 11 to 13 % with float32 weights, 25 to 57 %
-                                where bfloat16 weights are trained, and not the same when repeated
+                                where bfloat16 weights are trained, kernels included, and not the same when repeated
                                 (:data:`HEAP_SHARE`)
 ==============================  ===========================================================================
 """
@@ -47,11 +52,11 @@ if TYPE_CHECKING:
 
 _Bytes = TypeVar("_Bytes", float, "NDArray[np.float64]")
 
-RESERVED_SHARE = 0.01
-QUANTIZED_RESERVED_SHARE = 0.06
+RESERVED_SHARE = 0.017
+QUANTIZED_RESERVED_SHARE = 0.061
 CONTEXT_SHARE = 0.10
 ESTIMATED_CONTEXT_SHARE = 0.25
-CPU_PROCESS_SHARE = 0.08
+CPU_PROCESS_SHARE = 0.16
 HEAP_SHARE = 0.30
 """Of the tensors that lie in the heap, counted on top of them; the range around it is from nothing to twice as much."""
 

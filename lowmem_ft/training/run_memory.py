@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, typical_seconds
 from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.free_memory import keep_few_kernels, keep_tensors_out_of_the_heap
 from lowmem_ft.memory.phase_peaks import PhasePeaks
 from lowmem_ft.shards import local_part
 from lowmem_ft.techniques.technique import Techniques
@@ -30,6 +31,9 @@ class RunMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            keep_tensors_out_of_the_heap()  # as the estimate has it
+            keep_few_kernels()
         self._device = device
         self._peaks = PhasePeaks(device)
         self._by_category: dict[str, int] = {}

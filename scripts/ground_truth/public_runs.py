@@ -1,6 +1,6 @@
 """Training runs that others have measured on a GPU and published, as programs for the virtual one.
 
-Each is a short loop over a LoRA model: its settings are data, its numbers lie in ``tests/data/measured/public-*.json``.
+Each is a short loop: its settings are data, its numbers lie in ``tests/data/measured/public-*.json``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import bitsandbytes  # pyright: ignore[reportMissingImports]  # an optional package
 import peft  # pyright: ignore[reportMissingImports]  # an optional package
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.integrations import replace_with_bnb_linear
 
 from lowmem_ft.memory.caching_allocator import CachingAllocator
+from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.replay import replay
 from lowmem_ft.models import ModelConfig
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
-NUM_STEPS = 3
 _CLEARS_CACHE_SINCE = (0, 20)
 """PEFT's preparation of quantised models gives cached memory back since then."""
 
@@ -38,38 +39,53 @@ class PublicRun:
         model: name in the catalogue.
         dtype: of the weights, and of 4-bit products.
         quantization: of the linear layers but the head: ``none``, ``nf4`` or ``nf4-double``.
-        lora_rank: adapters are in float32, on all of ``target_modules``.
-        target_modules: names of linear layers.
-        attention: ``eager``, or ``sdpa-efficient``: the memory-efficient kernel, with keys repeated where heads share.
-        batch_size: sequences in a batch, all of one length.
-        length: tokens in a sequence.
-        peft: version that it ran with.
+        adapter: fields of a PEFT config, in float32 where the method has weights of its own; None: all is trained.
+        attention: ``eager``, ``sdpa``, or ``sdpa-efficient``: the memory-efficient kernel alone, with keys repeated
+            where heads share.
+        batch_size: sequences in a batch.
+        length: tokens of the longest sequence in a batch.
+        padding: tokens of padding in each sequence; None: all are of one length and no mask is given.
+        checkpointing: ``full`` or ``none``.
+        optimizer: ``adamw``, or bitsandbytes' ``paged-adamw-8bit``.
+        max_grad_norm: None: gradients are not clipped.
+        keeps_output: whether a step's logits live until the next step has its own.
+        num_steps: of the optimizer.
+        peft: version that it ran with; None: not told.
     """
 
     gpu: str
     model: str
     dtype: str
-    quantization: str
-    lora_rank: int
-    target_modules: tuple[str, ...]
-    attention: str
+    quantization: str = "none"
+    adapter: Mapping[str, Any] | None = None
+    attention: str = "sdpa"
     batch_size: int
     length: int
-    peft: str
+    padding: tuple[int, ...] | None = None
+    checkpointing: str = "full"
+    optimizer: str = "adamw"
+    max_grad_norm: float | None = None
+    keeps_output: bool = False
+    num_steps: int = 3
+    peft: str | None = None
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> PublicRun:
         """The run of a row of ``public-*.json``."""
         settings = dict(row["settings"])
-        targets = tuple(settings.pop("target_modules"))
-        return cls(**settings, gpu=row["gpu"], target_modules=targets, peft=row["versions"]["peft"])
+        padding = settings.pop("padding", None)
+        return cls(
+            **settings,
+            gpu=row["gpu"],
+            padding=None if padding is None else tuple(padding),
+            peft=row["versions"].get("peft"),
+        )
 
 
-def estimate_run(run: PublicRun) -> dict[str, Any]:
-    """The peaks of a run in bytes: allocated by phase and of all steps, reserved, and of the process."""
+def estimate_run(run: PublicRun) -> tuple[MemoryEstimate, dict[str, int]]:
+    """The estimate of a run, and its peaks of allocated bytes by phase of the last step, and of all after the first."""
     with VirtualGPU(run.gpu) as gpu:
         loaded, *moments = _train(run, gpu)
-    report = gpu.report()
     replayed = replay(gpu.recorder.timeline, CachingAllocator())
     steps = [moments[first : first + 4] for first in range(0, len(moments), 4)]
 
@@ -77,16 +93,12 @@ def estimate_run(run: PublicRun) -> dict[str, Any]:
         return max(replayed.allocated_bytes[begin - 1 : end])
 
     forward, backward, step, end = steps[-1]
-    return {
-        "allocated": {
-            "load": replayed.allocated_bytes[loaded - 1],
-            "forward": peak(forward, backward),
-            "backward": peak(backward, step),
-            "optimizer_step": peak(step, end),
-            "run": peak(steps[1][0], end),
-        },
-        "reserved": report.reserved_peak_bytes,
-        "process": report.process_peak_bytes,
+    return gpu.report(), {
+        "load": replayed.allocated_bytes[loaded - 1],
+        "forward": peak(forward, backward),
+        "backward": peak(backward, step),
+        "optimizer_step": peak(step, end),
+        "run": peak(steps[1][0], end),
     }
 
 
@@ -94,29 +106,52 @@ def _train(run: PublicRun, gpu: VirtualGPU) -> list[int]:
     """Run the loop; the moment at which the model is there, then for each step those of its phases and of its end."""
     model = _build(run, gpu)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    optimizer = _optimizer(run, trained)
+    batch = _batch(run, model.config.vocab_size, gpu.device)
     moments: list[int] = []
 
     def note() -> None:
         moments.append(len(gpu.recorder.timeline.events))
 
-    def step() -> None:  # its logits go when it returns
+    def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         note()
-        output = model(input_ids=tokens, labels=tokens)
+        kept["output"] = model(**batch)  # those of the step before live until here
         note()
-        output.loss.backward()
+        kept["output"].loss.backward()
         note()
+        if run.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trained, run.max_grad_norm)
         optimizer.step()
         note()
+        if not run.keeps_output:
+            kept.clear()
 
+    kept: dict[str, Any] = {}
     note()
-    vocabulary = model.config.vocab_size
-    tokens = torch.randint(0, vocabulary, (run.batch_size, run.length), device=gpu.device)
     with _attention(run):
-        for _ in range(NUM_STEPS):
+        for _ in range(run.num_steps):
             step()
     return moments
+
+
+def _optimizer(run: PublicRun, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if run.optimizer == "paged-adamw-8bit":
+        return bitsandbytes.optim.PagedAdamW8bit(trained, lr=2e-4)
+    return torch.optim.AdamW(trained, lr=1e-4)
+
+
+def _batch(run: PublicRun, vocabulary: int, device: torch.device) -> dict[str, Any]:
+    tokens = torch.randint(0, vocabulary, (run.batch_size, run.length), device=device)
+    if run.padding is None:
+        return {"input_ids": tokens, "labels": tokens}
+    mask = torch.ones(run.batch_size, run.length, dtype=torch.long)
+    for row, padding in enumerate(run.padding):
+        mask[row, run.length - padding :] = 0
+    mask = mask.to(device)
+    labels = tokens.clone()
+    labels[mask == 0] = -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
 def _build(run: PublicRun, gpu: VirtualGPU) -> Any:
@@ -125,18 +160,24 @@ def _build(run: PublicRun, gpu: VirtualGPU) -> Any:
         gpu.warm_up_allocator(_bytes_of_checkpoint(model))
     model = gpu.place(model)
     model.config.use_cache = False
+    checkpoints = run.checkpointing == "full"
     if run.quantization != "none":
-        version = tuple(map(int, run.peft.split(".")[:2]))
+        clears_cache = run.peft is not None and _numbers(run.peft) >= _CLEARS_CACHE_SINCE
         model = peft.prepare_model_for_kbit_training(
-            model, use_gradient_checkpointing=True, auto_clear_cache=version >= _CLEARS_CACHE_SINCE
+            model, use_gradient_checkpointing=checkpoints, auto_clear_cache=clears_cache
         )
-    config = peft.LoraConfig(
-        r=run.lora_rank, target_modules=list(run.target_modules), task_type="CAUSAL_LM", lora_dropout=0.0
-    )
-    adapted: Any = peft.get_peft_model(model, config)
-    adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    adapted.enable_input_require_grads()
-    return adapted.train()
+    if run.adapter is not None:
+        fields = dict(run.adapter)
+        config_of_method = peft.PEFT_TYPE_TO_CONFIG_MAPPING[fields.pop("peft_type")]
+        model = peft.get_peft_model(model, config_of_method(task_type="CAUSAL_LM", **fields))
+    if checkpoints:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def _on_meta(run: PublicRun) -> PreTrainedModel:
@@ -178,7 +219,7 @@ def _bytes_of_checkpoint(model: PreTrainedModel) -> int:
 
 @contextlib.contextmanager
 def _attention(run: PublicRun) -> Iterator[None]:
-    if run.attention == "eager":
+    if run.attention != "sdpa-efficient":
         yield
         return
     attend = F.scaled_dot_product_attention

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3MoeConfig
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.target import CPU
@@ -30,8 +30,8 @@ SMOLLM2 = LlamaConfig(
 )
 """SmolLM2-135M's architecture, for whoever estimates its runs where the model is not at hand."""
 
+_SMOLLM2 = "model={smollm2}"
 _SHORT = (
-    "model={smollm2}",
     "data.eval_path=null",
     "data.max_length=128",
     "training.eval_on_start=false",
@@ -39,20 +39,73 @@ _SHORT = (
     "training.max_steps=2",
 )
 _BFLOAT16 = "model.dtype=bfloat16"
+_STREAMED = (
+    *("optimizer.master=split24", "optimizer.state=8bit", "optimizer.in_backward=true"),
+    *("training.gradient_accumulation_steps=2", "accumulation.order=vertical", "checkpointing.mode=full"),
+    *("offload.optimizer=host", "offload.parameters=stream"),
+)
+
+_SIZES = {
+    "vocab_size": SMOLLM2.vocab_size,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_SIZES, intermediate_size=1408),
+    "phi3": Phi3Config(**_SIZES, intermediate_size=1408),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_SIZES, head_dim=64, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=256
+    ),
+}
+"""Models with random weights and SmolLM2's tokenizer, of which a step takes seconds."""
+
+
+def _random(family: str) -> tuple[str, ...]:
+    return (f"model={{{family}}}", "model.weights=random", "model.tokenizer_name_or_path={smollm2}")
+
 
 WHOLE_RUNS: dict[str, tuple[str, ...]] = {
     "tiny": ("recipe=tiny",),
-    "smollm2 full float32": ("recipe=demo", *_SHORT),
-    "smollm2 full bfloat16": ("recipe=demo", *_SHORT, _BFLOAT16, "optimizer.master=split16"),
-    "smollm2 lora": ("recipe=demo", *_SHORT, _BFLOAT16, "adapter.name=lora"),
-    "smollm2 8bit": ("recipe=demo-8bit", *_SHORT),
+    "smollm2 full float32": ("recipe=demo", _SMOLLM2, *_SHORT),
+    "smollm2 full bfloat16": ("recipe=demo", _SMOLLM2, *_SHORT, _BFLOAT16, "optimizer.master=split16"),
+    "smollm2 lora": ("recipe=demo", _SMOLLM2, *_SHORT, _BFLOAT16, "adapter.name=lora"),
+    "smollm2 8bit": ("recipe=demo-8bit", _SMOLLM2, *_SHORT),
+    "demo": ("recipe=demo", _SMOLLM2, "training.max_steps=4", "data.max_length=136"),  # its longest row
+    "llama, groups of heads": ("recipe=demo", *_SHORT, *_random("llama")),
+    "llama, streamed": ("recipe=demo", *_SHORT, *_random("llama"), _BFLOAT16, *_STREAMED),
+    "qwen3 moe 8bit": (
+        *("recipe=demo-8bit", *_SHORT, *_random("qwen3_moe")),
+        "checkpointing.mode=selective",
+    ),
+    "phi3 lora, dropout": (
+        *("recipe=demo", *_SHORT, *_random("phi3"), _BFLOAT16),
+        *("adapter.name=lora", "adapter.r=13", "adapter.lora_dropout=0.1"),
+    ),
 }
-"""Settings by name; ``{smollm2}`` stands for the model's folder."""
+"""Settings by name; ``{smollm2}``, ``{llama}`` and so on stand for the folders of models."""
 
 
-def settings_of(name: str, smollm2: Path) -> list[str]:
-    """The settings of a run, with a folder for ``{smollm2}``."""
-    return [setting.format(smollm2=smollm2) for setting in (*WHOLE_RUNS[name], "training.use_cpu=true")]
+def settings_of(name: str, smollm2: Path | str, families: Path | str) -> list[str]:
+    """The settings of a run.
+
+    Args:
+        name: of :data:`WHOLE_RUNS`.
+        smollm2: the model's folder.
+        families: where :func:`write_families` has written its models.
+    """
+    folders = {"smollm2": smollm2, **{family: f"{families}/{family}" for family in FAMILIES}}
+    return [setting.format(**folders) for setting in (*WHOLE_RUNS[name], "training.use_cpu=true")]
+
+
+def write_families(folder: Path) -> None:
+    """Write the config of each of :data:`FAMILIES` into a folder of its name."""
+    for family, config in FAMILIES.items():
+        config.save_pretrained(folder / family)
 
 
 @functools.cache
@@ -60,7 +113,8 @@ def estimate_whole(name: str) -> MemoryEstimate:
     """What a run is estimated to need, from the architecture alone."""
     with tempfile.TemporaryDirectory() as folder:
         SMOLLM2.save_pretrained(folder)
-        recipe, *settings = settings_of(name, Path(folder))
+        write_families(Path(folder))
+        recipe, *settings = settings_of(name, folder, folder)
         return estimate_memory(load_recipe(recipe.removeprefix("recipe="), settings), CPU)
 
 
@@ -80,7 +134,8 @@ def run_whole(name: str, smollm2: Path, num_threads: int) -> dict[str, int]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
-        command = [sys.executable, "-m", "lowmem_ft", "train", *settings_of(name, smollm2)]
+        write_families(Path(scratch))
+        command = [sys.executable, "-m", "lowmem_ft", "train", *settings_of(name, smollm2, scratch)]
         subprocess.run(
             [*command, f"training.output_dir={folder}"],
             env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
