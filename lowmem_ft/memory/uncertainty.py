@@ -26,9 +26,9 @@ context, read on such a card    two A100 differ by 1 %, 14 runs on a T4 not at a
                                 known: an allowance (:data:`CONTEXT_SHARE`)
 context, an estimate            the catalogue's formula is 18 % low on a T4, 5 % low on an L4, 4 % high on an
                                 A100, 2 % high on an H100 (:data:`ESTIMATED_CONTEXT_SHARE`)
-process without a GPU           362 MiB and a KiB for each token of the vocabulary. On two processors whole runs held 15 %
-                                of that less to 4 % more than it and their tensors (``whole-runs-cpu.json``); builds of
-                                torch for CUDA, whose 140 MiB come on top, 2 % less to 3 % more
+process without a GPU           362 MiB and a KiB for each token of the vocabulary. On two processors whole runs held
+                                15 % of that less to 4 % more than it and their tensors (``whole-runs-cpu.json``);
+                                builds of torch for CUDA, whose 140 MiB come on top, 2 % less to 3 % more
                                 (:data:`CPU_PROCESS_SHARE`)
 heap, without a GPU             what the C library keeps of freed tensors: in runs of this package of those below
                                 256 KiB, since ``memory/free_memory.py`` keeps the others out of the heap, and
