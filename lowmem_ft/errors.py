@@ -11,7 +11,7 @@ import errno
 import functools
 import shlex
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,39 @@ def user_error(kind: type[UserError], problems: tuple[str, ...]) -> UserError:
     error = kind.__new__(kind)
     UserError.__init__(error, *problems)
     return error
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raise a ``UserError`` of them, if there are any."""
+    if found := tuple(problems):
+        raise UserError(*found)
+
+
+def raise_together(*checks: Callable[[], object]) -> None:
+    """Call all checks and raise what they refuse at once, so that one mistake does not hide another.
+
+    Args:
+        *checks: each raises a ``UserError``, or what the system says of a file or a disk, or passes.
+
+    Raises:
+        UserError: with the problems of all; of their own kind where they share one.
+    """
+    errors: list[UserError] = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            errors.append(error)
+        except OSError as error:
+            if (problem := machine_problem(error)) is None:
+                raise
+            errors.append(UserError(problem))
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        kinds = {type(error) for error in errors}
+        problems = dict.fromkeys(problem for error in errors for problem in error.problems)
+        raise user_error(kinds.pop() if len(kinds) == 1 else UserError, tuple(problems))
 
 
 class RecipeError(UserError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from lowmem_ft.errors import did_you_mean
@@ -11,6 +12,28 @@ from lowmem_ft.errors import did_you_mean
 def expand_user(path: str | os.PathLike[str]) -> Path:
     """A path whose leading ``~`` stands for a home folder, as in a shell: the ``~name`` of no user stays as it is."""
     return Path(os.path.expanduser(path))
+
+
+def address_problem(setting: str, path: str | os.PathLike[str]) -> str | None:
+    """What is wrong with an address (``https://``, ``s3://``) where a hub name or a path belongs; None if it is none.
+
+    Args:
+        setting: what holds it.
+        path: as the user wrote it.
+    """
+    text = os.fspath(path)
+    if _ADDRESS.match(text) is None:
+        return None
+    rule = f"{setting} is a hub name or a path on this machine, got the address {text}."
+    if found := _ON_THE_HUB.match(text):
+        return f"{rule} Write the hub name alone: {found[1]}."
+    return f"{rule} Download it, and name the file or folder."
+
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_ON_THE_HUB = re.compile(
+    r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/)/(?:datasets/)?([\w.-]+/[\w.-]+)(?:$|/(?:tree/|$))"
+)
 
 
 def recipes_folder() -> Path:

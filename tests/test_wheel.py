@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -14,7 +16,7 @@ pytest.importorskip("hatchling")
 
 import torch
 
-from lowmem_ft.recipe import shipped_recipes
+from lowmem_ft.recipe import load_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[1]
 
@@ -110,3 +112,29 @@ def test_it_trains(installed):
     done = installed("-m", "lowmem_ft", "train", "recipe=tiny", *settings)
     assert done.returncode == 0, done.stderr
     assert "step 1/1" in done.stderr
+
+
+def test_no_string_of_the_package_names_a_file_of_the_clone():
+    """Errors and help are read where there is a wheel alone: they name commands, not scripts/ and docs/."""
+    of_the_clone = re.compile(r"\b(?:scripts|docs|configs|tests)/\w")
+    found, num_strings = [], 0
+    for file in sorted((ROOT / "lowmem_ft").rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+        documentation = {id(statement.value) for statement in statements}
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in documentation
+            ):
+                num_strings += 1
+                found += [f"{file}:{node.lineno}: {text}" for text in of_the_clone.findall(node.value)]
+    assert num_strings > 5_000
+    assert found == []
+
+
+def test_no_description_of_a_recipe_names_a_file_of_the_clone():
+    descriptions = [load_recipe(name).description for name in shipped_recipes()]
+    assert len(descriptions) > 10
+    assert not [text for text in descriptions if "scripts/" in text or "docs/" in text]

@@ -56,16 +56,22 @@ def split_count(name: str) -> tuple[int | None, str]:
     """``8xrtx-4090`` as 8 and ``rtx-4090``; another name as None and itself.
 
     Raises:
-        UserError: if the number is 0.
+        UserError: if the number is none of cards, or no card is named after it.
     """
-    found = re.fullmatch(r"(\d{1,4})-?x-?(\D.*)", _plain(name))
+    found = re.fullmatch(r"([-+.,/\d]*?)-?x-?(\D.*)?", _plain(name))
     if found is None:
         return None, name
-    if int(found[1]) < 1:
-        raise UserError(
-            f"--gpu takes one card at least, got {name}. Ask for {found[2]}, or for 2x{found[2]}."
-        )
-    return int(found[1]), found[2]
+    count, card = found[1], found[2] or ""
+    if not card and count:
+        raise UserError(f"--gpu names a card after the number and the x, got {name}. Write {name}rtx-4090.")
+    if re.fullmatch(r"\d{1,4}", count) and int(count) >= 1:
+        return int(count), card
+    if card not in load_gpus():
+        return None, name
+    raise UserError(
+        f"--gpu takes a whole number of cards before the x, from 1 to 9999, got {count or 'none'} in {name}. Ask for "
+        f"{card}, or for 2x{card}."
+    )
 
 
 def _without_number(key: str) -> str:

@@ -27,7 +27,7 @@ from lowmem_ft.cli.estimate_options import (
 )
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.progress import progress_line
-from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,15 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "checkpointing.mode=auto is chosen for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or "
                 "set checkpointing.mode=full."
             )
-        if options.gpu is None and not recipe.training.use_cpu:
-            refuse_budget_beyond_all(recipe)
-        check_model_files(recipe, architecture_only=True)
-        check_packages(recipe)
-        if is_by_method:
-            check_model_alone(recipe, settings, options)
-        else:
-            check_sizes_of_model(recipe)
-            _check_named_device(recipe, options)
+        of_size = [lambda: check_sizes_of_model(recipe), lambda: _check_named_device(recipe, options)]
+        is_anywhere = options.gpu is None and not recipe.training.use_cpu
+        raise_together(
+            *([lambda: refuse_budget_beyond_all(recipe)] if is_anywhere else []),
+            lambda: check_model_files(recipe, architecture_only=True),
+            lambda: check_packages(recipe),
+            *([lambda: check_model_alone(recipe, settings, options)] if is_by_method else of_size),
+        )
         import lowmem_ft.estimator  # noqa: F401 - imports the libraries whose logs are taken over
 
     take_over_library_logs()

@@ -39,7 +39,7 @@ rows are taken to be data.max_length long. The recipe's own step runs on a virtu
 `lowmem-ft gpus` and `lowmem-ft models` list the names.
 
 A script is run as it is, on a virtual GPU, for a few optimizer steps: its weights are not read, it writes nothing,
-and what stands behind `--` are its own arguments (docs/estimate_a_script.md).
+and what stands behind `--` are its own arguments.
 
 Traces are kept in the folder that LOWMEM_FT_TRACE_CACHE names, by default ~/.cache/lowmem_ft/traces; `off` keeps none.
 

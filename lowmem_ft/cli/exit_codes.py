@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import select
@@ -25,6 +26,8 @@ from lowmem_ft.starting import SIGNALLED, is_main_process, raise_at_ctrl_c
 EXIT_NOBODY_READS = 141
 """128 + SIGPIPE: stdout was closed, as by ``| head``."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 class Command(Protocol):
     """A subcommand: arguments in (None: those of this process), exit code out."""
@@ -46,8 +49,9 @@ def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Comm
 
 def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
     try:
+        _open_closed_streams()
         raise_at_ctrl_c()
-        exit_code = command(argv)
+        exit_code = _exit_code_of(command, argv)
         sys.stdout.flush()
         return exit_code
     except Interrupted as stop:
@@ -59,8 +63,12 @@ def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[st
     except Exception as error:
         if (stop := stop_behind(error)) is not None:
             return _tell_of_stop(words_of(stop), SIGNALLED + stopped_by())
-        if isinstance(error, BrokenPipeError) and not _is_read(sys.stdout):
-            return EXIT_NOBODY_READS  # and no other pipe, such as one to a data loader's worker
+        if _may_be_of_a_stream(error) and (why := _give_up(sys.stdout)) is not None:
+            if isinstance(why, BrokenPipeError):  # and no other pipe, such as one to a data loader's worker
+                return EXIT_NOBODY_READS
+            return _tell(
+                UserError(f"What is printed cannot be written: {why.strerror}. Write it where there is room.")
+            )
         if isinstance(error, OSError) and (problem := machine_problem(error)) is not None:
             return _tell(UserError(problem))
         if isinstance(error, UserError):
@@ -72,19 +80,67 @@ def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[st
         raise
 
 
+def _exit_code_of(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    try:
+        return command(argv)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # as rich leaves, with 1
+            return EXIT_NOBODY_READS
+        if end.code not in (None, 0):
+            raise
+        return 0  # argparse, after --help and --version
+
+
+def _open_closed_streams() -> None:
+    """Give what the caller has closed (``>&-``) to nobody: Python has None there, and the next file would be stdout."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - until the process ends
+            setattr(sys, name, stream)
+
+
+def _may_be_of_a_stream(error: BaseException) -> bool:
+    is_full = isinstance(error, OSError) and error.errno in _FULL and error.filename is None
+    return is_full or isinstance(error, BrokenPipeError)
+
+
+def _give_up(output: TextIO) -> OSError | None:
+    """Why a stream takes nothing more; then it goes nowhere, or Python would complain at its exit. None: it does."""
+    try:
+        if not _is_read(output):
+            raise BrokenPipeError
+        output.write(
+            "\n"
+        )  # no other question tells: an unbuffered stream has forgotten what it could not write
+        output.flush()
+        return None
+    except OSError as why:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+        return why
+
+
 def _is_read(output: TextIO) -> bool:
-    """Whether anybody reads a pipe; if not, what is left goes nowhere, or Python would complain of it at its exit."""
+    """Whether anybody reads a pipe."""
     poll = select.poll()
     poll.register(output, 0)
-    if not any(events & select.POLLERR for _, events in poll.poll(0)):
-        return True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
-    return False
+    return not any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _say(text: str) -> None:
+    """On stderr, if that takes anything."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _give_up(sys.stderr)
 
 
 def _tell_of_stop(words: str, exit_code: int) -> int:
     if is_main_process():
-        print(_filled(words), file=sys.stderr)
+        _say(_filled(words))
     return exit_code
 
 
@@ -92,7 +148,7 @@ def _tell(error: UserError) -> int:
     """Each problem on lines of its own, filled to the terminal's width; in a file or a pipe on one."""
     if _speaks_for(error):
         for problem in error.problems:
-            print(_filled(f"error: {problem}"), file=sys.stderr)
+            _say(_filled(f"error: {problem}"))
     return error.exit_code
 
 

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import itertools
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -29,6 +30,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:  # noqa: D102
         raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} --help` shows what it takes.")
+
+    def print_help(self, file: Any = None) -> None:
+        """As argparse's, which passes over what cannot be written."""
+        print(self.format_help(), file=file or sys.stdout, end="")
 
     def misspelt(self, others: Sequence[str]) -> list[str]:
         """What to say of words that are none of its options and meant one: ``--gpus l4``, ``gpu=l4``.

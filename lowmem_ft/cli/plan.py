@@ -22,7 +22,7 @@ from lowmem_ft.cli.estimate_options import (
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.progress import progress_line
-from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
 from lowmem_ft.packages import may_have_gpu
 
 if TYPE_CHECKING:
@@ -82,10 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe = load_recipe(recipe_name, asked)
         recipe, options.gpu = on_cards(recipe, options.gpu, is_planned=True)
         is_open = options.gpu is None and recipe.budget.device is None and not recipe.training.use_cpu
-        check_budget_of_plan(recipe, options.gpu)
-        check_model_files(recipe, architecture_only=True)
-        check_sizes_of_model(recipe, is_planned=True)
-        check_packages(recipe)
+        raise_together(
+            lambda: check_budget_of_plan(recipe, options.gpu),
+            lambda: check_model_files(recipe, architecture_only=True),
+            lambda: check_sizes_of_model(recipe, is_planned=True),
+            lambda: check_packages(recipe),
+        )
         if is_open and not may_have_gpu():
             raise UserError(_for_no_device(arguments))
         import torch

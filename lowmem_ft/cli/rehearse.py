@@ -17,7 +17,7 @@ from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.cli.stopping import if_stopped
-from lowmem_ft.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError
+from lowmem_ft.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError, raise_together
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,12 +73,14 @@ def _rehearse(arguments: list[str]) -> int:
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report says what happened
     recipe, options.gpu = on_cards(load_recipe(recipe_name, settings), options.gpu)
-    check_paths_of_rehearsal(recipe)
-    if options.gpu is not None:
-        from lowmem_ft.catalog.gpus import find_gpu
-        from lowmem_ft.recipe.device_checks import check_device_of_estimate
+    from lowmem_ft.catalog.gpus import find_gpu
+    from lowmem_ft.recipe.device_checks import check_device_of_estimate
 
-        check_device_of_estimate(recipe, find_gpu(options.gpu))
+    gpu = None if options.gpu is None else find_gpu(options.gpu)
+    raise_together(
+        lambda: check_paths_of_rehearsal(recipe),
+        *([] if gpu is None else [lambda: check_device_of_estimate(recipe, gpu)]),
+    )
 
     from lowmem_ft.data.first_look import check_small_local_data
 
@@ -145,7 +147,7 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType
 
 def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     """Leave what was found in the run's folder, for ``lowmem-ft report``; what to say of that."""
-    from lowmem_ft.recipe.paths import run_folder_of
+    from lowmem_ft.recipe.output_folder import run_folder_of
     from lowmem_ft.training.atomic_io import write_whole_file
     from lowmem_ft.training.replaced_run import REHEARSAL_FILE
 

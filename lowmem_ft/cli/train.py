@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.stopping import if_stopped
-from lowmem_ft.errors import RecipeError, UserError
+from lowmem_ft.errors import RecipeError, UserError, raise_problems, raise_together
 from lowmem_ft.starting import is_launched
 
 _EXAMPLES = """\
@@ -90,12 +90,12 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
         recipe = named_as_planned(recipe, settings, recipe.budget.device)
     start_requested_processes(use_cpu=recipe.training.use_cpu)
     launch = read_launch(use_cpu=recipe.training.use_cpu)
-    if problems := problems_with_processes(as_launched(recipe, launch), launch.num_processes):
-        raise RecipeError(*problems)
-    check_budget_of_run(recipe)
-    check_paths_of_run(recipe)
-    if recipe.plan.mode == "none":
-        check_device_of_run(recipe)
+    raise_together(
+        lambda: raise_problems(problems_with_processes(as_launched(recipe, launch), launch.num_processes)),
+        lambda: check_budget_of_run(recipe),
+        lambda: check_paths_of_run(recipe),
+        *([lambda: check_device_of_run(recipe)] if recipe.plan.mode == "none" else []),
+    )
     if recipe.training.push_to_hub:
         from lowmem_ft.training.hub_upload import check_upload
 

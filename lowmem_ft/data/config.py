@@ -12,6 +12,8 @@ FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca",
 LossOn = Literal["completion", "assistant", "all"]
 SampleBy = Literal["line", "paragraph", "document"]
 
+MOST_PROCESSES = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -125,6 +127,10 @@ class DataConfig:
             *(
                 (value is not None and value < 1, f"data.{key} is at least 1, got {value}.")
                 for key, value in at_least_one.items()
+            ),
+            (
+                self.num_proc is not None and self.num_proc > MOST_PROCESSES,
+                f"data.num_proc is at most {MOST_PROCESSES}, got {self.num_proc}. Set it to the cores there are.",
             ),
             (
                 self.max_length is not None and self.max_length < 2,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
 from lowmem_ft.errors import DataError
-from lowmem_ft.user_paths import expand_user, neighbours
+from lowmem_ft.user_paths import address_problem, expand_user, neighbours
 
 READER_BY_SUFFIX = {
     ".json": "json",
@@ -41,6 +41,8 @@ def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
         DataError: if the path can only be a local one and is not there, a glob matches nothing, the files are of
             unknown or different kinds, or one is empty or does not begin as its suffix says.
     """
+    if problem := address_problem(setting, path):
+        raise DataError(problem)
     expanded = expand_user(path)
     if expanded.is_dir():
         _require_known_files(expanded, setting)
@@ -201,6 +203,8 @@ def read_chat_template(path: str) -> str:
     Raises:
         DataError: if there is no such file, or it is not UTF-8 text.
     """
+    if _ := address_problem("data.chat_template", path):
+        raise DataError(f"data.chat_template is a file on this machine, got the address {path}. Download it.")
     file = expand_user(path)
     try:
         return file.read_text(encoding="utf-8")

@@ -235,8 +235,8 @@ def holds_preferences(columns: Sequence[str], source: str) -> str:
     """What is wrong with such rows where answers are to be learnt, and what learns from them."""
     return (
         f"{source} holds preferences (columns seen: {', '.join(columns)}), and training here is supervised: it "
-        "learns answers, not which of two is better. To learn that, run scripts/trl/dpo.py: TRL's DPO with the "
-        "same recipes."
+        "learns answers, not which of two is better. TRL's DPOTrainer learns that, and takes the same recipe by "
+        "lowmem_ft.hf."
     )
 
 

@@ -64,5 +64,5 @@ def _other_kind(columns: Sequence[str], source: str, *, wanted: bool) -> str:
         return holds_preferences(columns, source)
     return (
         f"Preferences have a column `chosen` and one `rejected`, and {source} has {', '.join(columns)}. Name the pairs "
-        "so, or run scripts/trl/sft.py, which learns answers."
+        "so, or learn answers alone, with TRL's SFTTrainer."
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.user_paths import expand_user, neighbours
+from lowmem_ft.user_paths import address_problem, expand_user, neighbours
 
 GGUF_MAGIC = b"GGUF"
 _GGUF_HEADER_BYTES = 24
@@ -32,6 +32,8 @@ def check_model_path(config: ModelConfig) -> None:
         ModelError: if it looks like a path and nothing fit for a model is there.
     """
     name = config.name_or_path or ""
+    if problem := address_problem("model.name_or_path", name):
+        raise ModelError(problem)
     path = expand_user(name)
     if config.revision is not None and path.exists():
         raise ModelError(
@@ -66,6 +68,8 @@ def check_tokenizer_path(config: ModelConfig) -> None:
             damaged one.
     """
     name = config.tokenizer_name_or_path or ""
+    if problem := address_problem("model.tokenizer_name_or_path", name):
+        raise ModelError(problem)
     path = expand_user(name or config.name_or_path or "")
     if path.is_dir() and (name or not config.gguf_file):
         if not any(file.name.startswith(_OF_A_TOKENIZER) for file in path.iterdir()):

@@ -21,7 +21,7 @@ from lowmem_ft.planner import MemoryPlan, PlanProgress, plan, plan_checkpointing
 from lowmem_ft.planner.checkpointing import chosen_in_words
 from lowmem_ft.planner.space import planned_keys, with_settings
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.recipe.paths import run_folder_of
+from lowmem_ft.recipe.output_folder import run_folder_of
 from lowmem_ft.training.distributed_rules import problems_with_processes
 from lowmem_ft.training.launch import read_launch
 from lowmem_ft.training.replaced_run import RECIPE_FILE, run_files

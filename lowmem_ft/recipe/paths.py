@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.files import columns_of, local_files, read_chat_template
 from lowmem_ft.data.formats import choose_format
 from lowmem_ft.data.hub_datasets import require_dataset_within_reach
-from lowmem_ft.errors import DataError, UserError, machine_problem
+from lowmem_ft.errors import DataError, UserError, raise_problems, raise_together
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hub_names import require_tokenizer_within_reach, require_within_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
@@ -26,6 +26,7 @@ from lowmem_ft.models.model_files import (
 )
 from lowmem_ft.packages import is_installed
 from lowmem_ft.recipe.loading import load_recipe
+from lowmem_ft.recipe.output_folder import RECIPE_FILE, refuse_output_folder, run_folder_of
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
@@ -34,16 +35,8 @@ from lowmem_ft.user_paths import expand_user
 MODEL_FOLDER = "model"
 """Where in its folder a run leaves the finished model, or its adapters."""
 
-RECIPE_FILE = "recipe.yaml"
-"""What a run trains, in its folder."""
-
 PROBED_BYTES = 4096
 """Written and dropped again: a full disk lets files be made, and refuses what goes into them."""
-
-
-def run_folder_of(recipe: Recipe) -> Path:
-    """Where a run of the recipe writes."""
-    return expand_user(recipe.training.output_dir or f"runs/{recipe.name}")
 
 
 def check_paths_of_run(recipe: Recipe) -> None:
@@ -60,15 +53,13 @@ def check_paths_of_run(recipe: Recipe) -> None:
             lambda: require_tokenizer_within_reach(recipe.model),
             lambda: check_sizes_of_model(recipe, is_planned=recipe.plan.mode != "none"),
         ]
-    _raise_all(
-        [
-            *_packages_of_step(recipe),
-            *(functools.partial(require_tracker, name) for name in recipe.training.report_to),
-            lambda: _require_flash_attention(recipe.model),
-            *of_model,
-            *_checks_of_data(recipe),
-            *_checks_of_folders(recipe),
-        ]
+    raise_together(
+        *_packages_of_step(recipe),
+        *(functools.partial(require_tracker, name) for name in recipe.training.report_to),
+        lambda: _require_flash_attention(recipe.model),
+        *of_model,
+        *_checks_of_data(recipe),
+        *_checks_of_folders(recipe),
     )
 
 
@@ -78,15 +69,13 @@ def check_paths_of_rehearsal(recipe: Recipe) -> None:
     Raises:
         UserError: lists all of it.
     """
-    _raise_all(
-        [
-            *_packages_of_step(recipe),
-            lambda: check_model_files(recipe, architecture_only=True),
-            lambda: check_tokenizer_path(recipe.model),
-            lambda: require_tokenizer_within_reach(recipe.model),
-            lambda: check_sizes_of_model(recipe),
-            *_checks_of_data(recipe),
-        ]
+    raise_together(
+        *_packages_of_step(recipe),
+        lambda: check_model_files(recipe, architecture_only=True),
+        lambda: check_tokenizer_path(recipe.model),
+        lambda: require_tokenizer_within_reach(recipe.model),
+        lambda: check_sizes_of_model(recipe),
+        *_checks_of_data(recipe),
     )
 
 
@@ -96,7 +85,7 @@ def check_packages(recipe: Recipe) -> None:
     Raises:
         UserError: if a package is not installed.
     """
-    _raise_all(_packages_of_step(recipe))
+    raise_together(*_packages_of_step(recipe))
 
 
 def check_model_files(recipe: Recipe, *, architecture_only: bool = False) -> None:
@@ -130,15 +119,17 @@ def check_sizes_of_model(recipe: Recipe, *, is_planned: bool = False) -> None:
     """
     fields = text_fields(recipe.model)
     vocabulary, num_layers = fields.get("vocab_size"), fields.get("num_hidden_layers")
+    hidden_size = fields.get("hidden_size")
     checks: list[Callable[[], object]] = [
         lambda: recipe.data.refuse_positions(limit_of_positions(fields.get))
     ]
     if isinstance(vocabulary, int):
         checks.append(lambda: recipe.tiling.refuse_vocabulary(vocabulary))
-    problems = []
+    if isinstance(hidden_size, int) and hidden_size > 0:
+        checks.append(lambda: recipe.adapter.refuse_rank(hidden_size))
     if isinstance(num_layers, int) and not is_planned:
-        problems = recipe.checkpointing.problems_with(num_layers)
-    _raise_all(checks, problems)
+        checks.append(lambda: raise_problems(recipe.checkpointing.problems_with(num_layers)))
+    raise_together(*checks)
 
 
 def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig:
@@ -221,21 +212,6 @@ def require_writable(folder: Path, setting: str) -> None:
         ) from error
 
 
-def _raise_all(checks: list[Callable[[], object]], problems: Sequence[str] = ()) -> None:
-    problems = [*problems]
-    for check in checks:
-        try:
-            check()
-        except UserError as error:
-            problems += error.problems
-        except OSError as error:
-            if (problem := machine_problem(error)) is None:
-                raise
-            problems.append(problem)
-    if problems:
-        raise UserError(*problems)
-
-
 def _goes_on_from_a_checkpoint(recipe: Recipe) -> bool:
     """Whether model and tokenizer come from there, wherever they once lay; a checkpoint of adapters has no model."""
     wanted = recipe.training.resume_from_checkpoint
@@ -293,6 +269,7 @@ def _require_data(path: str | None) -> None:
 
 
 def _checks_of_folders(recipe: Recipe) -> Iterator[Callable[[], object]]:
+    yield lambda: refuse_output_folder(recipe)
     yield lambda: require_writable(run_folder_of(recipe), "training.output_dir")
     checkpoint = recipe.training.resume_from_checkpoint
     if checkpoint not in (None, "auto"):

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lowmem_ft.errors import RecipeError, did_you_mean
 from lowmem_ft.recipe.references import TooLongError, resolve_references
-from lowmem_ft.user_paths import expand_user, neighbours, recipes_folder
+from lowmem_ft.user_paths import address_problem, expand_user, neighbours, recipes_folder
 
 MOST_NAMED = 5
 """Files of a folder that an error names."""
@@ -75,6 +75,11 @@ def _find(name_or_path: str, folder: Path) -> Path:
     shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]
+    if address_problem("recipe", name_or_path):
+        raise RecipeError(
+            f"A recipe is a shipped one or a file on this machine, got the address {name_or_path}. Download it, read "
+            "it, and name the file."
+        )
     path = folder / expand_user(name_or_path)
     if path.is_file():
         return path

@@ -358,7 +358,11 @@ class DistributedConfig:
     def _problems_of_numbers(self) -> Iterator[str]:
         processes, machines = self.num_processes, self.num_machines
         if processes is not None and processes < 1:
-            yield f"distributed.num_processes must be at least 1, got {processes}. Set it to the number of devices."
+            yield f"distributed.num_processes must be at least 1, got {processes}. Set it to the devices."
+        elif processes is not None and processes > MOST_PROCESSES:
+            yield (
+                f"distributed.num_processes is at most {MOST_PROCESSES}, got {processes}. Set it to the devices."
+            )
         if machines < 1:
             yield f"distributed.num_machines must be at least 1, got {machines}. Set it to 1."
         elif processes is not None and processes >= 1 and processes % machines:
@@ -378,7 +382,14 @@ class DistributedConfig:
             )
 
 
+MOST_PROCESSES = 9999
+"""What ``--gpu 9999xNAME`` counts to."""
+
 ONE_PROCESS = DistributedConfig(strategy="none", num_processes=1)
+
+
+MOST_RANK = 32_768
+"""Twice the width of the widest open model (Llama 3.1 405B); of a model that is known, its own width counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,8 +418,8 @@ class AdapterConfig:
         problems = []
         if self.name == "none" and self != AdapterConfig():
             problems.append("adapter settings need adapter.name=lora, got none. Set it, or leave them out.")
-        if self.r < 1:
-            problems.append(f"adapter.r must be at least 1, got {self.r}. Try 16.")
+        if not 1 <= self.r <= MOST_RANK:
+            problems.append(f"adapter.r is from 1 to {MOST_RANK}, got {self.r}. Try 16.")
         if not self.lora_alpha > 0:
             problems.append(f"adapter.lora_alpha must be above 0, got {self.lora_alpha}. Try 2 * adapter.r.")
         if not 0 <= self.lora_dropout < 1:
@@ -419,6 +430,18 @@ class AdapterConfig:
                 f"[{', '.join(self.target_modules)}]. Set it to [all-linear]."
             )
         return problems
+
+    def refuse_rank(self, hidden_size: int) -> None:
+        """Refuse a rank above that of any matrix of the model.
+
+        Raises:
+            UserError: if it is.
+        """
+        if self.name == "lora" and self.r > hidden_size:
+            raise UserError(
+                f"adapter.r is at most the model's hidden_size of {hidden_size}, which is the rank of its largest "
+                f"matrix, got {self.r}. Try 16, or train all weights with adapter.name=none."
+            )
 
     def require_packages(self) -> None:
         """Refuse adapters without the package that makes them.

@@ -100,7 +100,25 @@ def enable_vertical_accumulation(
         len(layers),
         rows_per_micro_batch,
     )
+    if dropout := _largest_dropout(model):
+        log.info(
+            "Dropout (%g) draws other random numbers in vertical order than in horizontal: losses of the two differ as "
+            "between two seeds.",
+            dropout,
+        )
     return accumulation
+
+
+def _largest_dropout(model: nn.Module) -> float:
+    """As layers keep it: modules of torch's, LoRA's among them, or a number that is handed to attention."""
+    modules = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    numbers = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float)
+    ]
+    return max((*modules, *numbers), default=0.0)
 
 
 class RowsCannotBeCutError(ModelError):

@@ -36,7 +36,7 @@ _OF_THE_CALL = {
 
 
 def refuse_to_continue_another(recipe: Recipe, run: Path) -> None:
-    """A checkpoint continues its own run: say what has changed, and refuse what cannot.
+    """A checkpoint continues its own run: refuse what has changed and cannot; :func:`log_changes` says what else has.
 
     Args:
         recipe: that a run is to go on with.
@@ -52,8 +52,12 @@ def refuse_to_continue_another(recipe: Recipe, run: Path) -> None:
             f"{run} holds a run of another recipe ({'; '.join(changed.refused)}), which this one cannot continue. "
             "Set these back, or choose another training.output_dir."
         )
-    if changed.accepted:
-        logger.warning("Going on with other settings: %s.", "; ".join(changed.accepted))
+
+
+def log_changes(recipe: Recipe, run: Path) -> None:
+    """Say which settings are not those of the run that goes on, once nothing keeps it from that."""
+    if changed := _differences(recipe, run).accepted:
+        logger.warning("Going on with other settings: %s.", "; ".join(changed))
 
 
 def may_continue(recipe: Recipe, run: Path) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lowmem_ft.errors import UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.paths import MODEL_FOLDER, RECIPE_FILE
+from lowmem_ft.recipe.output_folder import METRICS_FILE, RECIPE_FILE, holds_a_run
+from lowmem_ft.recipe.paths import MODEL_FOLDER
 from lowmem_ft.training.atomic_io import incomplete_name
 from lowmem_ft.training.checkpoint_folders import SUSPECT, is_own_checkpoint
 from lowmem_ft.training.saved_files import delete_saved, move_saved
@@ -22,7 +23,7 @@ from lowmem_ft.user_paths import expand_user
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE, LOGS_FOLDER = "metrics.jsonl", "logs"
+LOGS_FOLDER = "logs"
 REHEARSAL_FILE = "rehearsal.json"
 """Of the command ``rehearse``, for the report of the run to come: no run replaces it."""
 _CHECKPOINT = re.compile(rf"checkpoint-\d+(\.incomplete|{re.escape(SUSPECT)})?")
@@ -38,7 +39,7 @@ def allocator_file(process_index: int) -> str:
 def run_files(path: Path) -> list[Path]:
     """The files and folders of a run that is in a folder; others may lie in those folders."""
     files = [folder for folder in _checkpoints(path) if is_own_checkpoint(folder)]
-    if _holds_a_run(path):
+    if holds_a_run(path):
         names = (
             RECIPE_FILE,
             METRICS_FILE,
@@ -108,10 +109,6 @@ def refuse_to_replace_inputs(files: Iterable[Path], inputs: dict[str, str | None
                 f"training.overwrite_output_dir=true would replace {value}, which {key} reads. Choose another "
                 "training.output_dir."
             )
-
-
-def _holds_a_run(path: Path) -> bool:
-    return (path / RECIPE_FILE).is_file() and (path / METRICS_FILE).is_file()
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
-from lowmem_ft.recipe.paths import MODEL_FOLDER, run_folder_of
+from lowmem_ft.recipe.output_folder import refuse_output_folder, run_folder_of
+from lowmem_ft.recipe.paths import MODEL_FOLDER
 from lowmem_ft.training.atomic_io import write_whole_file
-from lowmem_ft.training.changed_recipe import may_continue, refuse_to_continue_another
+from lowmem_ft.training.changed_recipe import log_changes, may_continue, refuse_to_continue_another
 from lowmem_ft.training.checkpoint_folders import (
     Progress,
     checkpoints_after,
@@ -65,6 +66,7 @@ class RunFolder:
         path = run_folder_of(recipe)
         if path.exists() and not path.is_dir():
             raise UserError(f"training.output_dir={path} is a file. Name a folder.")
+        refuse_output_folder(recipe)
         FolderLock(path).probe()
         resume_from = _checkpoint_to_resume(config.resume_from_checkpoint, path)
         if resume_from is not None:
@@ -75,6 +77,12 @@ class RunFolder:
         folder._check_what_is_there(recipe)
         if not config.overwrite_output_dir:
             _refuse_to_replace(path, recipe, resume_from)
+        if resume_from is not None:
+            log_changes(recipe, resume_from.parent)
+        elif config.resume_from_checkpoint is not None:
+            if not config.overwrite_output_dir:
+                log_changes(recipe, path)
+            logger.info("Starting afresh: %s holds no complete checkpoint.", path)
         return folder
 
     @staticmethod
@@ -197,10 +205,7 @@ def _checkpoint_to_resume(requested: str | None, output_dir: Path) -> Path | Non
         return None
     if requested != "auto":
         return _named_checkpoint(expand_user(requested))
-    checkpoint = find_checkpoint(output_dir)
-    if checkpoint is None:
-        logger.info("Starting afresh: %s holds no complete checkpoint.", output_dir)
-    return checkpoint
+    return find_checkpoint(output_dir)
 
 
 def _named_checkpoint(checkpoint: Path) -> Path:
@@ -247,7 +252,8 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
     is_finished = (path / MODEL_FOLDER).exists()
     checkpoint = None
     if recipe.training.resume_from_checkpoint == "auto":  # there is none, or it would go on from it
-        refuse_to_continue_another(recipe, path)
+        if not is_finished:
+            refuse_to_continue_another(recipe, path)
     else:
         checkpoint = find_checkpoint(path)
     was_to_go_on = recipe.training.resume_from_checkpoint is not None
@@ -255,7 +261,9 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
         return  # a run that was stopped before its first checkpoint begins again, where it began
     aside = "".join(f" (What it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
     what = "another run"
-    if checkpoint is None:
+    if checkpoint is None and is_finished and was_to_go_on:
+        what = f"a finished run (its model is {path / MODEL_FOLDER}) without a checkpoint to go on from"
+    elif checkpoint is None:
         what += ", finished and without a checkpoint" if is_finished else ", without a checkpoint"
     raise UserError(f"training.output_dir={path} holds {what}.{aside} {_ways_on(path, recipe, checkpoint)}")
 

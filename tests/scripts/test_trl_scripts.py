@@ -62,10 +62,10 @@ def test_a_mistake_is_a_line_and_no_traceback(name, monkeypatch, capsys):
 
 
 def test_rows_of_the_other_kind_are_refused_before_a_model_is_loaded(pairs, tmp_path):
-    with pytest.raises(DataError, match=r"pairs.jsonl holds preferences .*run scripts/trl/dpo.py"):
+    with pytest.raises(DataError, match=r"pairs.jsonl holds preferences .*TRL's DPOTrainer"):
         run("sft", tmp_path / "run", f"data={pairs}")
     with pytest.raises(
-        DataError, match=r"a column `chosen` and one `rejected`, and .* has messages\. .*sft.py"
+        DataError, match=r"a column `chosen` and one `rejected`, and .* has messages\. .*SFTTrainer"
     ):
         run("dpo", tmp_path / "run", "loss.chunk_tokens=null")
 

@@ -208,3 +208,25 @@ def test_position_biases_by_head_are_refused_before_a_step():
 def test_a_model_without_layers_explains_itself():
     with pytest.raises(ModelError, match="decoder layers"):
         enable_vertical_accumulation(nn.Linear(2, 2), ROWS)
+
+
+@pytest.mark.parametrize(
+    "family,fields,dropout",
+    [
+        ("llama", {"attention_dropout": 0.25}, "0.25"),  # a number that attention is handed
+        ("gpt2", {"resid_pdrop": 0.1}, "0.1"),  # a module
+        ("llama", {}, None),
+    ],
+)
+def test_dropout_in_another_order_is_said_once(family, fields, dropout, caplog):
+    caplog.set_level("INFO")
+    enable_vertical_accumulation(model_of(family, **fields), ROWS)
+    said = [line for line in caplog.messages if line.startswith("Dropout")]
+    assert said == (
+        []
+        if dropout is None
+        else [
+            f"Dropout ({dropout}) draws other random numbers in vertical order than in horizontal: losses of the two "
+            "differ as between two seeds."
+        ]
+    )

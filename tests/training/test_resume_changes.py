@@ -33,11 +33,26 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_again(tiny, metrics, t
     assert metrics(run) == losses
 
 
-def test_auto_does_not_replace_a_finished_model_that_has_no_checkpoint(tiny, tmp_path):
+def test_auto_says_in_one_sentence_that_a_finished_run_has_no_checkpoint(tiny, tmp_path, caplog):
     run = tmp_path / "run"
     train(tiny("training.max_steps=2", "training.save_steps=null", output_dir=run))
-    with pytest.raises(UserError, match=r"finished and without a checkpoint.*overwrite_output_dir=true"):
-        RunFolder.open(tiny("training.max_steps=2", AUTO, output_dir=run))
+    caplog.set_level("INFO")
+    caplog.clear()
+    for settings in ((), ("training.max_steps=3",), ("training.seed=7",)):
+        with pytest.raises(UserError, match=r"holds a finished run \(.*overwrite_output_dir=true") as refused:
+            RunFolder.open(tiny("training.max_steps=2", *settings, AUTO, output_dir=run))
+        assert len(refused.value.problems) == 1
+    assert "Starting afresh" not in caplog.text
+    assert "Going on" not in caplog.text
+
+
+def test_a_run_that_would_end_before_its_checkpoint_is_not_said_to_go_on(tiny, tmp_path, caplog):
+    run = tmp_path / "run"
+    train(tiny(*SHORT, output_dir=run))
+    caplog.clear()
+    with pytest.raises(CheckpointError, match="stands at step 6, but the recipe ends at step 3"):
+        RunFolder.open(tiny(*SHORT, "training.max_steps=3", AUTO, output_dir=run))
+    assert "Going on" not in caplog.text
 
 
 def records(run: Path) -> list[str]:

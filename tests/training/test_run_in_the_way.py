@@ -78,7 +78,7 @@ def test_what_is_advised_is_not_refused_and_nothing_else_would_work(
         become(run)
     asked = [*STEPS, *(setting.format(run=run) for setting in settings)]
     with pytest.raises(
-        UserError, match=rf"output_dir={run} holds another run.* [Cc]hoose another folder"
+        UserError, match=rf"output_dir={run} holds (another|a finished) run.* [Cc]hoose another folder"
     ) as refused:
         RunFolder.open(tiny(*asked, output_dir=run))
     advised = set(re.findall(r"training\.\w+=(?:auto|true)", str(refused.value)))
@@ -104,7 +104,7 @@ def test_a_branch_that_was_stopped_before_its_first_checkpoint_begins_again(fini
     stopped_at_once(branch)
     assert RunFolder.open(branched).resume_from == finished / "checkpoint-2"
     shutil.copytree(finished / "model", branch / "model")
-    with pytest.raises(UserError, match="finished and without a checkpoint"):
+    with pytest.raises(UserError, match=r"a finished run \(.*\) without a checkpoint to go on from"):
         RunFolder.open(branched)
 
 

@@ -1,0 +1,82 @@
+"""Folders that a run must not write into: what is kept there is somebody else's, or would be read as data next time."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.recipe.tree import Recipe
+from lowmem_ft.user_paths import address_problem, expand_user
+
+RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.jsonl"
+
+
+def run_folder_of(recipe: Recipe) -> Path:
+    """Where a run of the recipe writes."""
+    return expand_user(recipe.training.output_dir or f"runs/{recipe.name}")
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether a run has written its recipe and its metrics there."""
+    return (folder / RECIPE_FILE).is_file() and (folder / METRICS_FILE).is_file()
+
+
+def refuse_output_folder(recipe: Recipe) -> None:
+    """Refuse a root, a home, a checkout's root, and the folders of the model and the data; a run's own may stay.
+
+    Raises:
+        UserError: if ``training.output_dir`` is one of them.
+    """
+    if recipe.training.output_dir and address_problem("", recipe.training.output_dir):
+        raise UserError(
+            f"training.output_dir is a folder on this machine, got the address {recipe.training.output_dir}. Name a "
+            "folder, and copy it when the run has ended."
+        )
+    folder = run_folder_of(recipe)
+    problem = None if holds_a_run(folder) else _problem(Path(os.path.realpath(folder)), recipe)
+    if problem is not None:
+        raise UserError(
+            f"training.output_dir is a folder for a run alone, got {folder}, {problem} Name another one, such as "
+            f"{Path('runs', recipe.name)}."
+        )
+
+
+def _problem(folder: Path, recipe: Recipe) -> str | None:
+    home = Path(os.path.expanduser("~")).resolve()
+    if folder == Path(folder.anchor):
+        return "the root of the file system."
+    if folder == home:
+        return "your home folder."
+    if folder in home.parents:
+        return "which holds the home folders."
+    if (folder / ".git").exists():
+        return "the root of a git checkout."
+    read = [(setting, path) for setting, value in _inputs(recipe).items() for path in _named(value)]
+    for setting, path in read:
+        if folder == (path if path.is_dir() else path.parent):
+            return f"where {setting}={_inputs(recipe)[setting]} is."
+        if setting.startswith("data.") and path.is_dir() and path in folder.parents:
+            return (
+                f"inside of {setting}={_inputs(recipe)[setting]}, which would read the run's files as data."
+            )
+    return None
+
+
+def _inputs(recipe: Recipe) -> dict[str, str | None]:
+    return {
+        "model.name_or_path": recipe.model.name_or_path,
+        "model.tokenizer_name_or_path": recipe.model.tokenizer_name_or_path,
+        "data.path": recipe.data.path,
+        "data.eval_path": recipe.data.eval_path,
+    }
+
+
+def _named(value: str | None) -> list[Path]:
+    """What a path or a glob names on this machine."""
+    if value is None:
+        return []
+    path = expand_user(value)
+    found = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+    return [Path(os.path.realpath(file)) for file in found]  # resolve() raises where a link leads to itself
