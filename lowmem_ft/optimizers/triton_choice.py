@@ -123,8 +123,8 @@ def _problem_of_trial(trial: Trial) -> str | None:
         text = str(error).strip().splitlines()
         return (
             f"its kernel does not run here ({type(error).__name__}: {text[0] if text else 'no message'}). "
-            "`pip install` the version of Triton that belongs to torch's; it also needs a C compiler (gcc) and a "
-            "folder that it can write to (TRITON_CACHE_DIR)."
+            "`pip install` the version of Triton that belongs to torch's; it also needs gcc, and a folder to write to "
+            "(TRITON_CACHE_DIR)."
         )
     for name, value in expected.items():
         off = (found[name] - value).abs()
