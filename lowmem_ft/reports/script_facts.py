@@ -27,7 +27,9 @@ def script_facts(found: ScriptEstimate) -> Iterator[tuple[str, str]]:
         yield ("" if running.own else "in the code"), f"which has called {running.library}"
     tokens = f" of {found.tokens_per_step:,} tokens, padding included" if found.tokens_per_step else ""
     kept = f"{format_bytes(found.kept_bytes)} on the device as the last one ends, gradients included"
-    yield "steps seen", f"{found.steps}{tokens}; {kept}"
+    if not found.steps:
+        kept = f"{format_bytes(found.kept_bytes)} on the device behind the last backward pass"
+    yield "steps seen", f"{found.steps or 'none by an optimizer; a pass is'}{tokens}; {kept}"
     waits = found.host_waits_per_step
     if waits is not None:
         often = {0: "never", 1: "once", 2: "twice"}.get(waits, f"{waits} times")

@@ -57,7 +57,7 @@ class ScriptEstimate:
         estimate: memory and time, as of a recipe.
         script: its path.
         arguments: that it was given.
-        steps: optimizer steps that were seen.
+        steps: optimizer steps that were seen; 0: the script has no optimizer, and its backward passes were.
         tokens_per_step: that the model was given to learn from in the last step, padding included; 0: it has no
             embedding.
         kept_bytes: on the device as the last step ended: weights, gradients, optimizer state and what else there was.
@@ -241,7 +241,7 @@ class _Seen:
             estimate=dataclasses.replace(estimate, choices=tuple(filter(None, choices))),
             script=str(self._path),
             arguments=self._arguments,
-            steps=len(steps),
+            steps=len(steps) if self._run.watch.num_backwards is None else 0,
             tokens_per_step=tokens,
             kept_bytes=steps[-1].kept_bytes,
             peak=self._run.peak.running,
@@ -256,6 +256,11 @@ class _Seen:
         return self._replays[workspace]
 
     def _steps_in_words(self) -> str:
+        if (passes := self._run.watch.num_backwards) is not None:
+            return (
+                f"steps: no optimizer step was seen. The estimate covers the script up to backward pass {passes}; "
+                "what it does with the gradients by hand is in it, how long a step takes is not"
+            )
         seen, wanted = len(self._run.watch.steps), self._run.watch.num_steps
         if seen >= wanted:
             return ""

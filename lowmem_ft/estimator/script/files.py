@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from lowmem_ft.estimator.script.saved import save_shapes
 from lowmem_ft.upstream.on_import import when_imported
 from lowmem_ft.upstream.patches import replace
 
@@ -38,11 +39,10 @@ _CHANGES = (
 )
 
 _SAVERS = (
-    ("safetensors.torch", None, ("save_file", "save_model")),
-    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", ("save_pretrained", "push_to_hub")),
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", ("push_to_hub",)),
     ("transformers.modeling_utils", "PreTrainedModel", ("push_to_hub",)),
     ("transformers.trainer", "Trainer", ("save_model", "push_to_hub", "create_model_card")),
-    ("accelerate.accelerator", "Accelerator", ("save_state", "save_model", "init_trackers")),
+    ("accelerate.accelerator", "Accelerator", ("save_model", "init_trackers")),
     ("datasets.arrow_dataset", "Dataset", ("save_to_disk", "push_to_hub")),
     ("datasets.dataset_dict", "DatasetDict", ("save_to_disk", "push_to_hub")),
     ("huggingface_hub.hf_api", "HfApi", ("create_commit", "upload_file", "upload_folder")),
@@ -62,6 +62,7 @@ class FilesKeptAway:
         self._written = Path()
         self._real: tuple[str, ...] = ()
         self._is_redirecting = True
+        self._is_looking = False
 
     @contextlib.contextmanager
     def redirecting(self) -> Iterator[None]:
@@ -81,6 +82,13 @@ class FilesKeptAway:
             for name in _CHANGES:
                 replace(undo, os, name, self._changed(getattr(os, name)))
             replace(undo, shutil, "rmtree", self._changed(shutil.rmtree))
+            for name in ("stat", "lstat", "listdir", "scandir"):
+                replace(undo, os, name, self._looked_at(getattr(os, name)))
+            save_shapes(undo)
+            when_imported(undo, "transformers.modeling_utils", functools.partial(self._save_configs, undo))
+            tokenizers = functools.partial(self._save_tokenizers, undo)
+            when_imported(undo, "transformers.tokenization_utils_base", tokenizers)
+            when_imported(undo, "accelerate.accelerator", functools.partial(self._save_states, undo))
             for module_name, class_name, methods in _SAVERS:
                 when_imported(undo, module_name, functools.partial(_save_nothing, undo, class_name, methods))
             when_imported(undo, "huggingface_hub.hf_api", functools.partial(_make_no_repositories, undo))
@@ -108,6 +116,70 @@ class FilesKeptAway:
         if not os.path.exists(there) and os.path.isfile(real):
             shutil.copyfile(real, there)  # for what is appended
         return there
+
+    def _looked_at(self, look: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that looks at a path: what is not there, where it was written."""
+
+        @functools.wraps(look)
+        def look_elsewhere(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            try:
+                return look(path, *args, **kwargs)
+            except FileNotFoundError:
+                if self._is_looking or kwargs.get("dir_fd") is not None:
+                    raise
+                with contextlib.ExitStack() as undo:
+                    replace(undo, self, "_is_looking", True)  # to find the place, paths are looked at
+                    place = self.place_of(path, is_written=False)
+                return look(place, *args, **kwargs)
+
+        return look_elsewhere
+
+    def _save_configs(self, undo: contextlib.ExitStack, modeling_utils: Any) -> None:
+        """A model is made anew of its config, which is all that ``from_pretrained`` needs here."""
+
+        def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+            model.config.save_pretrained(self.place_of(save_directory, is_written=True))
+
+        replace(undo, modeling_utils.PreTrainedModel, "save_pretrained", save_pretrained)
+
+    def _save_tokenizers(self, undo: contextlib.ExitStack, module: Any) -> None:
+        """By programs in Rust, which are told where."""
+        tokenizer = module.PreTrainedTokenizerBase
+        save, load = tokenizer.save_pretrained, tokenizer.from_pretrained.__func__
+
+        @functools.wraps(save)
+        def save_pretrained(self_: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("push_to_hub", None)
+            return save(self_, self.place_of(save_directory, is_written=True), *args, **kwargs)
+
+        @functools.wraps(load)
+        def from_pretrained(kind: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+            return load(kind, self._written_or_itself(name), *args, **kwargs)
+
+        replace(undo, tokenizer, "save_pretrained", save_pretrained)
+        replace(undo, tokenizer, "from_pretrained", classmethod(from_pretrained))
+
+    def _save_states(self, undo: contextlib.ExitStack, module: Any) -> None:
+        """What is loaded takes the place of what is there, so that neither way takes memory."""
+        accelerator = module.Accelerator
+        load = accelerator.load_state
+
+        def save_state(self_: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
+            os.makedirs(output_dir or "checkpoints", exist_ok=True)
+            return str(output_dir or "checkpoints")
+
+        @functools.wraps(load)
+        def load_state(self_: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+            name = input_dir or "checkpoints"
+            if self._written_or_itself(name) == name:
+                return load(self_, input_dir, *args, **kwargs)
+
+        replace(undo, accelerator, "save_state", save_state)
+        replace(undo, accelerator, "load_state", load_state)
+
+    def _written_or_itself(self, path: Any) -> Any:
+        """A folder in the temporary one, if it was written there; names on the hub are none."""
+        return self.place_of(path, is_written=False) if isinstance(path, (str, os.PathLike)) else path
 
     def _opened(self, open_file: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(open_file)

@@ -112,7 +112,8 @@ class ScriptRun:
             self._run()
         if not self.watch.steps:
             raise UserError(
-                f"{self._path} ended without an optimizer step, so there is nothing to estimate. Pass it, behind `--`, "
+                f"{self._path} ended without an optimizer step or a backward pass, so there is nothing to estimate. "
+                "Pass it, behind `--`, "
                 "what makes it train; steps that other processes take are not seen."
             )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
+
+MOST_BACKWARDS = 256
+"""Without an optimizer's step: more micro-batches hardly make one, and a script that updates by hand has none."""
 
 
 class Enough(BaseException):
@@ -60,6 +66,8 @@ class StepWatch:
         self._machine = machine
         self._on_step = on_step
         self._optimizers: dict[int, _Seen] = {}
+        self._backwards: list[SeenStep] = []
+        self._tokens_before = 0
         self._tokens: dict[int, int] = {}
         """Tokens of the present step, by the rows of the embedding that they went through."""
 
@@ -73,11 +81,21 @@ class StepWatch:
                 register_module_forward_pre_hook(self._before_forward),
             ):
                 hooks.callback(handle.remove)
+            replace(hooks, torch.autograd, "backward", self._followed(torch.autograd.backward))
             yield
 
     @property
     def steps(self) -> list[SeenStep]:
-        """Of the main optimizer."""
+        """Of the main optimizer; without one, the last backward passes."""
+        return self._optimizer_steps or self._backwards[-self.num_steps :]
+
+    @property
+    def num_backwards(self) -> int | None:
+        """How often the script has gone backward without an optimizer; None: there is one."""
+        return None if self._optimizer_steps else len(self._backwards)
+
+    @property
+    def _optimizer_steps(self) -> list[SeenStep]:
         return max(self._optimizers.values(), key=lambda seen: seen.size).steps if self._optimizers else []
 
     def host_waits(self) -> int | None:
@@ -91,25 +109,41 @@ class StepWatch:
         if id(optimizer) not in self._optimizers:
             size = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
             self._optimizers[id(optimizer)] = _Seen(size, [])
-        if self._is_main(optimizer) and len(self.steps) >= self.num_steps:
+        if self._is_main(optimizer) and len(self._optimizer_steps) >= self.num_steps:
             raise Enough
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_main(optimizer):
             return
-        vocabulary = max(self._tokens, default=0)
-        self.steps.append(
-            SeenStep(
-                kept_bytes=self._machine.recorder.live_bytes,
-                tokens=self._tokens.get(vocabulary, 0),
-                host_waits=self._machine.work.num_host_waits,
-            )
-        )
+        self._optimizer_steps.append(self._seen_now())
         self._tokens.clear()
-        self._on_step(len(self.steps))
+        self._on_step(len(self._optimizer_steps))
+
+    def _seen_now(self) -> SeenStep:
+        return SeenStep(
+            kept_bytes=self._machine.recorder.live_bytes,
+            tokens=self._tokens.get(max(self._tokens, default=0), 0),
+            host_waits=self._machine.work.num_host_waits,
+        )
 
     def _is_main(self, optimizer: Optimizer) -> bool:
-        return self._optimizers[id(optimizer)].steps is self.steps
+        return self._optimizers[id(optimizer)].steps is self._optimizer_steps
+
+    def _followed(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Until an optimizer steps, note what there is behind each pass, and end a script that goes on without one."""
+
+        @functools.wraps(backward)
+        def follow(*args: Any, **kwargs: Any) -> Any:
+            if len(self._backwards) >= MOST_BACKWARDS:
+                raise Enough
+            result = backward(*args, **kwargs)
+            if not self._optimizers:
+                seen = self._seen_now()
+                before, self._tokens_before = self._tokens_before, seen.tokens
+                self._backwards.append(dataclasses.replace(seen, tokens=seen.tokens - before))
+            return result
+
+        return follow
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Tokens are what goes into the largest embedding, but for a forward that nothing is learnt from."""

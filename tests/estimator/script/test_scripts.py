@@ -192,6 +192,122 @@ def test_what_stops_a_script_from_outside_is_no_error_of_it(script, signal, monk
         estimate_script(script("import torch\nraise torch.stopped"), gpu="t4")
 
 
+SAVES = """
+    import io, os
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    def step(model, optimizer):
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    with open("model.pt", "wb") as file:
+        torch.save(model, file)
+    assert os.path.exists("model.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, "all.pt")
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer)["a.bias"].shape == (64,)
+
+    saved = torch.load("all.pt", map_location="cpu", weights_only=True)
+    assert saved["epoch"] == 3
+    assert {tensor.device.type for tensor in saved["model"].values()} == {"cpu"}
+    assert saved["model"]["a.weight"].data_ptr() == saved["model"]["b.weight"].data_ptr()
+    assert saved["optimizer"]["state"][0]["step"].item() == 1
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+
+    save_file({"x": torch.ones(3, 4)}, "x.safetensors", metadata={"format": "pt"})
+    assert load_file("x.safetensors")["x"].shape == (3, 4)
+    causal_lm = AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16)
+    causal_lm.save_pretrained("saved")
+    AutoTokenizer.from_pretrained("model").save_pretrained("saved")
+    assert {"config.json", "tokenizer.json"} <= set(os.listdir("saved"))
+    assert AutoModelForCausalLM.from_pretrained("saved").dtype == torch.bfloat16
+    assert len(AutoTokenizer.from_pretrained("saved")) == len(AutoTokenizer.from_pretrained("model"))
+
+    loaded = torch.load("model.pt", weights_only=False)
+    assert type(loaded) is Net and loaded.a.weight.device == model.a.weight.device
+    assert isinstance(loaded.a.weight, torch.nn.Parameter) and loaded.a.weight.requires_grad
+    del model
+    optimizer = torch.optim.AdamW(loaded.parameters())
+    step(loaded, optimizer)
+    step(loaded, optimizer)
+"""
+
+
+def test_what_a_script_saves_it_reads_again_and_nobody_else(script, tmp_path):
+    found = estimate_script(script(SAVES), gpu="t4", steps=2)
+    assert found.estimate.by_category_at_peak["parameter"] >= 4 * (64 * 64 + 2 * 64)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "train.py"]
+
+
+STATES = """
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = torch.nn.Linear(8, 8)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for step in range(3):
+        accelerator.backward(model(torch.randn(2, 8, device=accelerator.device)).sum())
+        optimizer.step()
+        accelerator.save_state("state")
+        accelerator.load_state("state")
+"""
+
+
+def test_states_of_accelerate_are_saved_and_loaded(script, tmp_path):
+    assert estimate_script(script(STATES), gpu="t4", steps=2).steps == 2
+    assert not (tmp_path / "state").exists()
+
+
+BY_HAND = """
+    import torch
+
+    embedding, layer = torch.nn.Embedding(100, 64).cuda(), torch.nn.Linear(64, 64).cuda()
+    weights = [*embedding.parameters(), *layer.parameters()]
+    for batch in range(5):
+        loss = layer(embedding(torch.randint(0, 100, (4, 16), device="cuda"))).sum()
+        loss.backward()
+        for weight in weights:
+            weight.data.add_(weight.grad, alpha=-0.1)
+            weight.grad = None
+"""
+
+
+def test_a_script_that_changes_its_weights_by_hand_is_told_what_was_not_seen(script):
+    found = estimate_script(script(BY_HAND), gpu="t4")
+    assert found.steps == 0
+    assert found.tokens_per_step == 4 * 16
+    assert found.estimate.by_category_at_peak["gradient"] >= 4 * 64 * 64
+    (said,) = [choice for choice in found.estimate.choices if choice.startswith("steps:")]
+    assert "no optimizer step was seen. The estimate covers the script up to backward pass 5" in said
+
+
+def test_a_script_that_goes_on_without_an_optimizer_is_ended(script, monkeypatch):
+    monkeypatch.setattr("lowmem_ft.estimator.script.steps.MOST_BACKWARDS", 7)
+    name = script(BY_HAND.replace("range(5)", "iter(int, 1)"))
+    assert any(
+        "up to backward pass 7" in choice for choice in estimate_script(name, gpu="t4").estimate.choices
+    )
+
+
 TRAINING = """
     import torch
     from datasets import Dataset

@@ -1,0 +1,156 @@
+"""What a script saves and reads back: tensors go to its files as shapes, and come back as tensors of these shapes.
+
+Files are written in the temporary folder of ``files.py``. Objects are pickled as torch does it; of a tensor its shape,
+type and place are kept, and its values where the trace knows them, as it does a step's number.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from lowmem_ft.upstream.on_import import when_imported
+from lowmem_ft.upstream.patches import replace
+from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
+
+_MAGIC = b"lowmem_ft tensors without values\n"
+
+
+def save_shapes(undo: contextlib.ExitStack) -> None:
+    """Let ``torch.save`` and safetensors write shapes, and read them back, until a stack is undone."""
+    replace(undo, torch, "save", _save)
+    replace(undo, torch, "load", _load_with(torch.load))
+    when_imported(undo, "safetensors.torch", functools.partial(_adapt_safetensors, undo))
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a tensor as what it takes to make one like it; one that shares its memory as the same."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, protocol=4)
+        self._numbers: dict[Any, int] = {}
+        self._kept: list[Tensor] = []  # or another would get a number that is free again
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        self._kept.append(obj)
+        place = (obj.untyped_storage()._cdata, obj.storage_offset(), tuple(obj.shape), obj.stride())
+        values = known_values(obj)
+        return {
+            "number": self._numbers.setdefault(place, len(self._numbers)),
+            "shape": tuple(obj.shape),
+            "stride": obj.stride(),
+            "dtype": obj.dtype,
+            "device": str(obj.device),
+            "requires_grad": obj.requires_grad and obj.is_leaf,
+            "is_parameter": isinstance(obj, nn.Parameter),
+            "values": None if values is None else values.tolist(),
+        }
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, place: Callable[[str], Any]) -> None:
+        super().__init__(file)
+        self._place = place
+        self._made: dict[int, Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        number = pid["number"]
+        if number not in self._made:
+            self._made[number] = _made(pid, self._place(pid["device"]))
+        tensor = self._made[number].detach()
+        if pid["is_parameter"]:
+            return nn.Parameter(tensor, requires_grad=pid["requires_grad"])
+        return tensor.requires_grad_(pid["requires_grad"]) if pid["requires_grad"] else tensor
+
+
+def _made(saved: Mapping[str, Any], device: Any) -> Tensor:
+    tensor = torch.empty_strided(saved["shape"], saved["stride"], dtype=saved["dtype"], device=device)
+    if saved["values"] is not None:
+        with unset_fake_temporarily():
+            values = torch.tensor(saved["values"], dtype=saved["dtype"])
+        set_values(tensor, values)
+    return tensor
+
+
+def _place_by(map_location: Any) -> Callable[[str], Any]:
+    """Where ``torch.load`` would put what was saved on a device."""
+    if map_location is None:
+        return lambda device: device
+    if isinstance(map_location, Mapping):
+        return lambda device: map_location.get(device, device)
+    if callable(map_location):  # it is given the storage on the host, and most hand it back
+        return lambda device: "cpu"
+    return lambda device: map_location
+
+
+@contextlib.contextmanager
+def _opened(file: Any, mode: str) -> Iterator[Any]:
+    if isinstance(file, (str, bytes, os.PathLike)):
+        with builtins.open(file, mode) as opened:
+            yield opened
+    else:
+        yield file
+
+
+def _save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    with _opened(f, "wb") as file:
+        file.write(_MAGIC)
+        _Pickler(file).dump(obj)
+
+
+def _load_with(load: Callable[..., Any]) -> Callable[..., Any]:
+    """What was saved here, or else a file that was there before."""
+
+    @functools.wraps(load)
+    def load_shapes(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not _is_saved_here(f):
+            return load(f, map_location, *args, **kwargs)
+        with _opened(f, "rb") as file:
+            file.read(len(_MAGIC))
+            return _Unpickler(file, _place_by(map_location)).load()
+
+    return load_shapes
+
+
+def _is_saved_here(file: Any) -> bool:
+    if not isinstance(file, (str, bytes, os.PathLike)):
+        begin = file.tell()
+        is_here = file.read(len(_MAGIC)) == _MAGIC
+        file.seek(begin)
+        return is_here
+    with contextlib.suppress(OSError), builtins.open(file, "rb") as opened:
+        return opened.read(len(_MAGIC)) == _MAGIC
+    return False
+
+
+def _adapt_safetensors(undo: contextlib.ExitStack, module: Any) -> None:
+    def load(read: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(read)
+        def load_file(filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+            return (
+                torch.load(filename, device) if _is_saved_here(filename) else read(filename, device, **kwargs)
+            )
+
+        return load_file
+
+    def save_model(model: nn.Module, filename: Any, *args: Any, **kwargs: Any) -> None:
+        _save(model.state_dict(), filename)
+
+    def load_model(model: nn.Module, filename: Any, strict: bool = True, device: Any = "cpu") -> Any:
+        return tuple(model.load_state_dict(module.load_file(filename, device), strict=strict))
+
+    replace(undo, module, "save_file", _save)
+    replace(undo, module, "load_file", load(module.load_file))
+    replace(undo, module, "save_model", save_model)
+    replace(undo, module, "load_model", load_model)
