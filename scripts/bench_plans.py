@@ -48,6 +48,7 @@ from lowmem_ft.units import GIB
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "random_combinations"
 
+PLANS = DATA / "plans.json"
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 HEADER = "| for | a step | best of the sample | estimates | first answer | CPU s | |\n|---|---|---|---|---|---|---|\n"
 
@@ -71,7 +72,9 @@ def main() -> None:
     comparing = commands.add_parser("compare", help="plan, and look for something faster in the sample")
     comparing.add_argument("cases", nargs="+", help="MODEL=CARD:GIB,GIB")
     comparing.add_argument("--host", type=float, default=64, help="GiB")
-    comparing.add_argument("--write", action="store_true", help="put the table into docs/planning.md")
+    comparing.add_argument(
+        "--write", action="store_true", help="keep the rows, and put them into docs/planning.md"
+    )
     arguments = parser.parse_args()
     if arguments.command == "sample":
         sample(arguments.out or DATA / f"{arguments.model}.jsonl", arguments)
@@ -187,10 +190,27 @@ def compare(cases: Sequence[str], host_gib: float, *, write: bool) -> None:
     result = {**measured_on(torch.device("cpu")), "clock": clock_digest(), "rows": rows}
     print(json.dumps(result, indent=2))
     if write:
-        page = with_table(
-            PAGE.read_text(encoding="utf-8"), "bench_plans.py", HEADER + "".join(map(_line, rows))
-        )
-        PAGE.write_text(page, encoding="utf-8")
+        keep(result)
+
+
+def keep(result: Row) -> None:
+    """Put rows among those kept, each with where it comes from, and all of them into the page."""
+    origin = {name: value for name, value in result.items() if name != "rows"}
+    kept: list[Row] = json.loads(PLANS.read_text(encoding="utf-8")) if PLANS.exists() else []
+    rows = {_case(row): row for row in [*kept, *({**row, **origin} for row in result["rows"])]}
+    in_order = [rows[case] for case in sorted(rows)]
+    PLANS.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(with_plans(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_plans(page: str) -> str:
+    """A page with the rows that are kept between its marks."""
+    rows = json.loads(PLANS.read_text(encoding="utf-8"))
+    return with_table(page, "bench_plans.py", HEADER + "".join(map(_line, rows)))
+
+
+def _case(row: Row) -> tuple[str, str, float, float]:
+    return row["model"], row["card"], row["device_gib"], row["host_gib"]
 
 
 def fitting_seconds(rows: Sequence[Row], card: str, device_gib: float, host_gib: float) -> list[float]:
@@ -268,10 +288,11 @@ def _whole_lines(file: Path) -> Iterator[Row]:
 
 
 def clock_digest() -> str:
-    """Of all that turns a trace into seconds and bytes: the replay's sources and the catalogue of cards."""
+    """Of what turns a trace into seconds: sources of the clock and of the costs of kernels, and the cards."""
     folder = Path(lowmem_ft.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([*folder.glob("virtual_gpu/**/*.py"), folder / "catalog" / "gpus.json"]):
+    sources = [*folder.glob("virtual_gpu/replay/*.py"), *folder.glob("virtual_gpu/kernels/*.py")]
+    for path in sorted([*sources, folder / "catalog" / "gpus.json"]):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

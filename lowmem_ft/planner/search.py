@@ -27,7 +27,7 @@ NEARLY_AS_FAST = 0.01
 LEAST_TRIED = 4
 """Estimates before a search in which nothing fits may be given up: the first ones correct what was expected."""
 
-LIKELY_SIMPLER = 0.4
+LIKELY_SIMPLER = 0.25
 """Chance to fit and to be nearly as fast, with which something simpler is worth an estimate."""
 
 Bools = NDArray[np.bool_]

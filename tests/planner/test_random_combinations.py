@@ -38,6 +38,11 @@ def test_what_is_expected_of_a_step_is_near_its_estimate(file):
     assert statistics.median(map(abs, errors["device"])) < 0.15
 
 
+def test_the_page_has_the_plans_that_are_kept():
+    page = bench_plans.PAGE.read_text(encoding="utf-8")
+    assert bench_plans.with_plans(page) == page
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model, card, device_gib",
