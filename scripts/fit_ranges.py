@@ -5,8 +5,8 @@
 The runs are ``tests/data/measured/public-*.json``. ``--estimate`` estimates each anew (some minutes) and keeps what it
 finds in ``estimated-public.json`` there, from which everything is printed.
 
-A kind's share is the error that 93 runs of a hundred do not exceed, as conformal prediction has it: with n runs, the
-one of rank ``ceil(0.93 (n + 1))`` of their errors, rounded up to a thousandth. Errors are shares of what the caching
+A kind's share is the error that 93 runs of a hundred do not exceed, as conformal prediction has it: of n runs, that
+of rank ``ceil(0.93 (n + 1))`` of their errors, rounded up to a thousandth. Errors are shares of what the caching
 allocator is estimated to hold, as ranges are. Each run is then left out in turn, alone and with all others of its
 source, the shares fitted without it, and its range looked at. Nine of ten are to be held; a run whose source was never
 seen is harder than the next of a known one, hence the three. ``lowmem_ft/memory/uncertainty.py`` has the shares of all
@@ -122,7 +122,7 @@ def measured_runs() -> list[Run]:
     estimates = json.loads(ESTIMATES.read_text())
     runs: list[Run] = []
     for row in public_rows():
-        if _is_chance(row) or row["name"] not in estimates:  # the latter: until --estimate is run
+        if _is_chance(row):
             continue
         is_quantized = _is_quantized(row)
         estimated, measured = estimates[row["name"]], row["measured"]

@@ -18,16 +18,16 @@ allocated                       0.1 % at most in 20 16-bit LoRA runs on a T4, 4 
                                 0.04 % in steps on a CPU
 reserved, 16-bit weights        0.3 % in the median and 3.0 % at most in 44 runs on a T4, an RTX 4080 and an L40S, full
                                 fine-tuning and batches of many lengths among them (:data:`RESERVED_SHARE`)
-reserved, 4-bit weights         0.8 % in the median and 6.0 % at most in 22 runs (:data:`QUANTIZED_RESERVED_SHARE`),
+reserved, 4-bit weights         1.2 % in the median and 6.0 % at most in 26 runs (:data:`QUANTIZED_RESERVED_SHARE`),
                                 under libraries that this package takes; transformers 5.0 loads in an order left to
-                                chance: 12.6 %. ``scripts/fit_ranges.py`` fits both shares, and with them 61 of 66
+                                chance: 12.6 %. ``scripts/fit_ranges.py`` fits both shares, and with them 65 of 70
                                 runs were held whose whole source it had not seen
 context, read on such a card    two A100 differ by 1 %, 14 runs on a T4 not at all; other drivers are not
                                 known: an allowance (:data:`CONTEXT_SHARE`)
 context, an estimate            the catalogue's formula is 18 % low on a T4, 5 % low on an L4, 4 % high on an
                                 A100, 2 % high on an H100 (:data:`ESTIMATED_CONTEXT_SHARE`)
 process without a GPU           362 MiB and a KiB for each token of the vocabulary. On two processors whole runs held
-                                15 % of that less to 4 % more than it and their tensors (``whole-runs-cpu.json``);
+                                15 % of that less to 9 % more than it and their tensors (``whole-runs-cpu.json``);
                                 builds of torch for CUDA, whose 140 MiB come on top, 2 % less to 3 % more
                                 (:data:`CPU_PROCESS_SHARE`)
 heap, without a GPU             what the C library keeps of freed tensors: in runs of this package of those below
