@@ -5,7 +5,7 @@
 A space leaves two to four knobs free, drawn at random, of a recipe whose other knobs are drawn too; its budget is drawn
 so that one of its combinations, or nearly, just fits; a second and a third are larger. Every combination is estimated,
 and what a plan chose is held against all that fit: none may be faster by more than 1 %, nor be as fast within 1 % with
-fewer changes. No weights, no data, no network, no GPU.
+less changed. No weights, no data, no network, no GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import MemoryPlan, plan
 from lowmem_ft.planner.planning import need_from
 from lowmem_ft.planner.search import NEARLY_AS_FAST
-from lowmem_ft.planner.space import Dimension, Space, asks_consent, planned_keys, space_of
+from lowmem_ft.planner.space import Settings, Space, asks_consent, planned_keys, space_of
 from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
 from lowmem_ft.units import parse_bytes
@@ -119,7 +119,7 @@ def compare(model: str, cards: int, seed: int, most: int) -> list[dict[str, Any]
             "proven": chosen.is_proven,
             "best_seconds": min((seconds for seconds, _ in fitting), default=None),
             "plan_seconds": chosen.estimate.step.seconds if chosen.fits and chosen.estimate.step else None,
-            "changes": len(_changed(chosen, space)),
+            "changes": _complexity_of(chosen, space),
         }
         rows.append({**row, "regret": regret_of(fitting, row["plan_seconds"], row["changes"])})
     return rows
@@ -134,26 +134,28 @@ def regret_of(fitting: Sequence[tuple[float, int]], seconds: float | None, chang
     if seconds > enough:
         return f"{100 * (seconds / fastest - 1):.1f} % slower than the fastest"
     simplest = min(changes for seconds, changes in fitting if seconds <= enough)
-    return f"{changes} changes, where {simplest} would do" if changes > simplest else ""
+    return f"changes of {changes}, where {simplest} would do" if changes > simplest else ""
 
 
-def _changed(chosen: MemoryPlan, space: Space) -> list[Dimension]:
-    """Dimensions that a plan has changed; what is left open counts for what needs least memory."""
-    own = space.settings(space.own)
+def _complexity_of(chosen: MemoryPlan, space: Space) -> int:
+    """How much a plan changes, by the choices of a space that it has."""
 
-    def differs(key: str) -> bool:
-        return operator.attrgetter(key)(chosen.recipe) != own[key]
+    def has(settings: Settings) -> bool:
+        return all(operator.attrgetter(key)(chosen.recipe) == value for key, value in settings.items())
 
-    return [dimension for dimension in space.dimensions if any(map(differs, dimension.keys))]
+    choices = [
+        [has(choice) for choice in dimension.choices].index(True) if chosen.fits else dimension.own
+        for dimension in space.dimensions
+    ]
+    return space.complexity(tuple(choices))
 
 
 def _all_needs(space: Space, target: Target) -> Iterator[tuple[float, int, bool]]:
-    """Of each combination that can be built: seconds, dimensions that it changes, and whether it fits."""
+    """Of each combination that can be built: seconds, how much it changes, and whether it fits."""
     for combination in space.combinations:
         with contextlib.suppress(UserError):
             need = need_from(target.estimate(space.recipe_of(combination))[0])
-            changes = sum(new != old for new, old in zip(combination, space.own, strict=True))
-            yield need.seconds, changes, need.fits
+            yield need.seconds, space.complexity(combination), need.fits
 
 
 def _spaces(

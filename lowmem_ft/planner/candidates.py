@@ -58,12 +58,11 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
     )
     context_bytes = 0 if gpu is None else gpu.context_bytes
     given_up_N, price_N = _ranks(space, choices_ND)
-    own_D = np.array(space.own, dtype=np.int64)
     return Candidates(
         choices_ND=choices_ND,
         before_N=given_up_N,
         after_N=price_N,
-        changes_N=(choices_ND != own_D).sum(axis=1),
+        changes_N=_complexities(space, choices_ND),
         seconds_N=seconds_N,
         device_bytes_N=with_headroom(context_bytes + np.maximum(after_N, forward_N + activations_N)),
         host_bytes_N=with_headroom(host_N),
@@ -133,6 +132,15 @@ def _ranks(space: Space, choices_ND: Ints) -> tuple[Ints, Ints]:
     after_N = np.empty(len(order), dtype=np.int64)
     after_N[order] = np.arange(len(order))
     return before_N, after_N
+
+
+def _complexities(space: Space, choices_ND: Ints) -> Ints:
+    """:meth:`Space.complexity` of each."""
+    total_N = np.zeros(len(choices_ND), dtype=np.int64)
+    for place, dimension in enumerate(space.dimensions):
+        prices = [space.price(place, index) for index in range(len(dimension.choices))]
+        total_N += np.array([is_changed * (1 + cost) for _, cost, is_changed in prices])[choices_ND[:, place]]
+    return total_N
 
 
 def _filled(own: list[int], places: Sequence[int], values: Sequence[int]) -> list[int]:

@@ -43,7 +43,7 @@ class Candidates:
         choices_ND: the index of a choice for each dimension.
         before_N: decides before the seconds do, the smaller the better.
         after_N: decides where the seconds are equal, the smaller the better; no two are equal.
-        changes_N: knobs that it changes: the fewer, the simpler it is.
+        changes_N: how much it changes: the less, the simpler it is.
         seconds_N: a step takes no less.
         device_bytes_N: the device is asked for no less.
         host_bytes_N: the host is asked for no less.

@@ -120,6 +120,11 @@ class Space:
             int(index != self.dimensions[place].own),
         )
 
+    def complexity(self, combination: Combination) -> int:
+        """How much a combination changes: each knob counts one, and as many more as what it costs is dear."""
+        prices = [self.price(place, index) for place, index in enumerate(combination)]
+        return sum(is_changed * (1 + cost) for _, cost, is_changed in prices)
+
     def adds_work(self, place: int, old: int, new: int) -> bool:
         """Whether one choice of a dimension in place of another is paid for, where that other costs nothing.
 

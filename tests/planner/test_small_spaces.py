@@ -26,7 +26,7 @@ def test_a_plan_is_the_simplest_of_the_fastest_and_more_memory_is_never_slower(s
 def test_what_a_plan_could_have_had_is_seen():
     fitting = [(10.0, 3), (10.05, 1), (10.2, 0)]
     assert bench_regret.regret_of(fitting, 10.05, 1) == ""
-    assert bench_regret.regret_of(fitting, 10.0, 3) == "3 changes, where 1 would do"
+    assert bench_regret.regret_of(fitting, 10.0, 3) == "changes of 3, where 1 would do"
     assert bench_regret.regret_of(fitting, 10.2, 0) == "2.0 % slower than the fastest"
     assert bench_regret.regret_of(fitting, None, 0)
     assert bench_regret.regret_of([], None, 0) == ""
