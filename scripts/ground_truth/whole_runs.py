@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3MoeConfig
 
@@ -45,7 +46,7 @@ _STREAMED = (
     *("offload.optimizer=host", "offload.parameters=stream"),
 )
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": SMOLLM2.vocab_size,
     "hidden_size": 512,
     "num_hidden_layers": 8,
@@ -55,12 +56,16 @@ _SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 2,
 }
+_EXPERTS: dict[str, Any] = {
+    "head_dim": 64,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SIZES, intermediate_size=1408),
     "phi3": Phi3Config(**_SIZES, intermediate_size=1408),
-    "qwen3_moe": Qwen3MoeConfig(
-        **_SIZES, head_dim=64, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=256
-    ),
+    "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS),
 }
 """Models with random weights and SmolLM2's tokenizer, of which a step takes seconds."""
 

@@ -11,6 +11,7 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate, ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
 from lowmem_ft.units import GIB, MIB
 from lowmem_ft.virtual_gpu.replay.estimate import OTHERS, Surroundings, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside, HostTensors
@@ -75,11 +76,13 @@ def test_a_process_is_what_is_reserved_and_what_lies_outside():
 def test_it_fits_up_to_the_last_byte_of_the_upper_end():
     trace = trace_of(300, 300)
     most = high_of(estimate(trace))
-    assert most == (606 + 110) * MIB  # a hundredth of what is reserved, a tenth of the context
+    assert (
+        most == round(600 * MIB * (1 + RESERVED_SHARE)) + 110 * MIB
+    )  # of what is reserved; a tenth of the context
     assert estimate(trace, limit=most).fits
     over = estimate(trace, limit=most - 1)
     assert not over.fits
-    assert over.headroom_bytes == 16 * MIB - 1  # the figure itself has room
+    assert over.headroom_bytes == most - 700 * MIB - 1 > 0  # the figure itself has room
 
 
 def test_it_may_not_fit_where_the_limit_is_within_the_range():
@@ -111,7 +114,7 @@ def test_on_a_processor_it_may_not_fit_likewise():
 def test_the_range_lies_around_the_figure():
     found = estimate(trace_of(300, 300))
     assert found.process_range is not None
-    assert found.process_range.low_bytes == (594 + 90) * MIB
+    assert found.process_range.low_bytes == round(600 * MIB * (1 - RESERVED_SHARE)) + 90 * MIB
     device = found.to_json()["device"]
     assert device["process_low_bytes"] < device["process_peak_bytes"] < device["process_high_bytes"]
 
@@ -121,9 +124,12 @@ def test_what_is_less_certain_has_a_wider_range():
         return high_of(estimate(trace, gpu=gpu)) - 700 * MIB
 
     plain = trace_of(300, 300)
-    assert width(dataclasses.replace(plain, is_quantized=True)) == 46 * MIB
+    assert (
+        width(dataclasses.replace(plain, is_quantized=True))
+        == round(600 * MIB * QUANTIZED_RESERVED_SHARE) + 10 * MIB
+    )
     estimated_context = dataclasses.replace(GPU, sources={"context_mib": "estimate: by multiprocessors"})
-    assert width(plain, estimated_context) == 31 * MIB
+    assert width(plain, estimated_context) == round(600 * MIB * RESERVED_SHARE) + 25 * MIB
     assert estimate(plain, gpu=estimated_context).to_json()["gpu"]["context_is_estimate"]
 
 
@@ -223,7 +229,7 @@ def test_the_host_has_a_budget_of_its_own():
 
 @pytest.mark.parametrize(
     "device,host,fits",
-    [(None, None, True), (308, None, True), (307, None, False), (None, 307, False), (308, 308, True)],
+    [(None, None, True), (324, None, True), (323, None, False), (None, 323, False), (324, 324, True)],
 )
 def test_on_a_processor_both_budgets_are_the_hosts(device, host, fits):
     budget = BudgetVerdict(device_bytes=device and device * MIB, host_bytes=host and host * MIB)
@@ -231,7 +237,7 @@ def test_on_a_processor_both_budgets_are_the_hosts(device, host, fits):
     found = estimate_on_cpu(trace_of(60, 20), "cpu", budget, surroundings)
     assert found.allocated_peak_bytes == 80 * MIB
     assert found.reserved_peak_bytes == 86 * MIB  # three tenths of what is below 32 MiB
-    assert found.process_peak_bytes == found.host_peak_bytes == 286 * MIB  # 6 and 8 % of 200 more or less
+    assert found.process_peak_bytes == found.host_peak_bytes == 286 * MIB  # 6 and 16 % of 200 more or less
     assert found.step is None
     assert found.fits is fits
 
