@@ -53,18 +53,19 @@ def _problem(folder: Path, recipe: Recipe) -> str | None:
         return "which holds the home folders."
     if (folder / ".git").exists():
         return "the root of a git checkout."
-    read = [(setting, path) for setting, value in _inputs(recipe).items() for path in _named(value)]
+    read = [(setting, path) for setting, value in inputs_of(recipe).items() for path in _named(value)]
     for setting, path in read:
         if folder == (path if path.is_dir() else path.parent):
-            return f"where {setting}={_inputs(recipe)[setting]} is."
+            return f"where {setting}={inputs_of(recipe)[setting]} is."
         if setting.startswith("data.") and path.is_dir() and path in folder.parents:
             return (
-                f"inside of {setting}={_inputs(recipe)[setting]}, which would read the run's files as data."
+                f"inside of {setting}={inputs_of(recipe)[setting]}, which would read the run's files as data."
             )
     return None
 
 
-def _inputs(recipe: Recipe) -> dict[str, str | None]:
+def inputs_of(recipe: Recipe) -> dict[str, str | None]:
+    """The model and the data that a run reads, by key."""
     return {
         "model.name_or_path": recipe.model.name_or_path,
         "model.tokenizer_name_or_path": recipe.model.tokenizer_name_or_path,

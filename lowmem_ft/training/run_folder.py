@@ -11,7 +11,7 @@ from typing import Any
 
 from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
-from lowmem_ft.recipe.output_folder import refuse_output_folder, run_folder_of
+from lowmem_ft.recipe.output_folder import inputs_of, refuse_output_folder, run_folder_of
 from lowmem_ft.recipe.paths import MODEL_FOLDER
 from lowmem_ft.training.atomic_io import write_whole_file
 from lowmem_ft.training.changed_recipe import log_changes, may_continue, refuse_to_continue_another
@@ -228,10 +228,7 @@ def _another(named: Path) -> str:
 def _inputs(recipe: Recipe) -> dict[str, str | None]:
     """What a run reads, by key."""
     return {
-        "model.name_or_path": recipe.model.name_or_path,
-        "model.tokenizer_name_or_path": recipe.model.tokenizer_name_or_path,
-        "data.path": recipe.data.path,
-        "data.eval_path": recipe.data.eval_path,
+        **inputs_of(recipe),
         "training.resume_from_checkpoint": recipe.training.resume_from_checkpoint,
     }
 
