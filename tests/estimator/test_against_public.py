@@ -72,12 +72,12 @@ def hold_together(rows: Iterable[Mapping[str, Any]], limits: Mapping[str, tuple[
 
 
 def is_repeatable(row: Mapping[str, Any], comparison: Comparison) -> bool:
-    loads_in_threads = is_quantised(row) and row["versions"]["transformers"] == LOADS_IN_THREADS
+    loads_in_threads = is_quantised(row) and row["versions"].get("transformers") == LOADS_IN_THREADS
     return comparison.metric == "allocated" or not loads_in_threads
 
 
 def is_quantised(row: Mapping[str, Any]) -> bool:
-    return row["settings"]["quantization"] != "none"
+    return row["settings"].get("quantization", "none") != "none"
 
 
 @pytest.fixture(autouse=True)
