@@ -12,7 +12,7 @@ from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate, ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
-from lowmem_ft.units import GIB, MIB
+from lowmem_ft.units import GIB, MIB, format_bytes
 from lowmem_ft.virtual_gpu.replay.estimate import OTHERS, Surroundings, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside, HostTensors
 from lowmem_ft.virtual_gpu.trace import Trace
@@ -76,9 +76,7 @@ def test_a_process_is_what_is_reserved_and_what_lies_outside():
 def test_it_fits_up_to_the_last_byte_of_the_upper_end():
     trace = trace_of(300, 300)
     most = high_of(estimate(trace))
-    assert (
-        most == round(600 * MIB * (1 + RESERVED_SHARE)) + 110 * MIB
-    )  # of what is reserved; a tenth of the context
+    assert most == round(600 * MIB * (1 + RESERVED_SHARE)) + 110 * MIB  # and a tenth of the context
     assert estimate(trace, limit=most).fits
     over = estimate(trace, limit=most - 1)
     assert not over.fits
@@ -87,7 +85,9 @@ def test_it_fits_up_to_the_last_byte_of_the_upper_end():
 
 def test_it_may_not_fit_where_the_limit_is_within_the_range():
     trace = trace_of(300, 300)
-    lowest, highest = (594 + 90) * MIB, (606 + 110) * MIB
+    around = estimate(trace).process_range
+    assert around is not None
+    lowest, highest = around.low_bytes, around.high_bytes
     found = {
         limit: estimate(trace, limit=limit).verdict for limit in (lowest - 1, lowest, highest - 1, highest)
     }
@@ -95,7 +95,7 @@ def test_it_may_not_fit_where_the_limit_is_within_the_range():
     straddles = estimate(trace, limit=lowest)
     assert not straddles.fits
     assert straddles.to_json()["verdict"] == "may not fit"
-    assert "may not fit, 16.0 MiB are missing" in str(straddles)
+    assert f"may not fit, {format_bytes(700 * MIB - lowest)} are missing" in str(straddles)
     assert estimate(trace, limit=lowest, host=GIB, host_base=GIB + 1).verdict == "does not fit"
 
 
