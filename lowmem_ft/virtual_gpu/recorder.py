@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
         if more_bytes:
             padding = dataclasses.replace(one, size_bytes=more_bytes)
             self._padding[index] = self._malloc(padding)
-            self._goes_with(tensor.untyped_storage(), index, self._padding[index])
+            self._goes_with(tensor.untyped_storage(), self._padding[index])
 
     def index_of(self, tensor: Tensor) -> int | None:
         """The number of the allocation that a tensor lies in; None if it is unknown."""
@@ -210,12 +210,14 @@ class Recorder(TorchDispatchMode):
         one.asked_bytes = tensor.nbytes if one.place == "pinned" else 0
         if times == 1:
             return
-        others = dataclasses.replace(one, size_bytes=one.size_bytes * (times - 1), asked_bytes=0)
-        self._goes_with(storage, index, self._malloc(others))
+        padding = self._padding.get(index)
+        padded = one.size_bytes + (0 if padding is None else self.timeline.allocations[padding].size_bytes)
+        others = dataclasses.replace(one, size_bytes=padded * (times - 1), asked_bytes=0)
+        self._goes_with(storage, self._malloc(others))
 
-    def _goes_with(self, storage: torch.UntypedStorage, index: int, other: int) -> None:
+    def _goes_with(self, storage: torch.UntypedStorage, other: int) -> None:
         """Let another allocation end with that of a storage."""
-        key = -1 - index  # no storage's address
+        key = -1 - other  # no storage's address
         self._index_of[key] = other
         weakref.finalize(storage, _release, self._reference, key).atexit = False
 
