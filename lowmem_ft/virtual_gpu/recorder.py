@@ -158,9 +158,10 @@ class Recorder(TorchDispatchMode):
         if index is None or index in self._padding:
             return
         one = self.timeline.allocations[index]
-        more_bytes = (1 << (one.size_bytes - 1).bit_length()) - one.size_bytes if one.size_bytes else 0
-        if more_bytes:
-            padding = dataclasses.replace(one, size_bytes=more_bytes)
+        if one.size_bytes:
+            # Of no bytes, too, where it is a power of two: traces of other lengths are alike but for sizes.
+            whole_bytes = 1 << (one.size_bytes - 1).bit_length()
+            padding = dataclasses.replace(one, size_bytes=whole_bytes - one.size_bytes)
             self._padding[index] = self._malloc(padding)
             self._goes_with(tensor.untyped_storage(), self._padding[index])
 

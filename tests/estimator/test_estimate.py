@@ -86,7 +86,17 @@ def test_the_json_holds_the_published_fields(make_recipe):
     assert values["schema"] == 1
     assert set(values) == {
         *("schema", "model", "gpu", "device", "host", "by_category_at_peak", "by_phase", "peak_at"),
-        *("step", "budget", "fits", "tight", "choices", "not_modelled", "versions", "trace_seconds"),
+        *(
+            "step",
+            "budget",
+            "fits",
+            "verdict",
+            "tight",
+            "choices",
+            "not_modelled",
+            "versions",
+            "trace_seconds",
+        ),
         *("uncertainty", "processes"),
     }
     assert values["gpu"] == {

@@ -229,9 +229,17 @@ def test_what_was_chosen_is_said_in_a_line(recipe_of, at_once):
     ]
 
 
-def test_an_estimate_says_what_it_chose_and_whether_it_fits(recipe_of, budget_of, capsys):
-    model = f"model={recipe_of('alike').model.name_or_path}"
-    command = ["estimate", model, "model.weights=random", "data.max_length=512", "checkpointing.mode=auto"]
+def test_an_estimate_says_what_it_chose_and_whether_it_fits(recipe_of, budget_of, capsys, tmp_path):
+    (recipe := tmp_path / "one.yaml").write_text(
+        f"model: {{name_or_path: {recipe_of('alike').model.name_or_path}}}\n"
+    )
+    command = [
+        "estimate",
+        f"recipe={recipe}",
+        "model.weights=random",
+        "data.max_length=512",
+        "checkpointing.mode=auto",
+    ]
     command += ["training.per_device_train_batch_size=8", "training.mixed_precision=bf16", "--gpu", "l4"]
     for budget, code, words in (
         (budget_of(NO_LAYER), 0, "checkpointing.mode=auto: none (fits"),

@@ -176,7 +176,7 @@ def structure_of(trace: Trace) -> str:
         digest.update(repr(list(zip(*columns, strict=True))).encode())
 
     add(
-        (a.category, a.phase, a.module, a.stream, a.place, a.size_bytes > 0)
+        (a.category, a.phase, a.module, a.stream, a.place, a.size_bytes > 0 or a.place == "pinned")
         for a in trace.timeline.allocations
     )
     add((event.kind, event.allocation) for event in trace.timeline.events)
