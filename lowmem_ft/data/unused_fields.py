@@ -1,10 +1,10 @@
 """Fields of the formats of other tools that training here does not use: told with their count, or refused.
 
 What says that an answer must not be learnt is refused where that answer would be: ``label`` and ``kto_tag`` of KTO,
-``weight: 0`` (OpenAI, Mistral) and ``train: false`` (axolotl) of a turn. What says more than is used of an answer that
-is right (earlier turns, tools, reasoning that the template does not write) costs what it would have taught, so it is
-counted and warned of. Sources: TRL's dataset formats, OpenAI's fine-tuning guide, and the data pages of axolotl and
-LLaMA-Factory, 2026.
+``weight: 0`` (OpenAI, Mistral), ``train: false`` (axolotl) and ``loss: false`` (ms-swift) of a turn. What says more
+than is used of an answer that is right (earlier turns, tools, reasoning that the template does not write) costs what it
+would have taught, so it is counted and warned of. Sources: TRL's dataset formats, OpenAI's fine-tuning guide, and the
+data pages of axolotl, LLaMA-Factory and ms-swift, 2026.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ OF_MESSAGES = (
 ALL = (*OF_ROWS, *OF_MESSAGES)
 
 _BAD = ("label", "kto_tag")
-_TRAINED = ("train", "training")
+_TRAINED = ("train", "training", "loss")
 _KNOWN_OF_ROWS = {name for field in OF_ROWS for name in field.names}
 _USED_OF_MESSAGES = {"role", "from", "content", "value", "tool_calls", "function_call"}
 

@@ -153,6 +153,7 @@ REFUSED = {
         {},
         r"Message 2 has weight: 0.*data\.loss_on=completion to learn the last turn",
     ),
+    "ms-swift's loss": ([{"messages": chat(loss=False)}], {}, "Message 2 has loss: false"),
     "axolotl's train": ([{"messages": chat(train=False)}], {}, "Message 2 has train: false"),
     "axolotl's training": ([{"messages": chat(training=False)}], {}, "Message 2 has training: false"),
     "ShareGPT's weight": (

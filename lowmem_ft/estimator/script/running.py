@@ -123,10 +123,13 @@ class ScriptRun:
         except Enough:
             pass  # not an error: our own signal that all the steps have been seen
         except SystemExit as end:
-            if end.code not in (None, 0) and not self.watch.steps:
-                said = f": {end.code}" if isinstance(end.code, str) else f" by sys.exit({end.code})"
+            if end.code in (None, 0):
+                return
+            said = f": {end.code}" if isinstance(end.code, str) else f" by sys.exit({end.code})"
+            if not self.watch.steps:
                 last = _last_words(sys.stderr)
                 raise ScriptError(f"{self._path} ended itself{said}{last}", "") from end
+            self.machine.say(f"the script ended itself after step {len(self.watch.steps)}{said}")
         except UserError as error:
             own = _own_frames(error.__traceback__, str(self._path))
             where = f" (at {shown_file(own[-1].filename)}:{own[-1].lineno})" if own else ""

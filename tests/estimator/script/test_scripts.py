@@ -69,6 +69,12 @@ def test_the_main_optimizer_counts_and_tokens_are_those_that_are_learnt_from(scr
     assert found.tokens_per_step == 2 * 3 * 5
 
 
+@pytest.mark.parametrize("end, said", [("7", " by sys.exit(7)"), ("'no more data'", ": no more data")])
+def test_a_script_that_gives_up_after_a_step_is_quoted(script, end, said):
+    found = estimate_script(script(STEPS + f"\n    step()\n    import sys\n    sys.exit({end})\n"), gpu="t4")
+    assert f"the script ended itself after step 1{said}" in found.estimate.choices
+
+
 def test_nothing_is_left_of_a_script_but_its_estimate(script, tmp_path):
     (tmp_path / "kept.txt").write_text("old")
     (tmp_path / "beside.py").write_text("NAME = 'beside'")
