@@ -4,6 +4,9 @@ Every function takes and returns a tile of (rows, 256), a row for each block of 
 counterpart there gives.
 """
 
+# Annotations and constants are what Triton's own compiler makes of them.
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 import triton  # pyright: ignore[reportMissingImports]

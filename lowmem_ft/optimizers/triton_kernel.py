@@ -7,6 +7,9 @@ number is 1 and whether a number or an address is divisible by 16. Random keys, 
 each of these now and then, so that it is told not to look at them: one variant a configuration, compiled in step 1.
 """
 
+# Annotations and constants are what Triton's own compiler makes of them.
+# pyright: reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import triton  # pyright: ignore[reportMissingImports]
