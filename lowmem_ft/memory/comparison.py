@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,6 +49,26 @@ class Peaks:
             TypeError: if they are others.
         """
         return cls(**values)
+
+
+def peaks_in(records: Iterable[Mapping[str, Any]]) -> tuple[Peaks | None, Peaks | None]:
+    """What the lines of a run's metrics say last, estimated and measured, each None where it was not written.
+
+    The estimate is the one that the measured process had made: a run may go on with other settings, and be killed
+    before it measures anything.
+
+    Raises:
+        TypeError: if their values are others.
+    """
+    newest: Mapping[str, Any] | None = None
+    pair: tuple[Mapping[str, Any] | None, Mapping[str, Any]] | None = None
+    for record in records:
+        if "estimated" in record:
+            newest = record["estimated"]
+        if "measured" in record:
+            pair = newest, record["measured"]
+    estimated, measured = pair or (newest, None)
+    return estimated and Peaks.from_json(estimated), measured and Peaks.from_json(measured)
 
 
 def estimated_peaks(estimate: MemoryEstimate) -> Peaks:

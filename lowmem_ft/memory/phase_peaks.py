@@ -59,12 +59,12 @@ class PhasePeaks:
     @property
     def peak_bytes(self) -> int:
         """Of all phases and of what lay between them."""
-        return read_device_memory(self._device).peak_bytes
+        return max(read_device_memory(self._device).peak_bytes, *self.by_phase.values(), 0)
 
     @property
     def host_peak_bytes(self) -> int:
         """What the process holds of the host's memory, at its highest."""
-        return read_host_memory().peak_bytes
+        return self.peak_bytes if self._device.type == "cpu" else read_host_memory().peak_bytes
 
     def _note_reserved(self) -> None:
         if self.reserved_bytes is not None:

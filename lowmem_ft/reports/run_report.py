@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.memory.comparison import Peaks, Row, compared
+from lowmem_ft.memory.comparison import Peaks, Row, compared, peaks_in
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.paths import MODEL_FOLDER
 from lowmem_ft.reports.prose import Prose
@@ -48,10 +48,15 @@ class RunRecord:
         """The newest value of a key; None: there is none."""
         return next((record[key] for record in reversed(self.metrics) if key in record), None)
 
-    def peaks(self, key: str) -> Peaks | None:
-        """``estimated`` or ``measured``; None: it was not written."""
-        values = self.last(key)
-        return None if values is None else Peaks.from_json(values)
+    @property
+    def estimated(self) -> Peaks | None:
+        """What was estimated of it; None: it was not."""
+        return peaks_in(self.metrics)[0]
+
+    @property
+    def measured(self) -> Peaks | None:
+        """What it took; None: it was not written."""
+        return peaks_in(self.metrics)[1]
 
     def check(self) -> None:
         """Look whether the lines are those of a run.
@@ -67,8 +72,7 @@ class RunRecord:
                     f"{self.path}/metrics.jsonl, line {number}, is of no run: {str(record)[:80]!r}."
                 )
         try:
-            for key in ("estimated", "measured"):
-                self.peaks(key)
+            peaks_in(self.metrics)
         except TypeError as error:
             raise UserError(
                 f"{self.path}/metrics.jsonl has peaks that this version does not know: {error}."
@@ -76,7 +80,7 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, rows of memory among them."""
-        estimated, measured = self.peaks("estimated"), self.peaks("measured")
+        estimated, measured = peaks_in(self.metrics)
         return {
             "path": str(self.path),
             "recipe": self.recipe.name,
@@ -115,10 +119,7 @@ class _SideBySide:
 
     def __init__(self, runs: Sequence[RunRecord]) -> None:
         facts = [{NAME: run.path.name or str(run.path), **_facts(run)} for run in runs]
-        memory = [
-            {row.name: _cell(row) for row in compared(run.peaks("estimated"), run.peaks("measured"))}
-            for run in runs
-        ]
+        memory = [{row.name: _cell(row) for row in compared(run.estimated, run.measured)} for run in runs]
         rehearsed = [dict(_rehearsed(run)) for run in runs]
         names = dict.fromkeys(name for of_run in facts for name in of_run)
         if any(memory):
@@ -175,7 +176,7 @@ def _rehearsed(run: RunRecord) -> Iterator[tuple[str, str]]:
         files = [file for file in (run.path / MODEL_FOLDER).rglob("*") if file.is_file()]
         written_bytes = sum(file.stat().st_size for file in files)
         yield "files of the model", f"{format_bytes(of_run['model_bytes'])} / {format_bytes(written_bytes)}"
-    measured = run.peaks("measured")
+    measured = run.measured
     if measured is None or _is_of_cpu(measured):
         return
     for row in compared(Peaks.from_json(run.rehearsal["peaks"]), measured):
@@ -235,7 +236,7 @@ def _rehearsed_elsewhere(runs: Sequence[RunRecord]) -> list[RenderableType]:
     others = [
         run.path.name
         for run in runs
-        if run.rehearsal is not None and (peaks := run.peaks("measured")) is not None and _is_of_cpu(peaks)
+        if run.rehearsal is not None and (peaks := run.measured) is not None and _is_of_cpu(peaks)
     ]
     if not others:
         return []
@@ -247,7 +248,7 @@ def _rehearsed_elsewhere(runs: Sequence[RunRecord]) -> list[RenderableType]:
 
 
 def _without_estimate(runs: Sequence[RunRecord]) -> list[Text]:
-    unknown = [run.path.name for run in runs if run.peaks("estimated") is None]
+    unknown = [run.path.name for run in runs if run.estimated is None]
     if not unknown:
         return []
     return [

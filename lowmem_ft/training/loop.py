@@ -261,6 +261,7 @@ class TrainingRun:
             with self.runtime.failing_together():
                 if self.runtime.is_main:
                     self.folder.start(self.recipe, self.progress)
+                    self.memory.continue_from(self.folder.read_metrics())
                     self.memory.write_estimate(self.metrics, self.progress.step)
             self.runtime.start_trackers(self.recipe)
             log_start(self.recipe, self.runtime, self.progress, self.num_steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, typical_seconds
+from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, peaks_in, typical_seconds
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.free_memory import keep_few_kernels, keep_tensors_out_of_the_heap
 from lowmem_ft.memory.phase_peaks import PhasePeaks
@@ -39,6 +39,13 @@ class RunMemory:
         self._by_category: dict[str, int] = {}
         self._step_seconds: list[float] = []
         self.estimate: MemoryEstimate | None = None
+        self._earlier: tuple[Peaks | None, Peaks] | None = None
+
+    def continue_from(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take what the lines of the same run's metrics say for the case that no step of it is left."""
+        estimated, measured = peaks_in(records)
+        if measured is not None:
+            self._earlier = estimated, measured
 
     def during(self, phase: str) -> AbstractContextManager[None]:
         """Count a block as ``load``, ``step``, ``evaluation`` or ``save``."""
@@ -68,8 +75,8 @@ class RunMemory:
         return None if self.estimate is None else estimated_peaks(self.estimate)
 
     def rows(self) -> list[Row]:
-        """The two, quantity by quantity."""
-        return list(compared(self.estimated(), self.measured()))
+        """The two, quantity by quantity; those of the process that has taken the steps, where this one takes none."""
+        return list(compared(*(self._of_earlier() or (self.estimated(), self.measured()))))
 
     def write_estimate(self, metrics: RunMetrics, step: int) -> None:
         """At the start, so that a run that is killed has left it."""
@@ -77,17 +84,21 @@ class RunMemory:
             metrics.write({"step": step, "estimated": estimated.to_json()})
 
     def write_measured(self, metrics: RunMetrics, step: int) -> None:
-        """With every checkpoint, and at the end."""
-        metrics.write({"step": step, "measured": self.measured().to_json()})
+        """With every checkpoint, and at the end; what was measured earlier stays the last where no step was left."""
+        if self._of_earlier() is None:
+            metrics.write({"step": step, "measured": self.measured().to_json()})
 
     def log(self) -> None:
         """Write the two down, a line each, where there is an estimate."""
-        if self.estimate is None:
+        if self.estimate is None or self._of_earlier() is not None:
             return
         logger.info("Memory, estimated and measured:")
         for row in self.rows():
             if row.measured is not None:
                 logger.info("  %s", row)
+
+    def _of_earlier(self) -> tuple[Peaks | None, Peaks] | None:
+        return None if self._step_seconds else self._earlier
 
 
 def bytes_that_stay(

@@ -104,6 +104,15 @@ def test_all_that_are_no_runs_are_named(tmp_path, capsys):
     assert "nowhere, which is no folder" in errors
 
 
+def test_what_was_measured_is_set_beside_the_estimate_of_its_own_settings(run, capsys):
+    other = {**PEAKS, "peak_bytes": 4 * 2**30}
+    lines = [{"step": 0, "estimated": PEAKS}, {"step": 1, **STEP}, {"step": 1, "measured": PEAKS}]
+    killed_again = run("resumed", *lines, {"step": 1, "estimated": other}, model=False)
+    assert main(["report", killed_again, "--json"]) == 0
+    ((shown),) = json.loads(capsys.readouterr().out)["runs"]
+    assert shown["estimated"] == shown["measured"] == PEAKS
+
+
 def test_what_was_rehearsed_stands_beside_what_was_measured(finished, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     rehearsed = {

@@ -6,11 +6,13 @@ import json
 import logging
 
 import pytest
+import torch
 
 from lowmem_ft import estimate_memory
 from lowmem_ft.errors import Interrupted
 from lowmem_ft.estimator.host import process_bytes_on_cpu
 from lowmem_ft.memory.comparison import Peaks, compared, estimated_peaks
+from lowmem_ft.memory.phase_peaks import PhasePeaks
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import loop, train
 
@@ -80,6 +82,32 @@ def test_a_run_that_is_stopped_has_left_both(tiny, tmp_path, monkeypatch):
         train(recipe, preflight=Estimated(estimate_memory(recipe, "cpu")))
     assert len(records(tmp_path / "run", "estimated")) == 1
     assert records(tmp_path / "run", "measured")[-1][0] == 1
+
+
+def test_a_finished_run_that_is_started_again_keeps_what_was_measured(tiny, tmp_path):
+    again = ("training.resume_from_checkpoint=auto",)
+    train(tiny(*SETTINGS), preflight=Estimated(estimate_memory(tiny(), "cpu")))
+    before = records(tmp_path / "run", "measured")
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    train(tiny(*SETTINGS, *again))
+    assert records(tmp_path / "run", "measured") == before
+    assert "step" in before[-1][1]["by_phase"]
+    assert (tmp_path / "run" / "model" / "README.md").read_text() == card
+
+
+def test_a_run_that_takes_more_steps_has_measured_them(tiny, tmp_path):
+    train(tiny(*SETTINGS))
+    train(tiny(*SETTINGS, "training.max_steps=3", "training.resume_from_checkpoint=auto"))
+    assert [step for step, _ in records(tmp_path / "run", "measured")] == [1, 2, 2, 3, 3]
+
+
+def test_no_phase_is_above_the_peak(monkeypatch):
+    monkeypatch.setattr("lowmem_ft.memory.phase_peaks.phase_peak_bytes", lambda device: 10**15)
+    peaks = PhasePeaks(torch.device("cpu"))
+    with peaks.during("step"):
+        pass
+    if peaks.by_phase:  # where the system tells phases apart
+        assert peaks.peak_bytes == peaks.host_peak_bytes == peaks.by_phase["step"] == 10**15
 
 
 def test_on_a_gpu_phases_are_of_tensors_alone():
