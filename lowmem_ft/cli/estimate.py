@@ -77,9 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "set checkpointing.mode=full."
             )
         of_size = [lambda: check_sizes_of_model(recipe), lambda: _check_named_device(recipe, options)]
-        is_anywhere = options.gpu is None and not recipe.training.use_cpu
         raise_together(
-            *([lambda: refuse_budget_beyond_all(recipe)] if is_anywhere else []),
+            *([lambda: refuse_budget_beyond_all(recipe)] if options.gpu in (None, ALL_GPUS, CPU) else []),
             lambda: check_model_files(recipe, architecture_only=True),
             lambda: check_packages(recipe),
             *([lambda: check_model_alone(recipe, settings, options)] if is_by_method else of_size),

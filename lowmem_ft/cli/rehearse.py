@@ -67,6 +67,7 @@ def _rehearse(arguments: list[str]) -> int:
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.budget_limits import refuse_budget_beyond_all
     from lowmem_ft.recipe.cards import on_cards
     from lowmem_ft.recipe.paths import check_paths_of_rehearsal
 
@@ -79,7 +80,7 @@ def _rehearse(arguments: list[str]) -> int:
     gpu = None if options.gpu is None else find_gpu(options.gpu)
     raise_together(
         lambda: check_paths_of_rehearsal(recipe),
-        *([] if gpu is None else [lambda: check_device_of_estimate(recipe, gpu)]),
+        lambda: refuse_budget_beyond_all(recipe) if gpu is None else check_device_of_estimate(recipe, gpu),
     )
 
     from lowmem_ft.data.first_look import check_small_local_data

@@ -86,14 +86,9 @@ def beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
     """
     if budget.device is None:
         return ()
-    wanted = parse_bytes(budget.device)
-    there = psutil.virtual_memory().total if gpu is None else gpu.memory_bytes
-    name = "this machine" if gpu is None else gpu.name
-    if not is_of_size(there, wanted):
-        return (
-            f"budget.device={budget.device} is more than {name} has, {format_bytes(there)}. Lower it, or name a larger "
-            "GPU with --gpu.",
-        )
+    if problems := above_device(budget, gpu):
+        return problems
+    wanted, name = parse_bytes(budget.device), "this machine" if gpu is None else gpu.name
     least = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
     if wanted <= least:
         return (
@@ -101,6 +96,18 @@ def beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
             f"{format_bytes(least)}. Raise it.",
         )
     return ()
+
+
+def above_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
+    """What is wrong with a budget of more than a device has; the arguments of :func:`beyond_device`."""
+    there = psutil.virtual_memory().total if gpu is None else gpu.memory_bytes
+    if budget.device is None or is_of_size(there, parse_bytes(budget.device)):
+        return ()
+    name = "this machine" if gpu is None else gpu.name
+    return (
+        f"budget.device={budget.device} is more than {name} has, {format_bytes(there)}. Lower it, or name a larger "
+        "GPU with --gpu.",
+    )
 
 
 def beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool, num_processes: int = 1) -> Sequence[str]:

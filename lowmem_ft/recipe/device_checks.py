@@ -7,6 +7,7 @@ import shlex
 from lowmem_ft.catalog import Gpu
 from lowmem_ft.errors import DataError, UserError
 from lowmem_ft.models.model_files import architecture_fields, limit_of_positions, text_fields
+from lowmem_ft.recipe.budget_limits import above_device
 from lowmem_ft.recipe.made_for_cards import made_for
 from lowmem_ft.recipe.run_rules import oversized_steps
 from lowmem_ft.recipe.tree import Recipe
@@ -17,7 +18,7 @@ _COMPUTE_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_device_of_estimate(recipe: Recipe, gpu: Gpu | None) -> None:
-    """Refuse what a device cannot run, or that is too large to be traced.
+    """Refuse what a device cannot run or offer, or that is too large to be traced.
 
     Args:
         recipe: to be estimated.
@@ -26,9 +27,12 @@ def check_device_of_estimate(recipe: Recipe, gpu: Gpu | None) -> None:
     Raises:
         UserError: lists all that is wrong.
     """
+    above = above_device(recipe.budget, gpu) if gpu is not None else ()
     if problems := _problems_on(recipe, gpu):
         *others, last = problems
-        raise UserError(*others, f"{last}{_made_for(gpu, recipe)}")
+        raise UserError(*above, *others, f"{last}{_made_for(gpu, recipe)}")
+    if above:
+        raise UserError(*above)
     length = recipe.data.max_length or limit_of_positions(text_fields(recipe.model).get)
     if length is not None and (problems := oversized_steps(recipe, length)):
         raise DataError(*problems)

@@ -24,7 +24,7 @@ def holds_a_run(folder: Path) -> bool:
 
 
 def refuse_output_folder(recipe: Recipe) -> None:
-    """Refuse a root, a home, a checkout's root, and the folders of the model and the data; a run's own may stay.
+    """Refuse a file, a root, a home, a checkout's root, and the folders of model and data; a run's own may stay.
 
     Raises:
         UserError: if ``training.output_dir`` is one of them.
@@ -35,6 +35,8 @@ def refuse_output_folder(recipe: Recipe) -> None:
             "folder, and copy it when the run has ended."
         )
     folder = run_folder_of(recipe)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"training.output_dir={folder} is a file. Name a folder.")
     problem = None if holds_a_run(folder) else _problem(Path(os.path.realpath(folder)), recipe)
     if problem is not None:
         raise UserError(

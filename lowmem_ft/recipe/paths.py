@@ -64,7 +64,9 @@ def check_paths_of_run(recipe: Recipe) -> None:
 
 
 def check_paths_of_rehearsal(recipe: Recipe) -> None:
-    """Refuse a rehearsal whose data or tokenizer is not there: of the model its config will do.
+    """Refuse a rehearsal whose data or tokenizer is not there, or whose folder no run may have.
+
+    Of the model its config will do, and a folder that cannot be written is no matter.
 
     Raises:
         UserError: lists all of it.
@@ -76,6 +78,7 @@ def check_paths_of_rehearsal(recipe: Recipe) -> None:
         lambda: require_tokenizer_within_reach(recipe.model),
         lambda: check_sizes_of_model(recipe),
         *_checks_of_data(recipe),
+        lambda: refuse_output_folder(recipe),
     )
 
 

@@ -64,8 +64,6 @@ class RunFolder:
         """
         config = recipe.training
         path = run_folder_of(recipe)
-        if path.exists() and not path.is_dir():
-            raise UserError(f"training.output_dir={path} is a file. Name a folder.")
         refuse_output_folder(recipe)
         FolderLock(path).probe()
         resume_from = _checkpoint_to_resume(config.resume_from_checkpoint, path)
