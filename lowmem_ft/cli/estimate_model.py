@@ -124,17 +124,19 @@ def estimate_model(
     from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.estimator import estimate_methods
     from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.reports.filling import shell_lines
     from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
     from lowmem_ft.reports.wording import short_name
 
     model = recipe.model.name_or_path or ""
     is_all = options.gpu == ALL_GPUS
     short = short_name(model)
+    others = [each for each in settings if each.partition("=")[0] not in _MODEL_NAME]
     with progress_line(f"{short}: reading its architecture") as say:
         results = estimate_methods(
             model,
             gpus,
-            settings=[each for each in settings if each.partition("=")[0] not in _MODEL_NAME],
+            settings=others,
             is_thorough=not is_all,
             kept=KeptTraces.of_user(),
             on_start=lambda doing: say(f"{short}: {doing}: running one step on a virtual GPU"),
@@ -144,8 +146,19 @@ def estimate_model(
         raise UserError(*problems)
     console = report_console(options)
     console.print(methods_on_gpus(results, load_gpus()) if is_all else methods_on_gpu(results, gpus[0]))
+    fits = any(result.fits for result in results)
+    if not fits:
+        nearest = max(
+            (result for result in results if result.estimate is not None),
+            key=lambda result: (result.estimate and result.estimate.headroom_bytes) or 0,
+        )
+        command = ["lowmem-ft", "plan", f"model={model}", *others, "--gpu", nearest.gpu.name]
+        console.print("\nTo search for settings with which it fits:")
+        console.print("\n".join(shell_lines(command, console.width)), soft_wrap=True)
+        if not is_all:
+            console.print("See other GPUs with --gpu all.")
     _write_json(results, options)
-    return 0 if any(result.fits for result in results) else EXIT_DOES_NOT_FIT
+    return 0 if fits else EXIT_DOES_NOT_FIT
 
 
 _MODEL_NAME = ("model", "model.name_or_path")

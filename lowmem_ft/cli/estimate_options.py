@@ -87,12 +87,24 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
             f"--steps is at least {FEWEST_STEPS}, as the first step only makes the optimizer's state, "
             f"got {options.steps}."
         )
+    if options.gpu is not None and (several := _several_cards(options.gpu)):
+        problems.append(
+            f"A script is estimated in one process, on one GPU, got --gpu {options.gpu}. Ask for --gpu {several}."
+        )
     if options.changes:
         problems.append("--changes are those of a recipe, got --script. Leave it out.")
     if problems:
         raise UserError(*problems)
     _check(options)
     return options, list(arguments[len(own) + 1 :])
+
+
+def _several_cards(gpu: str) -> str:
+    """The name of a card of which a number is asked for; empty: of none."""
+    from lowmem_ft.catalog.gpus import split_count
+
+    number, name = split_count(gpu)
+    return "" if number is None else name
 
 
 def _before_dashes(arguments: Sequence[str]) -> list[str]:

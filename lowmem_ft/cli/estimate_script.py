@@ -16,6 +16,7 @@ from lowmem_ft.cli.estimate_options import ALL_GPUS, FOR_THE_PROCESSOR, NO_SNAPS
 from lowmem_ft.cli.own_process import in_own_process
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.packages import may_have_gpu
 from lowmem_ft.script_file import check_script
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Nam
             finish = report(path, script_arguments, options, say)
     except lowmem_ft.estimator.script.ScriptError as error:
         print(error.own_traceback, end="", file=sys.stderr)
+        if options.gpu is None and not may_have_gpu():
+            raise UserError(*error.problems, FOR_THE_PROCESSOR) from error
         raise
     return finish()
 
@@ -124,7 +127,8 @@ def _report_one(
 ) -> int:
     from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.reports.estimate_table import estimate_table
-    from lowmem_ft.reports.script_facts import script_facts
+    from lowmem_ft.reports.prose import Prose
+    from lowmem_ft.reports.script_facts import script_facts, ways_to_fit
     from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_environment
 
     if found.estimate.is_of_cpu and options.snapshot is not None:
@@ -137,6 +141,8 @@ def _report_one(
     )
     if options.gpu is None and found.estimate.is_of_cpu:
         console.print(f"\n{FOR_THE_PROCESSOR}")
+    if not found.estimate.fits:
+        console.print(Prose(f"\n{ways_to_fit([found], is_all=False)}"))
     write_pictures(found.estimate, options, allocator_config_of_environment())
     write_json({**found.to_json(), "attach": savings and savings.to_json()}, options)
     return 0 if found.estimate.fits else EXIT_DOES_NOT_FIT
@@ -177,12 +183,18 @@ def _report_all(
     from lowmem_ft.catalog.gpus import load_gpus
     from lowmem_ft.memory.estimate import SCHEMA
     from lowmem_ft.reports.gpu_table import gpu_table
+    from lowmem_ft.reports.prose import Prose
+    from lowmem_ft.reports.script_facts import ways_to_fit
 
-    report_console(options).print(gpu_table([each.estimate for each in found], load_gpus(), cannot_run))
+    console = report_console(options)
+    console.print(gpu_table([each.estimate for each in found], load_gpus(), cannot_run))
+    fits = any(each.estimate.fits for each in found)
+    if not fits:
+        console.print(Prose(f"\n{ways_to_fit(found, is_all=True)}"))
     values = {
         "schema": SCHEMA,
         "estimates": [each.to_json() for each in found],
         "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],
     }
     write_json(values, options)
-    return 0 if any(each.estimate.fits for each in found) else EXIT_DOES_NOT_FIT
+    return 0 if fits else EXIT_DOES_NOT_FIT

@@ -21,7 +21,10 @@ _WHY: dict[int, str] = {
     signal.SIGKILL: "the system sends it where the host's memory has run out. Free some, or give the script less data",
     signal.SIGXCPU: "its limit of processor time is used up. Raise it: ulimit -t",
 }
-_CRASH = "code of a library that is not Python has crashed. Look for where with python -X faulthandler, and report it"
+_CRASH = (
+    "code that is not Python has crashed, a library's or its own. To see where, run it itself with "
+    "python -X faulthandler"
+)
 
 
 def in_own_process(work: Callable[[], int], program: str) -> int:

@@ -68,7 +68,10 @@ def peaks_in(records: Iterable[Mapping[str, Any]]) -> tuple[Peaks | None, Peaks 
         if "measured" in record:
             pair = newest, record["measured"]
     estimated, measured = pair or (newest, None)
-    return estimated and Peaks.from_json(estimated), measured and Peaks.from_json(measured)
+    return (
+        None if estimated is None else Peaks.from_json(estimated),
+        None if measured is None else Peaks.from_json(measured),
+    )
 
 
 def estimated_peaks(estimate: MemoryEstimate) -> Peaks:

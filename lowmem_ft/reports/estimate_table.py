@@ -228,8 +228,7 @@ def _fact_lines(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple
     if step is not None:
         yield (
             "step",
-            f"{step.seconds:.3g} s for {step.tokens:,} tokens: {step.tokens_per_second:,.0f} tokens/s"
-            f"{_of_all(estimate, step)}, bound by {step.bound_by}",
+            f"{step.seconds:.3g} s{_speed(estimate, step)}, bound by {step.bound_by}",
         )
     cost = price_per_million_tokens(step, price)
     if price is not None and cost is not None:
@@ -245,10 +244,13 @@ def _fact_lines(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple
         yield "traced", f"in {estimate.trace_seconds:.1f} s, {versions}"
 
 
-def _of_all(estimate: MemoryEstimate, step: StepTime) -> str:
-    if estimate.processes is None:
+def _speed(estimate: MemoryEstimate, step: StepTime) -> str:
+    if not step.tokens:  # a script's own, whose batches have no token ids
         return ""
-    return f" a process, {estimate.processes.num_processes * step.tokens_per_second:,.0f} in all"
+    words = f" for {step.tokens:,} tokens: {step.tokens_per_second:,.0f} tokens/s"
+    if estimate.processes is None:
+        return words
+    return f"{words} a process, {estimate.processes.num_processes * step.tokens_per_second:,.0f} in all"
 
 
 def _processes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:

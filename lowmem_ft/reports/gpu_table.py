@@ -114,7 +114,7 @@ def _table(rows: Sequence[Sequence[str | Text]]) -> UncutTable:
 
 
 def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
-    step, processes = estimate.step, estimate.processes
+    processes = estimate.processes
     cost, hourly = usd_per_million_tokens(estimate, gpu), usd_per_hour(estimate, gpu)
     number = 1 if processes is None else processes.num_processes
     peak = estimate.process_peak_bytes
@@ -124,10 +124,18 @@ def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
         format_gib(peak if processes is None else max(peak, processes.last_peak_bytes or 0)),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
-        f"{number * step.tokens_per_second:,.0f}" if step is not None and estimate.fits else "-",
+        speed_cell(estimate, number),
         "-" if hourly is None else f"{hourly:.2f}",
         format_dollars(cost).removeprefix("$") if cost is not None else "-",
     ]
+
+
+def speed_cell(estimate: MemoryEstimate, number: int = 1) -> str:
+    """Tokens a second of so many cards; ``-`` where it does not fit, or shows no tokens, as a script may."""
+    step = estimate.step
+    if step is None or not step.tokens or not estimate.fits:
+        return "-"
+    return f"{number * step.tokens_per_second:,.0f}"
 
 
 def verdict_cell(estimate: MemoryEstimate) -> Text:

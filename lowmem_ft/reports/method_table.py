@@ -16,7 +16,7 @@ from lowmem_ft.recipe.methods import METHODS, Method
 from lowmem_ft.reports.costs import cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.filling import shell_lines
-from lowmem_ft.reports.gpu_table import VERDICT, format_gib, verdict_cell
+from lowmem_ft.reports.gpu_table import VERDICT, format_gib, speed_cell, verdict_cell
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
 from lowmem_ft.reports.wording import short_name, verdict_colour
@@ -181,21 +181,23 @@ def _cells(result: MethodEstimate, gpu: Gpu, marks: Mapping[str, str]) -> tuple[
     needs += marks.get(result.rung, "")
     if not estimate.fits:
         return Text(needs, colour), "may" if estimate.verdict == "may not fit" else "no", "-"
-    speed = "" if estimate.step is None else f"{estimate.step.tokens_per_second:,.0f}"
-    return Text(f"~{needs}" if estimate.tight else needs, colour), speed, _dollars(estimate, gpu)
+    return (
+        Text(f"~{needs}" if estimate.tight else needs, colour),
+        speed_cell(estimate),
+        _dollars(estimate, gpu),
+    )
 
 
 def _line(result: MethodEstimate, gpu: Gpu) -> list[str | Text]:
     estimate = result.estimate
     if estimate is None:
         return [Text("cannot run", "red"), *("-",) * 5]
-    step = estimate.step
     return [
         verdict_cell(estimate),
         format_gib(estimate.process_peak_bytes),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
-        f"{step.tokens_per_second:,.0f}" if step is not None and estimate.fits else "-",
+        speed_cell(estimate),
         _dollars(estimate, gpu),
     ]
 

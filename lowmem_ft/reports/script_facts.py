@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from lowmem_ft.reports.wording import CATEGORY_WORDS
 from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from lowmem_ft.estimator.script import ScriptEstimate
+    from lowmem_ft.memory.category import Category
+
+_WAYS: dict[Category, str] = {
+    "parameter": "load the weights in bfloat16, or train adapters (peft) beside frozen, quantized ones",
+    "gradient": "train adapters (peft), or keep the weights in bfloat16",
+    "optimizer_state": "take an optimizer with 8-bit state (lowmem_ft.optimizers), or train adapters (peft)",
+    "temporary": "pass foreach=False to torch's optimizer, or take fewer tokens at a time",
+    "activation": "checkpoint the layers (model.gradient_checkpointing_enable()), or take fewer tokens at a time",
+    "logits_and_loss": "compute the loss in chunks (lowmem_ft.techniques.loss), or take fewer tokens at a time",
+}
 
 
 def script_facts(found: ScriptEstimate) -> Iterator[tuple[str, str]]:
@@ -34,3 +45,20 @@ def script_facts(found: ScriptEstimate) -> Iterator[tuple[str, str]]:
     if waits is not None:
         often = {0: "never", 1: "once", 2: "twice"}.get(waits, f"{waits} times")
         yield "host waits", f"{often} a step, as for .item(), .cpu() and synchronize"
+
+
+def ways_to_fit(found: Sequence[ScriptEstimate], *, is_all: bool) -> str:
+    """What to do where a script fits nowhere: nobody can search changes of somebody else's code.
+
+    Args:
+        found: the estimates, none of which fits.
+        is_all: whether all cards were tried.
+    """
+    nearest = max((each.estimate for each in found), key=lambda estimate: estimate.headroom_bytes or 0)
+    sizes = nearest.by_category_at_peak
+    largest = max(_WAYS, key=lambda category: sizes.get(category, 0))
+    others = "" if is_all else " Other cards: --gpu all."
+    return (
+        f"How to make it fit: most of it is {CATEGORY_WORDS[largest]}: {_WAYS[largest]}. "
+        f"`lowmem-ft plan model=NAME --gpu {nearest.gpu.name}` finds settings with which a recipe fits.{others}"
+    )

@@ -159,6 +159,9 @@ def test_a_model_with_settings_is_estimated_by_each_method_with_them(estimator, 
     ]
     assert estimate("model=some/model", "adapter.name=lora", "budget=4GiB", "--gpu", "small") == 3
     assert estimator.asked_of_models[1][1] == ["adapter.name=lora", "budget=4GiB"]
+    shown = capsys.readouterr().out
+    assert "\n  lowmem-ft plan model=some/model adapter.name=lora budget=4GiB --gpu small\n" in shown
+    assert "See other GPUs with --gpu all." in shown
     assert estimate("model=some/model", "--gpu", "8xbig") == 2
     assert (
         "estimated on one card, got 8xbig. Name a recipe, such as recipe=8b-fsdp2" in capsys.readouterr().err
@@ -213,7 +216,9 @@ def test_a_model_alone_on_all_gpus(estimator, capsys):
 def test_a_model_alone_that_fits_nowhere_exits_with_3_and_starts_no_search(estimator, capsys):
     estimator.needs_bytes = 100 * GIB
     assert estimate("model=some/model", "--gpu", "all") == 3
-    assert "fits on none" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "fits on none" in shown
+    assert "\n  lowmem-ft plan model=some/model --gpu big\n" in shown
     assert estimator.searched == []
 
 

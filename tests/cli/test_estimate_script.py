@@ -43,6 +43,25 @@ def test_the_report_is_that_of_a_recipe_and_says_where_the_script_is(loop, capsy
     assert all(len(line) <= 80 for line in said.splitlines())
 
 
+def test_what_does_not_fit_is_told_with_ways_to_make_it_fit_and_no_speed_of_no_tokens(loop, capsys):
+    assert main([*loop, "--gpu", "t4", "--", "40000000"]) == 3
+    said = capsys.readouterr().out
+    words = " ".join(said.split())
+    assert "How to make it fit: most of it is " in words
+    assert "Other cards: --gpu all." in words
+    assert "0 tokens" not in words
+    assert all(len(line) <= 80 for line in said.splitlines())
+    assert main([*loop, "--gpu", "all", "--", "4000000000"]) == 3
+    assert "How to make it fit: " in capsys.readouterr().out
+
+
+def test_an_error_where_there_is_no_gpu_says_for_what_it_was_estimated(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lowmem_ft.cli.estimate_script.may_have_gpu", lambda: False)
+    (tmp_path / "cuda.py").write_text("import torch\ntorch.zeros(1).cuda()\n")
+    assert main(["estimate", "--script", str(tmp_path / "cuda.py")]) == 2
+    assert "This is for the machine's processor. See GPUs with --gpu NAME" in capsys.readouterr().err
+
+
 def test_json_is_alone_on_stdout_and_what_does_not_fit_is_told_by_the_exit_code(loop, capsys, tmp_path):
     assert (
         main([*loop, "--gpu", "t4", "--steps", "2", "--json", "-", "--plot", "m.html", "--", "40000000"]) == 3

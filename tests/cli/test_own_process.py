@@ -37,8 +37,8 @@ def start(work):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("SIGSEGV", "code of a library that is not Python has crashed"),
-        ("SIGABRT", "code of a library that is not Python has crashed"),
+        ("SIGSEGV", "code that is not Python has crashed, a library's or its own"),
+        ("SIGABRT", "code that is not Python has crashed, a library's or its own"),
         ("SIGKILL", "the host's memory has run out"),
     ],
 )

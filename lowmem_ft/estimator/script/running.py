@@ -142,8 +142,10 @@ class ScriptRun:
     def _explained(self, error: BaseException) -> ScriptError:
         shown = _own_frames(error.__traceback__, str(self._path), and_last_of_ours=_MOST_FRAMES // 2)
         innermost = traceback.extract_tb(error.__traceback__)[-1]
-        frames = shown if shown and shown[-1] == innermost else [*shown, innermost]
+        frames = [*shown, *(() if innermost in shown else (innermost,))]
         is_ours = bool(shown) and _is_called_by_scripts(shown[-1].filename)
+        whose = "its own code and of lowmem_ft" if is_ours else "its own code"
+        whose += "" if innermost in shown else ", and the last"
         words = traceback.format_exception_only(type(error), error)
         lines = "".join([*traceback.format_list(frames[-_MOST_FRAMES:]), *words])
         step = len(self.watch.steps)
@@ -154,7 +156,7 @@ class ScriptRun:
         where = ", in code of lowmem_ft" if is_ours else ""
         return ScriptError(
             f"{self._path} ended in an error {when}{where}: {first_line}",
-            f"The frames of its own code{' and of lowmem_ft' if is_ours else ''}:\n{lines}",
+            f"The frames of {whose}:\n{lines}",
         )
 
 

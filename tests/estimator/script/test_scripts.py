@@ -178,6 +178,17 @@ def test_an_error_in_code_of_ours_shows_where_and_is_not_called_the_scripts(scri
     assert "hf.training_arguments('7b-lora')" in shown
 
 
+def test_a_frame_of_a_library_is_not_called_the_scripts_own(script):
+    with pytest.raises(ScriptError) as raised:
+        estimate_script(script("import json\n\njson.loads('{')\n"), gpu="t4")
+    shown = raised.value.own_traceback
+    assert shown.startswith("The frames of its own code, and the last:\n")
+    assert "json/decoder.py" in shown
+    with pytest.raises(ScriptError) as raised:
+        estimate_script(script("raise ValueError('mine')\n"), gpu="t4")
+    assert raised.value.own_traceback.startswith("The frames of its own code:\n")
+
+
 PANIC = """
 from tokenizers import Tokenizer, models
 
