@@ -136,9 +136,11 @@ def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str |
     settings = [argument for argument in arguments if not argument.startswith("recipe=")]
     names_model = any(setting.startswith(("model=", "model.name_or_path=")) for setting in settings)
     if choices == ["recipe="] or len(choices) > 1 or (not choices and not names_model):
+        from lowmem_ft.recipe.recipe_files import meant_by
+
         seen = " ".join(choices or arguments) or "nothing"
         raise RecipeError(
-            f"{what} needs one recipe=NAME|PATH, or model=NAME, got {seen}. "
+            f"{what} needs one recipe=NAME|PATH, or model=NAME, got {seen}.{meant_by(settings)} "
             "`lowmem-ft recipes` and `lowmem-ft models` list the names."
         )
     return (choices[0].partition("=")[2] if choices else None), settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,16 @@ class Parser(argparse.ArgumentParser):
         self._options |= {name.lstrip("-"): name for name in action.option_strings if name.startswith("--")}
         self._flags |= set() if action.nargs is None else {*action.option_strings}
         return action
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, which would take ``-1xl4`` behind ``--gpu`` for an option."""
+        words: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            if words and re.match(r"-\d", word) and words[-1] in {*self._options.values()} - self._flags:
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:  # noqa: D102
         raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} --help` shows what it takes.")

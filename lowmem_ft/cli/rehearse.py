@@ -90,6 +90,7 @@ def _rehearse(arguments: list[str]) -> int:
     with progress_line("loading torch and transformers"):
         import lowmem_ft.rehearsal
         from lowmem_ft.estimator.kept_traces import KeptTraces
+        from lowmem_ft.reports.prose import Prose
         from lowmem_ft.reports.rehearsal_table import rehearsal_table
         from lowmem_ft.reports.wording import short_name
 
@@ -109,8 +110,10 @@ def _rehearse(arguments: list[str]) -> int:
     if not found.fits and (options.json is None if options.changes is None else options.changes):
         console.print("", *_mended(found, values), sep="\n")
     elif not found.fits:
-        console.print("\nWith --changes: the smallest change with which it fits, rehearsed, in some minutes.")
-    console.print(_kept(recipe, values), soft_wrap=True)
+        console.print(
+            Prose("\nWith --changes: the smallest change with which it fits, rehearsed, in some minutes.")
+        )
+    console.print(Prose(_kept(recipe, values)))
     write_json(values, options)
     return 0 if found.fits else EXIT_DOES_NOT_FIT
 
@@ -167,9 +170,11 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
     choices = [argument for argument in arguments if argument.startswith("recipe=")]
     settings = [argument for argument in arguments if not argument.startswith("recipe=")]
     if len(choices) != 1 or choices == ["recipe="]:
+        from lowmem_ft.recipe.recipe_files import meant_by
+
         raise RecipeError(
-            f"A rehearsal needs one recipe=NAME|PATH, got {' '.join(choices or arguments) or 'nothing'}. "
-            "`lowmem-ft recipes` lists the names."
+            f"A rehearsal needs one recipe=NAME|PATH, got {' '.join(choices or arguments) or 'nothing'}."
+            f"{meant_by(settings)} `lowmem-ft recipes` lists the names."
         )
     return choices[0].partition("=")[2], settings
 

@@ -134,10 +134,13 @@ def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
         from lowmem_ft.recipe.defaults import with_defaults_of_plan
 
         return None, ["plan.mode=auto", *with_defaults_of_plan(settings)]
+    from lowmem_ft.recipe.recipe_files import meant_by
+
     seen = " ".join(choices or arguments) or "nothing"
+    meant = meant_by(settings) or " Write for instance recipe=demo;"
     raise RecipeError(
-        f"Training needs one recipe=NAME|PATH, or model=X data=X budget=X to be planned for; got {seen}. Write for "
-        "instance recipe=demo; `lowmem-ft recipes` lists the names."
+        f"Training needs one recipe=NAME|PATH, or model=X data=X budget=X to be planned for; got {seen}.{meant} "
+        "`lowmem-ft recipes` lists the names."
     )
 
 

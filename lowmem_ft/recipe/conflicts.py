@@ -69,10 +69,13 @@ CONFLICTS: tuple[Conflict, ...] = tuple(
 """All of them, in the order of the files."""
 
 
+_NEEDED = ("model.name_or_path", "data.path")
+
+
 def _empty_names(recipe: Recipe) -> list[str]:
     """``data=`` with nothing behind it would be the current folder; only a system prompt may say nothing."""
     return [
-        f"{path} is empty. Give it a value, or set {path}=null."
+        f"{path} is empty. Give it a value{'' if path in _NEEDED else f', or set {path}=null'}."
         for path, key in recipe_keys().items()
         if accepts_none(key.type_hint) and key.value_in(recipe) == "" and path != "data.system_prompt"
     ]

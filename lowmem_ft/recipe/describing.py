@@ -11,7 +11,8 @@ from lowmem_ft.recipe.keys import RecipeKey, recipe_groups, recipe_keys
 from lowmem_ft.recipe.references import escape_references
 from lowmem_ft.recipe.tree import Recipe
 
-_WIDTH = 110
+_WIDTH = 78
+"""Of a comment, behind an indent of two: a terminal shows all of it."""
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:

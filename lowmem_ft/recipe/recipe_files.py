@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lowmem_ft.catalog import find_architecture
 from lowmem_ft.errors import RecipeError, did_you_mean
 from lowmem_ft.recipe.references import TooLongError, resolve_references
 from lowmem_ft.user_paths import address_problem, expand_user, neighbours, recipes_folder
@@ -85,7 +87,8 @@ def _find(name_or_path: str, folder: Path) -> Path:
         return path
     if path.is_dir():
         raise RecipeError(
-            f"A recipe is one .yaml file, got the folder {path}. Recipes in it: {_yaml_names(path)}."
+            f"A recipe is one .yaml file, got the folder {path.resolve() if path.name == '' else path}. Recipes in it: "
+            f"{_yaml_names(path)}. {_SHIPPED}"
         )
     if path.suffix in (".yaml", ".yml") or len(path.parts) > len(folder.parts) + 1:
         near = neighbours(path) or did_you_mean(path.stem, shipped) or _recipes_in(path.parent)
@@ -94,6 +97,16 @@ def _find(name_or_path: str, folder: Path) -> Path:
         f"There is no recipe {name_or_path!r}.{did_you_mean(name_or_path, shipped)} "
         f"Shipped: {', '.join(shipped)}; or give the path of a .yaml file."
     )
+
+
+def meant_by(words: Sequence[str]) -> str:
+    """What a word that is no setting may stand for, as a sentence behind others; empty: nothing that is known."""
+    for word in words:
+        if word in shipped_recipes() or word.endswith((".yaml", ".yml")):
+            return f" Did you mean recipe={word}?"
+        if find_architecture(word) is not None:
+            return f" Did you mean model={word}?"
+    return ""
 
 
 def _recipes_in(folder: Path) -> str:

@@ -153,7 +153,7 @@ def constant_schedule_has_no_warmup(recipe: Recipe) -> str | None:
 def warmup_ends_within_the_run(recipe: Recipe) -> str | None:
     """Where the number of steps follows from the data, training compares it once the data is read."""
     training = recipe.training
-    if training.max_steps == -1 or training.warmup_steps <= training.max_steps:
+    if training.max_steps < 1 or training.warmup_steps <= training.max_steps:  # -1, or refused by itself
         return None
     return (
         f"training.warmup_steps={training.warmup_steps:.0f} is more than training.max_steps={training.max_steps}: the "

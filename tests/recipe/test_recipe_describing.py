@@ -32,7 +32,7 @@ def test_the_yaml_explains_each_key_above_it_and_what_a_memory_knob_frees_and_co
     memory_knobs = [key for key in recipe_keys().values() if key.frees]
     assert len(memory_knobs) >= 8
     assert sum(line.startswith("  # Frees: ") for line in lines) == len(memory_knobs)
-    assert all(len(line) <= 112 for line in lines if line.lstrip().startswith("#"))
+    assert all(len(line) <= 80 for line in lines if line.lstrip().startswith("#"))
 
 
 def test_what_is_written_loads_to_an_equal_recipe(tmp_path):

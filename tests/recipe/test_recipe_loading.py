@@ -362,6 +362,31 @@ def test_an_empty_value_is_not_taken_for_this_folder(write, key):
     assert "is empty" in problem
 
 
+def test_what_is_needed_is_not_offered_as_null(write):
+    assert problems_of(write(), "model=") == ("model.name_or_path is empty. Give it a value.",)
+
+
+def test_a_number_of_steps_that_is_none_is_told_once(write):
+    (problem,) = problems_of(write(), "training.max_steps=-3")
+    assert problem.startswith("training.max_steps must be at least 1")
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("base_model", "model.name_or_path"),  # axolotl
+        ("micro_batch_size", "training.per_device_train_batch_size"),
+        ("sequence_len", "data.max_length"),
+        ("cutoff_len", "data.max_length"),  # LLaMA-Factory
+        ("training.finetuning_type", "adapter.name"),
+        ("enable_activation_checkpointing", "checkpointing.mode"),  # torchtune
+        ("tokenizer.max_seq_len", "data.max_length"),
+    ],
+)
+def test_keys_of_other_toolkits_lead_to_ours(theirs, ours):
+    assert keys_meant_by(theirs) == [ours]
+
+
 def test_a_folder_is_no_recipe_and_a_missing_base_names_who_asked(write, tmp_path):
     (problem,) = problems_of(tmp_path)
     assert f"got the folder {tmp_path}" in problem
