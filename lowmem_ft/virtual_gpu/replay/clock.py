@@ -9,7 +9,7 @@ that stands for several is replayed as often, so that copies run beside computin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -170,22 +170,23 @@ class Clock:
         replay = _Replay(
             self._entries,
             durations,
-            self._launches,
+            self._runs,
             main,
             copying=set(self._streams[self._is_copy].tolist()),
             exchanging=set(self._streams[self._is_collective].tolist()) - {main},
         )
         replay.go_through(self._program)
+        starts, ends = replay.times()
 
         times_on_main = np.where(self._streams == main, self._times, 0.0)
         is_compute = compute >= traffic
         spent: dict[Bound, Seconds] = {
             "compute": times_on_main * np.where(is_compute, compute, 0.0),
             "memory bandwidth": times_on_main * np.where(is_compute, 0.0, traffic),
-            "host copies": times_on_main * copies + replay.copy_stalls,
-            "communication": times_on_main * collectives + replay.exchange_stalls,
+            "host copies": times_on_main * copies + np.array(replay.copy_stalls),
+            "communication": times_on_main * collectives + np.array(replay.exchange_stalls),
         }
-        return Times(starts=replay.starts, ends=replay.ends, spent=spent)
+        return Times(starts=starts, ends=ends, spent=spent)
 
     def _busiest_stream(self, durations: Seconds) -> int:
         """The stream that computes; side streams carry copies, and kernels on the way."""
@@ -196,11 +197,23 @@ class Clock:
         return int(names[np.bincount(places, weights=durations[self._is_kernel]).argmax()])
 
     @cached_property
-    def _program(self) -> LoggedRound:
-        """Consecutive kernels of one stream, replayed together, and every other entry by itself, in their rounds."""
+    def _cuts(self) -> list[int]:
+        """Where other entries begin than kernels that follow others on their stream, which are replayed together."""
         together = self._is_kernel[1:] & self._is_kernel[:-1] & (self._streams[1:] == self._streams[:-1])
-        cuts = [0, *(np.flatnonzero(~together) + 1).tolist(), len(self._entries)]
-        return rounds_of(self._entries, itertools.pairwise(cuts) if len(self._entries) else ())
+        return [0, *(np.flatnonzero(~together) + 1).tolist(), len(self._entries)] if self._entries else []
+
+    @cached_property
+    def _program(self) -> LoggedRound:
+        """Runs of kernels, and every other entry by itself, in their rounds."""
+        return rounds_of(self._entries, itertools.pairwise(self._cuts))
+
+    @cached_property
+    def _runs(self) -> _KernelRuns:
+        return _KernelRuns.of(
+            [run for run in itertools.pairwise(self._cuts) if self._is_kernel[run[0]]],
+            np.flatnonzero(self._is_kernel),
+            self._launches,
+        )
 
 
 def matmul_rate(gpu: Gpu, dtype: str) -> float:
@@ -227,13 +240,67 @@ def host_link_rate(gpu: Gpu) -> float:
     return pcie_rate(gpu) * HOST_LINK_EFFICIENCY
 
 
+@dataclass(frozen=True, kw_only=True)
+class _KernelRuns:
+    """Operators that follow each other on one stream, run by run: when the host issues them, wherever they run.
+
+    Args:
+        bounds: of each run, its first entry and the one after its last.
+        kernels: the entries of all runs.
+        launches: of each entry, the kernels that it is.
+        first_issued: of each entry, when its first kernel is issued, counted from when the host begins the run.
+        last_issued: its last kernel, likewise.
+    """
+
+    bounds: list[tuple[int, int]]
+    kernels: NDArray[np.int64]
+    launches: Seconds
+    first_issued: Seconds
+    last_issued: Seconds
+
+    @classmethod
+    def of(cls, bounds: list[tuple[int, int]], kernels: NDArray[np.int64], launches: Seconds) -> _KernelRuns:
+        """The runs of a log."""
+        host_seconds = HOST_SECONDS_PER_OPERATOR + HOST_SECONDS_PER_FURTHER_LAUNCH * (launches - 1)
+        last_issued = _within_runs(np.add, host_seconds, bounds)
+        first_issued = last_issued - host_seconds + HOST_SECONDS_PER_OPERATOR
+        return cls(
+            bounds=bounds,
+            kernels=kernels,
+            launches=launches,
+            first_issued=first_issued,
+            last_issued=last_issued,
+        )
+
+    def done_and_held(self, durations: Seconds) -> tuple[Seconds, Seconds]:
+        """Of each entry: the work up to its end, and how much later than this the host lets the run be so far.
+
+        An operator starts when its first kernel is issued and the one before has ended. It ends no sooner than its last
+        kernel, a like share of its work, is issued and done.
+        """
+        done = _within_runs(np.add, durations, self.bounds)
+        earliest_ends = np.maximum(
+            self.first_issued + durations, self.last_issued + durations / self.launches
+        )
+        return done, _within_runs(np.maximum, earliest_ends - done, self.bounds)
+
+
+def _within_runs(operation: np.ufunc, values: Seconds, bounds: list[tuple[int, int]]) -> Seconds:
+    """The values accumulated, in each run by itself."""
+    result = values.copy()
+    for first, last in bounds:
+        if last - first > 1:
+            operation.accumulate(values[first:last], out=result[first:last])
+    return result
+
+
 class _Replay:
     """The state of host, streams, copy engines and events while a log is replayed.
 
     Args:
         entries: the log.
         durations: of each entry.
-        launches: of each entry, the kernels that it is.
+        runs: of its kernels.
         main: the stream whose stalls count.
         copying: the streams that carry copies.
         exchanging: the others that carry collectives, and copies perhaps.
@@ -243,18 +310,25 @@ class _Replay:
         self,
         entries: Sequence[Work],
         durations: Seconds,
-        launches: Seconds,
+        runs: _KernelRuns,
         main: int,
         copying: set[int],
         exchanging: set[int],
     ) -> None:
-        self.starts = np.zeros_like(durations)
-        self.ends = np.zeros_like(durations)
-        self.copy_stalls = np.zeros_like(durations)
-        self.exchange_stalls = np.zeros_like(durations)
+        # Lists: numbers of an array are slow one by one.
+        self._starts, self._ends, self.copy_stalls, self.exchange_stalls = (
+            [0.0] * len(entries) for _ in range(4)
+        )
         self._entries = entries
-        self._durations = durations
-        self._launches = launches
+        self._durations = durations.tolist()
+        self._runs = runs
+        self._done, self._held = runs.done_and_held(durations)
+        lasts = [last - 1 for _, last in runs.bounds]
+        of_runs = zip(
+            *(column[lasts].tolist() for column in (self._done, self._held, runs.last_issued)), strict=True
+        )
+        self._of_run = dict(zip((first for first, _ in runs.bounds), of_runs, strict=True))
+        self._begun: dict[int, tuple[float, float]] = {}  # of each run: host and stream
         self._main = main
         self._stalls = dict.fromkeys(copying, self.copy_stalls)
         self._stalls.update(dict.fromkeys(exchanging, self.exchange_stalls))
@@ -263,9 +337,20 @@ class _Replay:
         self._stream_ready: dict[int, float] = {}
         self._engines = {False: DmaEngine(), True: DmaEngine()}  # to the device, to the host
         self._events: dict[int, tuple[float, int]] = {}  # time, and the stream it was recorded on
+        self._steps: dict[str, Callable[[int, Work, float], None]] = {
+            "kernel": self._run_kernels,
+            "copy": self._copy,
+            "collective": self._exchange,
+            "record": self._record,
+            "wait": self._wait,
+            "synchronize": self._synchronize,
+            "host copy": self._copy_on_host,
+            "mark": self._mark,
+        }
 
     def go_through(self, logged: LoggedRound) -> None:
         """A round, as often as it is done."""
+        entries, steps, stream_ready = self._entries, self._steps, self._stream_ready
         for repetition in range(logged.times):
             if repetition:
                 for event, next_event in logged.follow:
@@ -273,78 +358,64 @@ class _Replay:
             for part in logged.parts:
                 if isinstance(part, LoggedRound):
                     self.go_through(part)
-                    continue
-                first, last = part
-                entry = self._entries[first]
-                if entry.kind == "kernel":
-                    self.run_kernels(first, last, entry.stream)
                 else:
-                    self.run(first, entry)
+                    entry = entries[part[0]]
+                    steps[entry.kind](part[0], entry, stream_ready.get(entry.stream, 0.0))
 
-    def run_kernels(self, first: int, last: int, stream: int) -> None:
-        """Operators that follow each other on one stream.
+    def times(self) -> tuple[Seconds, Seconds]:
+        """The start and end of each entry."""
+        starts, ends = np.array(self._starts), np.array(self._ends)
+        bounds = np.array(self._runs.bounds, dtype=np.int64).reshape(-1, 2)
+        begun = np.array([self._begun.get(first, (0.0, 0.0)) for first in bounds[:, 0].tolist()]).reshape(
+            -1, 2
+        )
+        lengths = bounds[:, 1] - bounds[:, 0]
+        host, ready = np.repeat(begun, lengths, axis=0).T
+        kernels = self._runs.kernels
+        ends[kernels] = self._done[kernels] + np.maximum(host + self._held[kernels], ready)
+        starts[kernels[1:]] = ends[kernels[:-1]]
+        starts[bounds[:, 0]] = begun[:, 1]
+        starts[kernels] = np.maximum(starts[kernels], host + self._runs.first_issued[kernels])
+        return starts, ends
 
-        Each starts when its first kernel is issued and the one before has ended. It ends no sooner than its last
-        kernel, a like share of its work, is issued and done.
-        """
-        durations, launches = self._durations[first:last], self._launches[first:last]
-        host_seconds = HOST_SECONDS_PER_OPERATOR + HOST_SECONDS_PER_FURTHER_LAUNCH * (launches - 1)
-        last_issued = self._host + np.cumsum(host_seconds)
-        first_issued = last_issued - host_seconds + HOST_SECONDS_PER_OPERATOR
-        earliest_ends = np.maximum(first_issued + durations, last_issued + durations / launches)
-        ready = self._stream_ready.get(stream, 0.0)
-        earliest_ends[0] = max(earliest_ends[0], ready + durations[0])
-        done = np.cumsum(durations)
-        ends = done + np.maximum.accumulate(earliest_ends - done)
-        self.ends[first:last] = ends
-        self.starts[first:last] = np.maximum(first_issued, np.concatenate(([ready], ends[:-1])))
-        self._host = float(last_issued[-1])
-        self._stream_ready[stream] = float(ends[-1])
+    def _run_kernels(self, first: int, entry: Work, ready: float) -> None:
+        done, held, issued = self._of_run[first]
+        self._begun[first] = self._host, ready
+        self._stream_ready[entry.stream] = done + max(self._host + held, ready)
+        self._host += issued
 
-    def run(self, index: int, entry: Work) -> None:
-        """An entry that is no kernel."""
-        ready = self._stream_ready.get(entry.stream, 0.0)
-        if entry.kind == "copy":
-            self._copy(index, entry, ready)
-        elif entry.kind == "collective":
-            self._exchange(index, entry, ready)
-        elif entry.kind == "record":
-            reached = max(ready, self._host)
-            self._events[entry.event] = (reached, entry.stream)
-            self.starts[index] = self.ends[index] = reached
-        elif entry.kind == "wait":
-            self._wait(index, entry, ready)
-        elif entry.kind == "synchronize":
-            self._synchronize(index, entry)
-        elif entry.kind == "host copy":
-            self._copy_on_host(index)
-        else:
-            self.starts[index] = self.ends[index] = self._host
+    def _record(self, index: int, entry: Work, ready: float) -> None:
+        reached = max(ready, self._host)
+        self._events[entry.event] = (reached, entry.stream)
+        self._starts[index] = self._ends[index] = reached
+
+    def _mark(self, index: int, entry: Work, ready: float) -> None:
+        self._starts[index] = self._ends[index] = self._host
 
     def _copy(self, index: int, entry: Work, ready: float) -> None:
         self._host += HOST_SECONDS_PER_OPERATOR
         engine = self._engines[entry.to_host]
         engine.forget(self._host)
-        start, end = engine.carry(max(self._host, ready), float(self._durations[index]))
-        self.starts[index], self.ends[index] = start, end
+        start, end = engine.carry(max(self._host, ready), self._durations[index])
+        self._starts[index], self._ends[index] = start, end
         self._stream_ready[entry.stream] = end
         if entry.blocking:
             self._hold_host(index, end, entry.stream)
 
-    def _copy_on_host(self, index: int) -> None:
+    def _copy_on_host(self, index: int, entry: Work, ready: float) -> None:
         """The host is busy; the main stream may run dry meanwhile."""
-        self.starts[index] = self._host
+        self._starts[index] = self._host
         has_work_until = max(self._host, self._stream_ready.get(self._main, 0.0))
-        self._host += float(self._durations[index])
+        self._host += self._durations[index]
         self.copy_stalls[index] += max(0.0, self._host - has_work_until)
-        self.ends[index] = self._host
+        self._ends[index] = self._host
 
     def _exchange(self, index: int, entry: Work, ready: float) -> None:
         """Collectives of one communicator run one after the other, in the order of their issue, on whatever stream."""
         self._host += HOST_SECONDS_PER_OPERATOR
         start = max(self._host, ready, self._exchange_ready)
-        end = start + float(self._durations[index])
-        self.starts[index], self.ends[index] = start, end
+        end = start + self._durations[index]
+        self._starts[index], self._ends[index] = start, end
         self._stream_ready[entry.stream] = self._exchange_ready = end
 
     def _wait(self, index: int, entry: Work, ready: float) -> None:
@@ -352,18 +423,18 @@ class _Replay:
         reached, source = self._events.get(entry.event, (0.0, entry.stream))
         if entry.stream == self._main and source in self._stalls:
             self._stalls[source][index] += max(0.0, reached - max(ready, self._host))
-        self.starts[index], self.ends[index] = ready, max(ready, reached)
+        self._starts[index], self._ends[index] = ready, max(ready, reached)
         self._stream_ready[entry.stream] = max(ready, reached)
 
-    def _synchronize(self, index: int, entry: Work) -> None:
-        self.starts[index] = self._host
+    def _synchronize(self, index: int, entry: Work, ready: float) -> None:
+        self._starts[index] = self._host
         if entry.event != -1:
             reached, source = self._events.get(entry.event, (0.0, entry.stream))
             self._hold_host(index, reached, source)
         else:
-            for stream, ready in self._stream_ready.items():
-                self._hold_host(index, ready, stream)
-        self.ends[index] = self._host
+            for stream, until in self._stream_ready.items():
+                self._hold_host(index, until, stream)
+        self._ends[index] = self._host
 
     def _hold_host(self, index: int, until: float, source: int) -> None:
         """The host waits for a stream; the main stream runs dry meanwhile, unless it is what the host waits for."""

@@ -38,13 +38,20 @@ class DmaEngine:
 
     def forget(self, moment: float) -> None:
         """Let go of what was free before a moment, before which no copy will be ready any more."""
-        num_over = bisect_right(self._stops, moment)
-        del self._starts[:num_over], self._stops[:num_over]
+        if self._stops[0] <= moment:  # rarely
+            num_over = bisect_right(self._stops, moment)
+            del self._starts[:num_over], self._stops[:num_over]
 
     def _take(self, index: int, start: float, stop: float) -> int:
         """Use a part of a free time; the number of the next one."""
-        free_from, free_until = self._starts[index], self._stops[index]
-        left = [(a, b) for a, b in ((free_from, start), (stop, free_until)) if a < b]
-        self._starts[index : index + 1] = [a for a, _ in left]
-        self._stops[index : index + 1] = [b for _, b in left]
-        return index + len(left)
+        is_rest_before, is_rest_behind = self._starts[index] < start, stop < self._stops[index]
+        if is_rest_before and is_rest_behind:
+            self._starts.insert(index + 1, stop)
+            self._stops.insert(index, start)
+        elif is_rest_before:
+            self._stops[index] = start
+        elif is_rest_behind:
+            self._starts[index] = stop
+        else:
+            del self._starts[index], self._stops[index]
+        return index + is_rest_before + is_rest_behind

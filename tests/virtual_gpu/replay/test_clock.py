@@ -270,7 +270,10 @@ def test_kernels_between_two_copies_are_replayed_as_one():
     """Or the log of a large model, of 10^5 entries, would take its time on every GPU."""
 
     def calls(num_kernels):
-        log, found = Clock(([computing(1e-4)] * num_kernels + [copying(1e-3, stream=1)]) * 10), Counter()
+        of_one = [computing(1e-4)] * num_kernels + [
+            copying(1.0, stream=1)
+        ]  # each copy waits for the one before
+        log, found = Clock(of_one * 10), Counter()
         sys.setprofile(lambda frame, event, argument: found.update([event]))
         try:
             log.times_on(H100)
