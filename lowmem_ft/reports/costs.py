@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from lowmem_ft.catalog.gpu import Gpu
@@ -12,6 +14,13 @@ from lowmem_ft.reports.estimate_table import price_per_million_tokens
 def usd_per_million_tokens(estimate: MemoryEstimate, gpu: Gpu) -> float | None:
     """US dollars for a million tokens; None where it does not fit, or has no price or no clock."""
     return price_per_million_tokens(estimate.step, gpu.cheapest_price) if estimate.fits else None
+
+
+def cost_cells(costs: Sequence[float | None]) -> list[str]:
+    """Prices for a column, their points below each other: as many decimals as the lowest needs for two digits."""
+    lowest = min((cost for cost in costs if cost), default=1.0)
+    decimals = max(2, 1 - math.floor(math.log10(lowest)))
+    return ["-" if cost is None else f"{cost:.{decimals}f}" for cost in costs]
 
 
 def usd_per_hour(estimate: MemoryEstimate, gpu: Gpu) -> float | None:

@@ -105,8 +105,8 @@ def price_per_million_tokens(step: StepTime | None, price: Price | None) -> floa
 
 
 def format_dollars(dollars: float) -> str:
-    """A price with two digits that count, such as ``$0.0071`` or ``$12.40``."""
-    return f"${dollars:.2f}" if dollars >= 0.1 else f"${dollars:.2g}"
+    """A price with two digits that count, such as ``$0.0071``, ``$0.050`` or ``$12.40``."""
+    return f"${dollars:.2f}" if dollars >= 0.1 else f"${dollars:#.2g}"
 
 
 def what_is_missing(all_together: Change | None, gpu_name: str) -> Text:

@@ -10,8 +10,7 @@ from rich.text import Text
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.estimator.several_cards import SeveralCards
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.reports.costs import cost_order, usd_per_hour, usd_per_million_tokens
-from lowmem_ft.reports.estimate_table import format_dollars
+from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
 from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
@@ -39,7 +38,7 @@ def gpu_table(
     Returns:
         Something that ``rich.print`` prints.
     """
-    table = _table([_row(estimate, gpus[estimate.gpu.name]) for estimate in by_cost(estimates, gpus)])
+    table = _table(by_cost(estimates, gpus), gpus)
     model = estimates[0].model
     num_fitting = sum(estimate.fits for estimate in estimates)
     num_tight = sum(estimate.tight for estimate in estimates)
@@ -76,7 +75,7 @@ def several_table(several: SeveralCards, gpus: Mapping[str, Gpu]) -> RenderableT
     return Group(
         Prose(f"Of the others, the fewest of {numbers} that hold it, shared by fsdp2:"),
         "",
-        _table([_row(estimate, gpus[estimate.gpu.name]) for estimate in by_cost(several.estimates, gpus)]),
+        _table(by_cost(several.estimates, gpus), gpus),
         Prose(
             "\nGiB of each card; $/hour and tok/s of all. N cards take N times the rows a step: divide "
             "training.gradient_accumulation_steps by N to keep them. `--gpu 8xNAME` shows one of them in full."
@@ -103,7 +102,10 @@ def format_gib(num_bytes: int) -> str:
     return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
-def _table(rows: Sequence[Sequence[str | Text]]) -> UncutTable:
+def _table(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> UncutTable:
+    of_gpus = [gpus[estimate.gpu.name] for estimate in estimates]
+    costs = cost_cells(list(map(usd_per_million_tokens, estimates, of_gpus)))
+    rows = [[*_row(*each), cost] for *each, cost in zip(estimates, of_gpus, costs, strict=True)]
     return UncutTable(
         ("GPU", "verdict", "needs", "of", "host", "tok/s", "$/hour", "$/1M"),
         rows,
@@ -115,7 +117,7 @@ def _table(rows: Sequence[Sequence[str | Text]]) -> UncutTable:
 
 def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
     processes = estimate.processes
-    cost, hourly = usd_per_million_tokens(estimate, gpu), usd_per_hour(estimate, gpu)
+    hourly = usd_per_hour(estimate, gpu)
     number = 1 if processes is None else processes.num_processes
     peak = estimate.process_peak_bytes
     return [
@@ -126,7 +128,6 @@ def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
         format_gib(estimate.host_peak_bytes),
         speed_cell(estimate, number),
         "-" if hourly is None else f"{hourly:.2f}",
-        format_dollars(cost).removeprefix("$") if cost is not None else "-",
     ]
 
 

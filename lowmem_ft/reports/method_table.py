@@ -11,9 +11,8 @@ from rich.text import Text
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.estimator.methods import MethodEstimate
-from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe.methods import METHODS, Method
-from lowmem_ft.reports.costs import cost_order, usd_per_million_tokens
+from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.filling import shell_lines
 from lowmem_ft.reports.gpu_table import VERDICT, format_gib, speed_cell, verdict_cell
@@ -45,7 +44,7 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
     columns = [heading for method in by_method for heading in (method.title, "tok/s", "$/1M")]
     table = UncutTable(
         ("GPU", "GiB", "$/hour", *columns),
-        [_row(gpus[name], [of_gpu[name] for of_gpu in by_method.values()], marks) for name in names],
+        _rows([gpus[name] for name in names], list(by_method.values()), marks),
         left=("GPU",),
         spare=("$/hour", "GiB", "tok/s"),
     )
@@ -79,16 +78,20 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> RenderableTyp
     Returns:
         Something that ``rich.print`` prints.
     """
+    costs = _costs(results)
     table = UncutTable(
         ("", "verdict", "needs", "of", "host", "tok/s", "$/1M"),
-        [[Text(result.method.title, "bold"), *_line(result, gpu)] for result in results],
+        [
+            [Text(result.method.title, "bold"), *_line(result), cost]
+            for result, cost in zip(results, costs, strict=True)
+        ],
         left=("", "verdict"),
         wraps=VERDICT,
     )
     price = gpu.cheapest_price
     hourly = (
         f" Prices at {format_dollars(price.usd_per_hour)} an hour ({price.provider}, {price.date})."
-        if price
+        if price and set(costs) != {"-"}
         else ""
     )
     return Group(
@@ -162,53 +165,57 @@ def _cheapest(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Tex
     return Text.assemble((gpu.name, "bold green"), f"{rented}: {', '.join(words)}")
 
 
-def _row(gpu: Gpu, results: Sequence[MethodEstimate], marks: Mapping[str, str]) -> list[str | Text]:
-    price = gpu.cheapest_price
-    hourly = f"{price.usd_per_hour:.2f}" if price else "-"
-    return [
-        gpu.name,
-        format_gib(gpu.memory_bytes),
-        hourly,
-        *(cell for result in results for cell in _cells(result, gpu, marks)),
+def _rows(
+    gpus: Sequence[Gpu], by_method: Sequence[Mapping[str, MethodEstimate]], marks: Mapping[str, str]
+) -> list[list[str | Text]]:
+    rows: list[list[str | Text]] = [
+        [gpu.name, format_gib(gpu.memory_bytes), f"{price.usd_per_hour:.2f}" if price else "-"]
+        for gpu in gpus
+        for price in [gpu.cheapest_price]
     ]
+    for of_gpu in by_method:
+        results = [of_gpu[gpu.name] for gpu in gpus]
+        for row, result, cost in zip(rows, results, _costs(results), strict=True):
+            row += [*_cells(result, marks), cost]
+    return rows
 
 
-def _cells(result: MethodEstimate, gpu: Gpu, marks: Mapping[str, str]) -> tuple[str | Text, str, str]:
+def _cells(result: MethodEstimate, marks: Mapping[str, str]) -> tuple[str | Text, str]:
     estimate = result.estimate
     if estimate is None:
-        return "-", "-", "-"
+        return "-", "-"
     needs, colour = format_gib(estimate.process_peak_bytes), verdict_colour(estimate)
     needs += marks.get(result.rung, "")
     if not estimate.fits:
-        return Text(needs, colour), "may" if estimate.verdict == "may not fit" else "no", "-"
-    return (
-        Text(f"~{needs}" if estimate.tight else needs, colour),
-        speed_cell(estimate),
-        _dollars(estimate, gpu),
-    )
+        return Text(needs, colour), "may" if estimate.verdict == "may not fit" else "no"
+    return Text(f"~{needs}" if estimate.tight else needs, colour), speed_cell(estimate)
 
 
-def _line(result: MethodEstimate, gpu: Gpu) -> list[str | Text]:
+def _line(result: MethodEstimate) -> list[str | Text]:
     estimate = result.estimate
     if estimate is None:
-        return [Text("cannot run", "red"), *("-",) * 5]
+        return [Text("cannot run", "red"), *("-",) * 4]
     return [
         verdict_cell(estimate),
         format_gib(estimate.process_peak_bytes),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
         speed_cell(estimate),
-        _dollars(estimate, gpu),
     ]
 
 
-def _dollars(estimate: MemoryEstimate, gpu: Gpu) -> str:
-    cost = usd_per_million_tokens(estimate, gpu)
-    return "-" if cost is None else format_dollars(cost).removeprefix("$")
+def _costs(results: Sequence[MethodEstimate]) -> list[str]:
+    """The column of what a million tokens cost."""
+    return cost_cells(
+        [
+            None if result.estimate is None else usd_per_million_tokens(result.estimate, result.gpu)
+            for result in results
+        ]
+    )
 
 
 class _Commands:
-    """What trains each method, on the data of its recipe; on GPUs without bfloat16, with what they take."""
+    """What trains each method where it fits, on the data of its recipe; without bfloat16, with what such GPUs take."""
 
     def __init__(self, results: Sequence[MethodEstimate]) -> None:
         self._has_bfloat16: dict[tuple[Method, tuple[str, ...]], bool] = {}
@@ -216,11 +223,13 @@ class _Commands:
             results, key=_place
         )  # stable: methods stay as they are, their recipes come in their order
         for result in ordered:
-            if result.estimate is not None:
+            if result.fits:
                 each = (result.method, result.command)
                 self._has_bfloat16[each] = self._has_bfloat16.get(each, False) or result.gpu.has_bfloat16
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self._has_bfloat16:
+            return
         yield Text("\nTo train (`estimate` in place of `train` shows it in detail):")
         titles: set[str] = set()
         for (method, command), has_bfloat16 in self._has_bfloat16.items():

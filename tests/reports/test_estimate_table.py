@@ -210,7 +210,15 @@ def test_where_nothing_is_left_to_change_that_is_said(as_text):
 
 
 @pytest.mark.parametrize(
-    "dollars,text", [(12.4, "$12.40"), (0.1, "$0.10"), (0.0389, "$0.039"), (0.0071, "$0.0071")]
+    "dollars,text",
+    [
+        (12.4, "$12.40"),
+        (0.1, "$0.10"),
+        (0.0998, "$0.10"),
+        (0.05, "$0.050"),
+        (0.0389, "$0.039"),
+        (0.0071, "$0.0071"),
+    ],
 )
 def test_prices_keep_two_digits_that_count(dollars, text):
     assert format_dollars(dollars) == text

@@ -74,7 +74,7 @@ def test_each_gpu_has_a_line_with_verdict_speed_and_price(estimates, as_text):
         "3.00",
         "2,000",
         "3.60",
-        "0.50",
+        "0.500",
     ]  # of its memory, on the host, ...
     assert row["unpriced-8gb"][-3:] == ["2,000", "-", "-"]
     assert row["unpriced-1gb"][3] == "over"

@@ -40,7 +40,7 @@ def test_the_cheapest_tokens_are_named_above_with_the_host_memory_they_take(resu
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     assert (
-        "full rtx-4090: $0.04 per 1M tokens at $0.29 an hour, 2,000 tokens/s, 63.0 GiB of host memory, by"
+        "full rtx-4090: $0.040 per 1M tokens at $0.29 an hour, 2,000 tokens/s, 63.0 GiB of host memory, by"
         in text
     )
     assert "QLoRA t4: $0.021 per 1M tokens at $0.15 an hour, 2,000 tokens/s, 63.0 GiB of host memory" in text
@@ -88,7 +88,7 @@ def test_a_line_for_each_gpu_says_what_each_method_needs_and_whether_it_fits(res
     }
     assert list(rows) == ["t4", "rtx-4090", "rtx-pro-6000-blackwell", "rtx-3070"]
     assert rows["t4"] == ["14.6", "-", "-", "-", "18.0", "no", "-", "7.60", "2,000", "0.021"]
-    assert " ".join(rows["rtx-4090"]) == "23.6 5.00a 2,000 0.04 18.0 2,000 0.04 7.60 2,000 0.04"
+    assert " ".join(rows["rtx-4090"]) == "23.6 5.00a 2,000 0.040 18.0 2,000 0.040 7.60 2,000 0.040"
     assert " ".join(rows["rtx-3070"]) == "7.66 5.00a 2,000 - 18.0 no - ~7.60 2,000 -"
     wide = as_text(methods_on_gpus(results, GPUS), width=120)
     assert next(line.split()[:4] for line in wide.splitlines() if "t4 " in line[:3]) == [
@@ -99,6 +99,12 @@ def test_a_line_for_each_gpu_says_what_each_method_needs_and_whether_it_fits(res
     ]
 
 
+def test_prices_below_each_other_have_their_points_below_each_other(results, as_text):
+    lines = as_text(methods_on_gpus(results, GPUS)).splitlines()
+    prices = [line.split()[-1] for line in lines if line.startswith(("t4 ", "rtx-4090 ", "rtx-pro"))]
+    assert prices == ["0.021", "0.040", "0.201"]
+
+
 def test_what_cannot_be_done_says_why_and_what_can_says_how(results, as_text):
     text = as_text(methods_on_gpus(results, GPUS))
     assert "full is not estimated on t4: no bfloat16." in text
@@ -107,15 +113,15 @@ def test_what_cannot_be_done_says_why_and_what_can_says_how(results, as_text):
 
 
 def test_what_cards_without_bfloat16_take_is_said_to_be_for_them_in_a_command_of_its_own(results, as_text):
-    def lora(result: MethodEstimate) -> MethodEstimate:
+    def qlora(result: MethodEstimate) -> MethodEstimate:
         own = () if result.gpu.has_bfloat16 else ("model.dtype=float16", "training.mixed_precision=fp16")
         return dataclasses.replace(result, command=(*result.command, *own))
 
-    both = [lora(result) for result in results if result.method.name == "lora"]
+    both = [qlora(result) for result in results if result.method.name == "qlora"]
     lines = as_text(methods_on_gpus(both, GPUS)).splitlines()
     after = {line: lines[number + 1].strip() for number, line in enumerate(lines[:-1])}
-    assert after["LoRA"] == "lowmem-ft train recipe=7b-lora model=llama-3.1-8b"
-    assert after["LoRA, on cards without bfloat16"].endswith("model.dtype=float16 \\")
+    assert after["QLoRA"] == "lowmem-ft train recipe=7b-qlora model=llama-3.1-8b"
+    assert after["QLoRA, on cards without bfloat16"].endswith("model.dtype=float16 \\")
     on_t4 = [result for result in both if result.gpu.name == "t4"]
     assert "without bfloat16" not in as_text(methods_on_gpu(on_t4, GPUS["t4"]))
 
@@ -134,3 +140,20 @@ def test_one_gpu_has_a_line_for_each_method(results, as_text):
     assert lines["full"] == "full cannot run - - - - -"
     assert lines["LoRA"] == "LoRA 3.44 GiB over 18.0 14.6 63.0 - -"
     assert lines["QLoRA"] == "QLoRA 6.96 GiB free 7.60 14.6 63.0 2,000 0.021"
+
+
+def test_only_what_fits_is_offered_for_training(results, as_text):
+    """A card that LoRA lacks 3.4 GiB on was told how to train by it."""
+    text = as_text(methods_on_gpu([each for each in results if each.gpu.name == "t4"], GPUS["t4"]))
+    commands = text[text.index("To train (") :]
+    assert "recipe=7b-qlora" in commands
+    assert "recipe=7b-lora" not in commands
+    lora = [each for each in results if each.gpu.name == "t4" and each.method.name == "lora"]
+    assert "To train" not in as_text(methods_on_gpu(lora, GPUS["t4"]))
+
+
+def test_whose_price_it_is_is_said_where_there_is_one(results, as_text):
+    on_t4 = [each for each in results if each.gpu.name == "t4"]
+    assert "Prices at $0.15 an hour" in " ".join(as_text(methods_on_gpu(on_t4, GPUS["t4"])).split())
+    lora = [each for each in on_t4 if each.method.name == "lora"]
+    assert "Prices at" not in as_text(methods_on_gpu(lora, GPUS["t4"]))
