@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 logger = logging.getLogger(__name__)
@@ -57,3 +59,26 @@ class Interruption:
     def _put_back(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_end_at_once() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the process, for waits in C++ meanwhile: no handler of Python's is called in them.
+
+    It does nothing outside the main thread. A handler that is neither ours nor Python's own stays.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    present = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    before = {number: handler for number, handler in present.items() if _is_replaceable(handler)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_replaceable(handler: object) -> bool:
+    is_ours = str(getattr(handler, "__module__", "")).startswith("lowmem_ft.")
+    return is_ours or handler is signal.default_int_handler

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.launch import as_launched, read_launch
@@ -29,7 +31,7 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime
     if launch.num_processes > 1:
         gpu = own_gpu(launch, use_cpu=recipe.training.use_cpu)
         meet(recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name, gpu=gpu)
-    with explained_joining():
+    with explained_joining() if launch.num_processes > 1 else contextlib.nullcontext():
         return _runtime_of(launched, folder), launched
 
 

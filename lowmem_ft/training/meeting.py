@@ -25,6 +25,7 @@ import lowmem_ft
 from lowmem_ft.errors import UserError
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import as_typed, recipe_keys
+from lowmem_ft.training.interruption import signals_end_at_once
 
 PATIENCE = timedelta(minutes=10)
 """How long a process waits for the others: importing torch from a busy network disk takes minutes."""
@@ -202,11 +203,14 @@ def _versions() -> dict[str, str]:
 def explained_joining() -> Iterator[None]:
     """Turn what torch raises where processes cannot find each other into the rule, what was seen and the way out.
 
+    A launcher that has lost one of them ends the others, which wait for it in torch's C++, by a signal.
+
     Raises:
         UserError: for each of them.
     """
     try:
-        yield
+        with signals_end_at_once():
+            yield
     except dist.DistError as error:
         raise UserError(not_joined(str(error), os.environ)) from error
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,35 @@ sys.exit(main())
     assert "error: All processes meet at MASTER_ADDR=127.0.0.1" in first.stderr
     assert "1/2 clients joined" in first.stderr
     assert "Traceback" not in first.stderr
+
+
+@pytest.mark.parametrize("waits_for", ["a process that does not come", "a group"])
+def test_a_process_that_waits_for_others_in_torch_is_ended_by_its_launcher(waits_for, forks, tmp_path):
+    """Which has lost one of them, and would end this one by SIGKILL, half a minute later."""
+    source = """
+import os, signal, sys, threading
+import torch.distributed
+from lowmem_ft.cli.train import main
+from lowmem_ft.training import joining, meeting
+def terminate(*args, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(99)  # still there: what waits in C++ calls no handler
+def when_it_waits():
+    while not meeting.have_met():
+        pass
+    store.wait([meeting._key("digest", 1)])
+    terminate()
+if sys.argv.pop(1) == "a group":
+    joining.meet, joining.AccelerateRuntime.create = (lambda *args, **options: None), terminate
+else:
+    threading.Thread(target=when_it_waits, daemon=True).start()
+store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", **place)
+sys.exit(main())
+"""
+    settings = ("recipe=tiny", "training.use_cpu=true", f"training.output_dir={tmp_path}/run")
+    assert forks.run(source, waits_for, *settings).returncode == -signal.SIGTERM
 
 
 def test_a_port_in_use_is_explained(forks, tmp_path):
