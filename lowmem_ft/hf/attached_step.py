@@ -15,7 +15,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.hf.edited_weights import EditedWeights
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 
@@ -29,7 +28,6 @@ class AttachedStep:
         optimizer: steps on the gradients, if no technique does.
         techniques: what is on.
         runtime: the trainer's accelerator, and its fp16 loss scale.
-        edited: is asked as a window begins, and told as it has ended; None: nobody can write weights.
         max_grad_norm: the global norm to clip to; None: measured alone.
         max_skipped_steps: steps in a row that may be skipped.
 
@@ -42,7 +40,6 @@ class AttachedStep:
         optimizer: torch.optim.Optimizer,
         techniques: Techniques,
         runtime: AccelerateRuntime,
-        edited: EditedWeights | None,
         *,
         max_grad_norm: float | None,
         max_skipped_steps: int,
@@ -51,8 +48,6 @@ class AttachedStep:
         self._optimizer = optimizer
         self._techniques = techniques
         self._runtime = runtime
-        self._edited = edited
-        self._has_begun = False
         self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._max_skipped_steps = max_skipped_steps
         self._loss = torch.zeros((), device=runtime.device)
@@ -61,7 +56,6 @@ class AttachedStep:
 
     def add(self, loss: Tensor) -> None:
         """Take note of a micro-batch's loss, before its backward."""
-        self._begin()
         self._loss = self._loss + loss.detach().float()
 
     def clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
@@ -86,7 +80,6 @@ class AttachedStep:
         Raises:
             UserError: if too many steps in a row were not finite, or one was that had changed weights by then.
         """
-        self._begin()
         runtime, norm = self._runtime, self.clip_grad_norm() if self._norm is None else self._norm
         loss = runtime.sum_over_processes(self._loss)
         self._loss, self._norm = torch.zeros_like(loss), None
@@ -97,15 +90,7 @@ class AttachedStep:
             runtime.update_loss_scale()
         else:
             runtime.update_weights(self._optimizer, finite=self.applied)
-        if self._edited is not None:
-            self._edited.are_ours()
-        self._has_begun = False
         self._count(loss_value, norm_value, overflow=overflow)
-
-    def _begin(self) -> None:
-        if not self._has_begun and self._edited is not None:
-            self._edited.adopt()
-        self._has_begun = True
 
     def _count(self, loss: float, norm: float, *, overflow: bool) -> None:
         if self.applied:

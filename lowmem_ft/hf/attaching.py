@@ -20,7 +20,6 @@ from lowmem_ft.handle import Handle
 from lowmem_ft.hf.agreement import Agreement, agree, unread_settings
 from lowmem_ft.hf.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.checkpointing_switch import flags_off, take_switch
-from lowmem_ft.hf.edited_weights import EditedWeights
 from lowmem_ft.hf.known_models import problems_with_model
 from lowmem_ft.hf.overridden import overridden, problems_with_callback
 from lowmem_ft.hf.prepared_model import finer_weights
@@ -208,24 +207,16 @@ def _changes(
     stock_forward: Callable[..., Any],
 ) -> Iterator[Callable[[], object]]:
     """All that is different about the trainer and its accelerator, and how to undo it."""
-    # Weights that are streamed come and go: what is written then is not told from what moves.
-    edited = None if recipe.offload.parameters == "stream" else EditedWeights(on.optimizer)
     step = AttachedStep(
         on.optimizer,
         on.techniques,
         runtime,
-        edited,
         max_grad_norm=recipe.training.max_grad_norm,
         max_skipped_steps=recipe.training.max_skipped_steps,
     )
     yield set_attribute(trainer, "optimizer", AttachedOptimizer(on.optimizer, step))
     yield from _changes_of_accelerator(trainer, recipe, step, runtime)
     yield from _changes_of_files(trainer, on)
-    if edited is not None:
-        behind = functools.partial(_ours_behind_it, edited)
-        yield wrap_method(trainer.accelerator, "prepare_model", behind)
-        for name in (*_LOADS, _LOADS_STATE):
-            yield wrap_method(trainer, name, behind)
     if recipe.checkpointing.mode != "none":
         yield take_switch(trainer.model, trainer.args).remove
     if recipe.loss.chunk_tokens is not None:
@@ -338,16 +329,6 @@ def _changes_of_loss(
     yield wrap_method(trainer, "prediction_step", wanting)
     if kind == "SFTTrainer":
         yield set_attribute(trainer, "compute_loss", types.MethodType(Trainer.compute_loss, trainer))
-
-
-def _ours_behind_it(edited: EditedWeights, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        edited.are_ours()
-        return result
-
-    return call
 
 
 def _refusing(recipe: Recipe, add_callback: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,10 +48,11 @@ class ChunkedOptimizer(Optimizer):
 
     Frees: what the formats free; temporaries are a few float32 tensors of ``chunk_elements``, whatever the parameters.
     Equals: the rule in float32, bit for bit, with formats ``fp32`` and ``split16``; the size of chunks changes nothing.
-    Limits: weights changed from outside (loaded, averaged) are noticed by :meth:`adopt_weights` alone. Weights that are
-    not contiguous are copied whole while they are updated. Of a parameter that ``fully_shard`` has cut, each process
-    updates its own rows, with the random bits that one process would draw for them; make the optimizer after sharding.
-    8-bit blocks begin anew in each process's rows. A rule that measures whole parameters refuses.
+    Limits: weights changed from outside (loaded, averaged) keep the lower bits of their masters until
+    :meth:`adopt_weights`. Weights that are not contiguous are copied whole while they are updated. Of a parameter that
+    ``fully_shard`` has cut, each process updates its own rows, with the random bits that one process would draw for
+    them; make the optimizer after sharding. 8-bit blocks begin anew in each process's rows. A rule that measures whole
+    parameters refuses.
 
     Args:
         params: parameters or groups of them.

@@ -2,7 +2,8 @@
 
 The weight is the upper half of a float32 number, rounded to nearest, and a format keeps the lower half in full, in
 part, or not at all. "Nearest" rounds ties away from zero in every format alike, so that the exact ones (``fp32``,
-``split16``) train the same model bit for bit.
+``split16``) train the same model bit for bit. What somebody else writes into a weight, even through ``weight.data``, of
+which torch keeps no count, is where the next update starts: exactly with a copy, and with the old lower bits otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lowmem_ft.optimizers.counter_random import CounterRandom
 from lowmem_ft.optimizers.operators import (
+    read_copy,
     read_split,
     write_nearest,
     write_split16,
@@ -36,7 +38,7 @@ class MasterFormat(Protocol):
         ...
 
     def read(self, weight: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        """The float32 value; the very tensor that holds it where there is one, to be updated in place."""
+        """The float32 value, to be updated in place: a new tensor, or the weight itself if that is float32."""
         ...
 
     def write(self, value: Tensor, weight: Tensor, kept: Mapping[str, Tensor], random: CounterRandom) -> None:
@@ -65,13 +67,12 @@ class Float32Copy:
     tensors = MappingProxyType({"master": torch.float32})
 
     def read(self, weight: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        """The copy."""
-        return kept["master"]
+        """The copy, or what has been written into the weight since."""
+        return read_copy(weight, kept["master"])
 
     def write(self, value: Tensor, weight: Tensor, kept: Mapping[str, Tensor], random: CounterRandom) -> None:
         """The weight is the copy, rounded."""
-        if value is not kept["master"]:
-            kept["master"].copy_(value)
+        kept["master"].copy_(value)
         write_nearest(value, weight)
 
 

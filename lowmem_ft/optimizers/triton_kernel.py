@@ -151,14 +151,15 @@ def update_chunk(
 
     if MASTER == "weight":
         w = tl.load(weight + lane, inside, 0.0)
-    elif MASTER == "fp32":
-        w = tl.load(beside + lane, inside, 0.0)
     else:
         bits = tl.load(weight + lane, inside, 0).to(tl.int32) << 16
-        if MASTER == "split16":
-            bits += tl.load(beside + lane, inside, 0).to(tl.int32)
-        elif MASTER == "split24":
-            bits += tl.load(beside + lane, inside, 0).to(tl.int32) << 8
+        if MASTER == "fp32":
+            copy = as_bits(tl.load(beside + lane, inside, 0.0))
+            rest = copy - bits
+            bits = tl.where((rest >= -0x8000) & (rest <= 0x8000), copy, bits)
+        elif MASTER == "split16" or MASTER == "split24":
+            low = tl.load(beside + lane, inside, 0).to(tl.int32) << (0 if MASTER == "split16" else 8)
+            bits += tl.where((bits << 1) == 0, tl.maximum(low, 0), low)
         w = as_float(bits)
 
     if IS_HALF_GRADIENT:

@@ -174,14 +174,11 @@ def _moved_bytes(
     averages: Sequence[Tensor],
     scales: Sequence[Tensor],
     gradient: Tensor,
-    clip: Tensor | None,
-    master: str,
     *others: object,
 ) -> int:
-    """All that is kept is read and written once, but for a weight with a float32 copy, which is written alone."""
+    """All that is kept is read and written once."""
     kept = [*averages, *scales, *([] if beside is None else [beside])]
-    passes_over_weight = 1 if master == "fp32" else 2
-    return passes_over_weight * weight.nbytes + 2 * sum(tensor.nbytes for tensor in kept) + gradient.nbytes
+    return 2 * sum(tensor.nbytes for tensor in (weight, *kept)) + gradient.nbytes
 
 
 _update_in_triton = register_operator(

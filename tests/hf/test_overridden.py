@@ -12,7 +12,6 @@ from transformers import Trainer, TrainerCallback
 from lowmem_ft.errors import UserError
 from lowmem_ft.hf.overridden import FOLLOWED, FOLLOWED_MOMENTS, REFUSED, REFUSED_MOMENTS, UNREACHED
 from lowmem_ft.hf.trainer_kinds import KINDS
-from lowmem_ft.optimizers import ChunkedOptimizer
 
 IN_BACKWARD = ("accumulation.order=vertical", "checkpointing.mode=full", "optimizer.in_backward=true")
 
@@ -159,14 +158,13 @@ class ZeroesAWeight(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step == 1:
-            with torch.no_grad():
-                model.get_parameter(WEIGHT).zero_()
+            model.get_parameter(WEIGHT).data.zero_()  # torch keeps no count of this
 
 
 @pytest.mark.parametrize("master", ["fp32", "split16", "split24"])
 @pytest.mark.parametrize("settings", [(), IN_BACKWARD, ("offload.optimizer=host",)], ids=str)
 def test_a_weight_that_a_callback_writes_stays_written(master, settings, tmp_path):
-    """Its master follows: it would bring the old value back, or make no number of a 0 and old lower bits."""
+    """Its master follows: it must not bring the old value back, nor make no number of a 0 and old lower bits."""
     trainer, _, _ = attached_trainer(
         tmp_path,
         f"optimizer.master={master}",
@@ -178,13 +176,3 @@ def test_a_weight_that_a_callback_writes_stays_written(master, settings, tmp_pat
     trainer.add_callback(ZeroesAWeight())
     trainer.train()
     assert trainer.model.get_parameter(WEIGHT).abs().max() <= 3 * 1.1e-5  # three steps of the learning rate
-
-
-@pytest.mark.parametrize("settings", [(), IN_BACKWARD, ("offload.optimizer=host",)], ids=str)
-def test_masters_keep_their_lower_bits_where_nobody_writes(settings, tmp_path, monkeypatch):
-    fields = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    trainer, _, _ = attached_trainer(
-        tmp_path, "optimizer.master=split16", *settings, dtype=torch.bfloat16, fields=fields
-    )
-    monkeypatch.setattr(ChunkedOptimizer, "adopt_weights", lambda *args: pytest.fail("nobody has written"))
-    trainer.train()

@@ -220,19 +220,23 @@ def test_a_transposed_weight_is_updated_in_place(name):
     assert torch.equal(turned, straight)
 
 
+@pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("master", MASTERS)
-def test_adopted_weights_are_what_the_next_step_starts_from(master):
-    """A weight changed from outside comes back from an old master, unless the optimizer is told."""
+def test_weights_changed_from_outside_are_what_the_next_step_starts_from(master, is_told):
+    """Even where torch keeps no count of it; whole or in part, to zeros of either sign, which have no lower bits."""
     optimizer = build(master=master)
     take_steps(optimizer, 2)
-    with torch.no_grad():
-        for parameter in parameters_of(optimizer):
-            parameter.fill_(3.0)
-    optimizer.adopt_weights()
+    first, second, third = parameters_of(optimizer)
+    first.data.mul_(-0.5)
+    second.data.fill_(3.0)
+    third.data[:500].mul_(0)  # of both signs
+    written = [parameter.detach().clone() for parameter in parameters_of(optimizer)]
+    if is_told:
+        optimizer.adopt_weights()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     take_steps(optimizer, 1, first=2)
-    assert all((parameter == 3).all() for parameter in parameters_of(optimizer))
+    assert all(map(torch.equal, parameters_of(optimizer), written))
 
 
 def test_hooks_see_each_slice_before_and_after_its_update():

@@ -142,3 +142,9 @@ def test_float32_weights_need_nothing_beside_them():
 @pytest.mark.parametrize("name,num_bytes", [("fp32", 4), ("split16", 2), ("split24", 1), ("none", 0)])
 def test_bytes_beside_the_weight(name, num_bytes):
     assert sum(dtype.itemsize for dtype in MASTER_FORMATS[name].tensors.values()) == num_bytes
+
+
+def test_a_copy_of_a_weight_that_was_rounded_to_even_stays_a_copy():
+    """As other engines round ties: their checkpoints have such pairs."""
+    master = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
+    assert torch.equal(MASTER_FORMATS["fp32"].read(master.bfloat16(), {"master": master}), master)

@@ -24,6 +24,7 @@ def tensors(device="cpu", num_elements=N):
     )
     low16, low8, codes, unsigned = map(zeros, (torch.int16, torch.int8, torch.int8, torch.uint8))
     return {
+        "read_copy": (weight, value),
         "read_split": (weight, low16),
         "write_split16": (value, weight, low16),
         "write_split24": (value, weight, low8, 5, 0),

@@ -127,6 +127,19 @@ def test_every_rule_and_format_gives_the_bits_of_the_operations(name, state, mas
         assert_equal(train(found), train(expected))
 
 
+@pytest.mark.parametrize("master", ["fp32", "split16", "split24"])
+def test_weights_that_somebody_writes_give_the_bits_of_the_operations(master):
+    found, expected = (build("adamw", "fp32", master, 700, kernel) for kernel in ("untried", "eager"))
+    for optimizer in (found, expected):
+        weight = train(optimizer).param_groups[0]["params"][1]
+        weight.data[:300].mul_(0)  # of both signs
+        weight.data[300:500].neg_()
+        weight.data[500:600].fill_(torch.inf)
+        weight.data[600:650].mul_(1 + 2**-7)  # by one unit or two
+        train(optimizer)
+    assert_equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gradients_of_any_type_with_and_without_clipping(dtype):
     for clip in (None, 0.5):
