@@ -118,34 +118,33 @@ def _is_ragged(chunk: Tensor) -> bool:
 @_operator(
     "(Tensor weight, Tensor master) -> Tensor",
     lambda weight, master: torch.empty_like(master),
-    launches=lambda *chunk: 6,
-    moved_bytes=_by_element(56),
+    launches=lambda *chunk: 5,
+    moved_bytes=_by_element(48),
     temporary_bytes=_by_element(9),
 )
 def read_copy(weight: Tensor, master: Tensor) -> Tensor:
     """The float32 that a bfloat16 weight is rounded from, ties either way; else the weight: somebody has written it."""
-    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    rest = master.view(torch.int32).sub(bits)
-    return torch.where(rest.clamp(-_HALF, _HALF) == rest, master, bits.view(torch.float32))
+    value = weight.float()
+    rest = master.view(torch.int32) - value.view(torch.int32)
+    return torch.where(rest.clamp(-_HALF, _HALF) == rest, master, value)
 
 
 @_operator(
     "(Tensor weight, Tensor low) -> Tensor",
     lambda weight, low: weight.new_empty(weight.shape, dtype=torch.float32),
-    launches=lambda *chunk: 7,
-    moved_bytes=_by_element(46),
+    launches=lambda *chunk: 5,
+    moved_bytes=_by_element(38),
     temporary_bytes=_by_element(2),
 )
 def read_split(weight: Tensor, low: Tensor) -> Tensor:
     """The float32 of a bfloat16 upper half and the bits below it: 16 (int16), or 8 with 8 zeros after them (int8).
 
-    The lower bits count as negative where the upper half was rounded up. Nothing is rounded up to a 0: where a weight
-    has been set to 0 since, what the old lower bits would make of it is no number.
+    The lower bits count as negative where the upper half was rounded up. A weight that has been set to 0 since has
+    nothing below it: there they would make a NaN.
     """
-    num_bits = 8 * low.dtype.itemsize
-    low = torch.where(weight == 0, low.clamp(min=0), low)
-    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(num_bits).add_(low)
-    return bits.bitwise_left_shift_(16 - num_bits).view(torch.float32)
+    size = weight.abs().float()
+    size.view(torch.int32).add_(low, alpha=2 ** (16 - 8 * low.dtype.itemsize)).clamp_(min=0)
+    return size.copysign_(weight)
 
 
 @_operator(
