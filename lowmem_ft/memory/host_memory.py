@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -171,7 +172,8 @@ class HostMemory:
         num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         if is_virtual(self.device):
             pages = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-            torch.get_device_module(self.device).register_host_memory(pages)
+            registration = torch.get_device_module(self.device).register_host_memory(pages)
+            _unregister_in_time(pages, registration.synchronize, registration.unregister)
             return pages
         if is_wsl() and not self._has_reserved:
             # The driver pins little there, and refuses once that is used up: first what every copy goes through then.
@@ -233,14 +235,21 @@ def _register(pages: Tensor, device: torch.device) -> str | None:
     if int(result) != 0:
         _clear_last_error(device)
         return runtime.cudaGetErrorString(result)
-    weakref.finalize(pages.untyped_storage(), _unregister, pointer, device, module).atexit = False
+    synchronize = functools.partial(module.synchronize, device)
+    _unregister_in_time(pages, synchronize, functools.partial(runtime.cudaHostUnregister, pointer))
     return None
 
 
-def _unregister(pointer: int, device: torch.device, module: Any) -> None:
-    """Called right before a storage's pages go back to the system."""
-    module.synchronize(device)  # no copy may be on its way
-    module.cudart().cudaHostUnregister(pointer)
+def _unregister_in_time(
+    pages: Tensor, synchronize: Callable[[], None], unregister: Callable[[], object]
+) -> None:
+    """Right before pages go back to the system."""
+    weakref.finalize(pages.untyped_storage(), _unregister, synchronize, unregister).atexit = False
+
+
+def _unregister(synchronize: Callable[[], None], unregister: Callable[[], object]) -> None:
+    synchronize()  # no copy may be on its way
+    unregister()
 
 
 def _clear_last_error(device: torch.device) -> None:

@@ -23,12 +23,14 @@ class MemoryUse:
         stream: on which; 0 is the default one, None the host itself.
         places: the line that issued it, ``file:line in function``; then the line of another file that called that, and
             the innermost line that is no library's, as far as these are others.
+        gives_back: whether it ends the memory: host memory that the program has pinned itself is unregistered or freed.
     """
 
     operator: str
     writes: bool
     stream: int | None
     places: tuple[str, ...]
+    gives_back: bool = False
 
     def __str__(self) -> str:
         """Operator, stream and places."""
@@ -64,7 +66,9 @@ class Race:
         if self.is_reuse:
             return "reuse of memory"
         how = {True: "write", False: "read"}
-        return f"{how[self.second.writes]} after {how[self.first.writes]}"
+        return (
+            f"{'free' if self.second.gives_back else how[self.second.writes]} after {how[self.first.writes]}"
+        )
 
     def __str__(self) -> str:
         """In a sentence."""
@@ -78,6 +82,7 @@ class Race:
                 f"{self.first}, and it does not wait for that."
             )
         verb = "overwrites" if self.second.writes else "reads"
+        verb = "gives back" if self.second.gives_back else verb
         other = "writes" if self.first.writes else "reads"
         return f"{self.second} {verb} {memory} and does not wait for {self.first}, which {other} it."
 

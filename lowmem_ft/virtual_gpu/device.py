@@ -15,11 +15,13 @@ import torch
 
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu, active_gpu_or_none
 from lowmem_ft.virtual_gpu.device_index import device_index
+from lowmem_ft.virtual_gpu.host_registration import HostRegistration
 from lowmem_ft.virtual_gpu.streams import (
     VirtualEvent,
     VirtualStream,
     VirtualStreamContext,
     current_stream,
+    orderings_for,
     set_stream,
 )
 
@@ -310,11 +312,17 @@ class VirtualBackend:
         """Send the work of a block to a stream."""
         return VirtualStreamContext(stream)
 
-    def register_host_memory(self, pages: torch.Tensor) -> None:
+    def register_host_memory(self, pages: torch.Tensor) -> HostRegistration:
         """What ``cudaHostRegister`` is to a GPU: pin whole pages that somebody else has allocated."""
-        active_gpu().recorder.mark_place(pages, "pinned")
+        return HostRegistration(active_gpu().recorder, pages)
+
+    def host_may_use(self, memory: torch.Tensor) -> None:
+        """From here on the host may read and write memory in ways that a trace does not see, as by its files."""
+        checker = active_gpu().recorder.checker
+        if checker is not None:
+            checker.host_may_use(memory)
 
     def synchronize(self, device: Any = None) -> None:
         """Let the host wait for all streams."""
         device_index(device)
-        active_gpu().recorder.orderings.synchronize()
+        orderings_for("synchronize").synchronize()

@@ -32,7 +32,7 @@ from lowmem_ft.virtual_gpu.upstream.cuda_names import on_virtual_device
 from lowmem_ft.virtual_gpu.upstream.experts import experts_as_if_real
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode, fake_tensors_in_disguise
 from lowmem_ft.virtual_gpu.upstream.generation import beam_search_to_its_length
-from lowmem_ft.virtual_gpu.upstream.other_threads import operators_of_one_thread
+from lowmem_ft.virtual_gpu.upstream.other_threads import followed_thread
 from lowmem_ft.virtual_gpu.upstream.weight_files import checkpoints_without_values
 from lowmem_ft.virtual_gpu.values.constant_propagation import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.values.questions import Questions
@@ -105,7 +105,7 @@ class VirtualMachine:
         stack.enter_context(interrupts_wait_for_backward())
         # Autograd's own threads would not see the modes of this one.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(operators_of_one_thread())
+        stack.enter_context(followed_thread())
         stack.enter_context(self._fake_mode)
         stack.enter_context(fake_tensors_in_disguise(self._read_values, self._list_values))
         stack.enter_context(checkpoints_without_values(self.say))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lowmem_ft.virtual_gpu.upstream.other_threads import refuse_in_other_threads
 from lowmem_ft.virtual_gpu.values.questions import asking_frames
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Orderings:
 
     def host_reads(self, tensor: Tensor) -> None:
         """The host asks for a tensor's values, and waits for those that are on the device."""
+        refuse_in_other_threads("a reading of values")
         recorder = self._recorder
         waits = tensor.device.type == recorder.device_type
         if waits:

@@ -75,6 +75,7 @@ class Recorder(TorchDispatchMode):
         check_streams: whether to look for races.
 
     Attributes:
+        is_closed: whether the trace has ended.
         checker: finds them; None: nobody looks.
         orderings: is told what waits for what.
     """
@@ -100,6 +101,7 @@ class Recorder(TorchDispatchMode):
         self.alike = AlikeRounds(self.work)
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.is_closed = False
         self.on_peak: Callable[[int], None] = lambda live_bytes: None  # called at each new peak
         self.largest_assumed: set[str] = set()  # operators whose result was taken at its largest
         self._questions = questions or Questions(lambda choice: None)
@@ -444,6 +446,7 @@ class Recorder(TorchDispatchMode):
     def close(self) -> None:
         """Write nothing more: what is freed from now on lived to the end of the trace."""
         self._index_of.clear()
+        self.is_closed = True
 
     def storage_is_gone(self, key: int) -> None:
         """End the allocation of a storage, if it was seen."""

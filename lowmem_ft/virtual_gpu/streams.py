@@ -10,6 +10,8 @@ import torch
 from lowmem_ft.errors import UserError
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu
 from lowmem_ft.virtual_gpu.device_index import device_index
+from lowmem_ft.virtual_gpu.orderings import Orderings
+from lowmem_ft.virtual_gpu.upstream.other_threads import refuse_in_other_threads
 
 
 class VirtualEvent:
@@ -27,19 +29,19 @@ class VirtualEvent:
     def record(self, stream: VirtualStream | None = None) -> None:
         """Put the event behind all work that the stream has so far."""
         self._is_recorded = True
-        active_gpu().recorder.orderings.record_event(self.id, None if stream is None else stream.id)
+        orderings_for("Event.record").record_event(self.id, None if stream is None else stream.id)
 
     def wait(self, stream: VirtualStream | None = None) -> None:
         """Let a stream's further work wait for the event."""
-        active_gpu().recorder.orderings.wait_event(self.id, None if stream is None else stream.id)
+        orderings_for("Event.wait").wait_event(self.id, None if stream is None else stream.id)
 
     def synchronize(self) -> None:
         """Let the host wait for the event."""
-        active_gpu().recorder.orderings.synchronize_event(self.id)
+        orderings_for("Event.synchronize").synchronize_event(self.id)
 
     def query(self) -> bool:
         """Whether the event has been reached: what a program sees that asks often enough."""
-        active_gpu().recorder.orderings.event_is_over(self.id)
+        orderings_for("Event.query").event_is_over(self.id)
         return True
 
     def elapsed_time(self, end: VirtualEvent) -> float:
@@ -83,11 +85,11 @@ class VirtualStream:
 
     def synchronize(self) -> None:
         """Let the host wait for this stream."""
-        active_gpu().recorder.orderings.synchronize_stream(self.record_event().id)
+        orderings_for("Stream.synchronize").synchronize_stream(self.record_event().id)
 
     def query(self) -> bool:
         """Whether all work is done: what a program sees that asks often enough."""
-        active_gpu().recorder.orderings.stream_is_idle(self.id)
+        orderings_for("Stream.query").stream_is_idle(self.id)
         return True
 
     @property
@@ -118,6 +120,12 @@ class VirtualStream:
         return hash(self.id)
 
 
+def orderings_for(what: str) -> Orderings:
+    """Of the GPU that is there, for a call in the thread that it follows."""
+    refuse_in_other_threads(what)
+    return active_gpu().recorder.orderings
+
+
 def current_stream() -> VirtualStream:
     """The stream that work and memory go to."""
     return VirtualStream(stream_id=active_gpu().recorder.stream)
@@ -125,6 +133,7 @@ def current_stream() -> VirtualStream:
 
 def set_stream(stream: VirtualStream) -> None:
     """Send further work and memory to a stream."""
+    refuse_in_other_threads("set_stream")
     active_gpu().recorder.stream = stream.id
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ground_truth.checked_streams import leave_out_each, orders_of_visits
+from ground_truth import small_visits
+from ground_truth.checked_streams import leave_out_each, orders_of_visits, visited_gpu
+
+from lowmem_ft.memory import host_memory
+from lowmem_ft.memory.host_copies import CopyEngine
 
 NOT_NEEDED = {
     "self._inward.synchronize() < head.py held_gradient": "who reads a gradient waits for both directions"
@@ -31,3 +35,17 @@ def test_each_ordering_that_is_left_out_is_found_or_implied():
     assert unexplained == []
     assert len(findings.missed) == len(NOT_NEEDED)
     assert [str(edge) for edge in findings.implied if not any(key in str(edge) for key in IMPLIED)] == []
+
+
+def test_memory_that_goes_without_waiting_for_its_copies_is_found(monkeypatch):
+    monkeypatch.setattr(host_memory, "_unregister", lambda synchronize, unregister: unregister())
+    [race] = visited_gpu(small_visits.memory_that_goes_while_it_is_copied, pins=True).races
+    assert (race.kind, race.second.operator) == ("free after read", "cudaHostUnregister")
+    assert "gives back 4.00 KiB of pinned memory" in str(race)
+
+
+def test_weights_that_the_host_gets_back_while_they_are_copied_are_found(monkeypatch):
+    """``LayerSlab.materialize`` gives them to whoever saves: on a virtual GPU nobody is seen to read them."""
+    monkeypatch.setattr(CopyEngine, "synchronize", lambda self: None)
+    races = visited_gpu(small_visits.layers_that_are_updated_at_once, pins=True).races
+    assert {race.second.operator for race in races} == {"use"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 
@@ -128,6 +129,35 @@ def test_what_another_thread_computes_is_refused_there_and_at_the_end_of_the_blo
         program()
     assert heard == [str(refused.value)]
     assert "test_machine.py" in heard[0]
+
+
+WAITS = {
+    "got synchronize": lambda stream, host: torch.cuda.synchronize(),
+    "got set_stream": lambda stream, host: torch.cuda.set_stream(stream),
+    "got Event.record": lambda stream, host: stream.record_event(),
+    "got Stream.query": lambda stream, host: stream.query(),
+    "got a reading of values": lambda stream, host: host.tolist(),
+}
+
+
+@pytest.mark.parametrize("said", WAITS)
+def test_what_another_thread_waits_for_or_reads_is_refused_as_well(said):
+    """It would count as a wait of the block's own thread, which nothing holds up, or move that to another stream."""
+
+    def work(stream, host):
+        with contextlib.suppress(UserError):
+            WAITS[said](stream, host)
+
+    def program():
+        with VirtualGPU("t4", check_streams=True):
+            thread = threading.Thread(
+                target=work, args=(torch.cuda.Stream(), torch.zeros(8, pin_memory=True))
+            )
+            thread.start()
+            thread.join()
+
+    with pytest.raises(UserError, match=f"follows the thread that its block began in, {said} in another"):
+        program()
 
 
 def test_another_thread_may_compute_with_tensors_of_its_own():

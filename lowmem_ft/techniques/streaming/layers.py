@@ -100,7 +100,9 @@ class LayerSlab:
 
     def materialize(self) -> None:
         """Let the layer use the slab itself, each tensor for itself; fake parameters cannot leave their device."""
-        if not is_virtual(self._device):
+        if is_virtual(self._device):
+            torch.get_device_module(self._device).host_may_use(self.memory)
+        else:
             self._point_at(with_own_storage(view) for view in self._views(self.memory))
 
     def _point_at(self, tensors: Iterator[Tensor]) -> None:

@@ -51,11 +51,13 @@ class Call:
         name: of the operator.
         stream: on which it runs; None: the host.
         lines: of code that led to it, as :attr:`MemoryUse.places` has them.
+        gives_back: whether nobody may use the memory any more.
     """
 
     name: str
     stream: int | None
     lines: tuple[Line, ...]
+    gives_back: bool = False
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class StreamChecker:
     def __init__(self, recorder: Recorder) -> None:
         self.order = StreamOrder()
         self._recorder = recorder
+        self._registered: set[int] = set()
         self._stream_of_node: dict[int, int] = {}
         self._last_sequence = 0
 
@@ -100,8 +103,29 @@ class StreamChecker:
         self.order.allocated(index, allocation.size_bytes, allocation.stream if on_device else None)
 
     def freed(self, index: int) -> None:
-        """The recorder has ended an allocation."""
+        """The recorder has ended an allocation; torch's allocators wait for copies, and nobody else does."""
+        if index in self._registered:
+            self.gives_back(index, "free")
         self.order.freed(index)
+
+    def registered(self, index: int) -> None:
+        """Host memory of the program's own is pinned."""
+        self._registered.add(index)
+
+    def gives_back(self, index: int, how: str) -> None:
+        """Such memory is unregistered, or goes: no copy may be on its way."""
+        self._registered.discard(index)
+        self._host_writes(index, Call(how, None, _lines(), gives_back=True))
+
+    def host_may_use(self, tensor: Tensor) -> None:
+        """The host gets a tensor of its own memory to read and write."""
+        index = self._recorder.index_of(tensor)
+        if index is not None:
+            self._host_writes(index, Call("use", None, _lines()))
+
+    def _host_writes(self, index: int, call: Call) -> None:
+        span = Span(0, self._recorder.timeline.allocations[index].size_bytes)
+        self.order.access(index, None, span, writes=True, what=call)
 
     def buffer(self, index: int) -> None:
         """A kernel's own buffer, which it fills."""
@@ -211,7 +235,13 @@ def _use_of(access: Access) -> MemoryUse:
     places = tuple(
         f"{shown_file(code.co_filename)}:{number} in {code.co_name}" for code, number in call.lines
     )
-    return MemoryUse(operator=call.name, writes=access.writes, stream=call.stream, places=places)
+    return MemoryUse(
+        operator=call.name,
+        writes=access.writes,
+        stream=call.stream,
+        places=places,
+        gives_back=call.gives_back,
+    )
 
 
 @functools.cache

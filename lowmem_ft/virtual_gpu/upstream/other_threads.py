@@ -1,4 +1,4 @@
-"""Operators on a virtual GPU's tensors in a thread of the program's own: seen by nobody there, and so refused."""
+"""What a program does with a virtual GPU in threads of its own: seen by nobody there, and so refused."""
 
 from __future__ import annotations
 
@@ -16,29 +16,45 @@ from lowmem_ft.virtual_gpu.values.questions import asking_line
 
 _QUESTIONS = frozenset({torch.ops.prim.device.default, torch.ops.aten.is_pinned.default})
 
+_blocks: list[tuple[int, list[str]]] = []
+"""Of those that have begun: the thread, and what was refused in others."""
 
-@contextlib.contextmanager
-def operators_of_one_thread() -> Iterator[None]:
-    """Refuse those of other threads than this one in a block, in which torch's modes do not follow the program.
+
+def refuse_in_other_threads(what: object) -> None:
+    """Refuse it, unless this is the thread in which the innermost block has begun.
 
     Raises:
-        UserError: in the other thread, and again at the end of the block: nobody else may hear of it.
+        UserError: otherwise.
     """
-    thread, dispatch = threading.get_ident(), FakeTensor.__torch_dispatch__
-    problems: list[str] = []
+    if _blocks and threading.get_ident() != _blocks[-1][0]:
+        problem = (
+            f"A virtual GPU follows the thread that its block began in, got {what} in another, at "
+            f"{asking_line()}. Call it in the block's own thread; on a GPU it can go back to the other."
+        )
+        _blocks[-1][1].append(problem)
+        raise UserError(problem)
+
+
+@contextlib.contextmanager
+def followed_thread() -> Iterator[None]:
+    """Let a virtual GPU's operators, waits and reads be those of this thread in a block, which torch's modes follow.
+
+    Raises:
+        UserError: in another thread, and again at the end of the block: nobody else may hear of it.
+    """
+    dispatch = FakeTensor.__torch_dispatch__
 
     def checked(
         cls: type, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
     ) -> Any:
-        if threading.get_ident() != thread and func not in _QUESTIONS:
-            problems.append(
-                f"A virtual GPU follows the thread that its block began in, got {func} in another, at "
-                f"{asking_line()}. Call it in the block's own thread; on a GPU it can go back to the other."
-            )
-            raise UserError(problems[-1])
+        if func not in _QUESTIONS:
+            refuse_in_other_threads(func)
         return dispatch(func, types, args, kwargs)
 
+    problems: list[str] = []
+    _blocks.append((threading.get_ident(), problems))
     with contextlib.ExitStack() as undo:
+        undo.callback(_blocks.pop)
         replace(undo, FakeTensor, "__torch_dispatch__", classmethod(checked))
         yield
     if problems:

@@ -182,6 +182,34 @@ def a_list_of_copies(ordered):
     host[1].fill_(1)
 
 
+def memory_of_ones_own_that_goes(ordered):
+    """torch's allocator waits for copies from and to its own pinned memory, and nobody for these."""
+    host = torch.zeros(SMALL)
+    torch.cuda.register_host_memory(host)
+    on_gpu().copy_(host, non_blocking=True)
+    if ordered:
+        torch.cuda.synchronize()
+
+
+def memory_of_ones_own_that_is_unregistered(ordered):
+    host = torch.zeros(SMALL)
+    registration = torch.cuda.register_host_memory(host)
+    host[1:].copy_(on_gpu(SMALL - 1), non_blocking=True)
+    event = current().record_event()
+    if ordered:
+        event.synchronize()
+    registration.unregister()
+    event.synchronize()
+
+
+def memory_that_the_host_has_back(ordered):
+    host = pinned()
+    on_gpu().copy_(host, non_blocking=True)
+    if ordered:
+        current().synchronize()
+    torch.cuda.host_may_use(host)
+
+
 def weights_that_are_gathered(ordered):
     """As FSDP2 does: what one stream gathers, another computes with."""
     part, whole, stream = on_gpu(), on_gpu(2 * SMALL), torch.cuda.Stream()
@@ -219,6 +247,9 @@ PROGRAMS = {
     two_parts_of_a_memory: "write after write",
     columns_of_a_matrix: "write after write",
     a_list_of_copies: "write after read",
+    memory_of_ones_own_that_goes: "free after read",
+    memory_of_ones_own_that_is_unregistered: "free after write",
+    memory_that_the_host_has_back: "write after read",
     weights_that_are_gathered: "read after write",
     gradients_that_are_summed: "write after read",
 }
