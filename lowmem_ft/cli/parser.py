@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         self._flags |= set() if action.nargs is None else {*action.option_strings}
         return action
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's, which would take ``-1xl4`` behind ``--gpu`` for an option."""
         words: list[str] = []
         for word in sys.argv[1:] if args is None else args:

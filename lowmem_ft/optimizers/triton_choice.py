@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -113,10 +114,26 @@ def _lacks(device: torch.device) -> str | None:
     return triton_lacks() or "Triton is not installed there. `pip install triton` brings it."
 
 
+def _tried(trial: Trial) -> Mapping[str, Tensor]:
+    """What the kernel computes; once more where memory has run out.
+
+    A kernel is loaded past torch's allocator, which may hold all that is free: that is given back. The trial comes
+    before the first weight changes, in an update that cannot start over; real updates run the kernel it has loaded.
+    """
+    try:
+        return trial("untried")
+    except RuntimeError as error:
+        if not is_failed_allocation(error):
+            raise
+    gc.collect()
+    torch.cuda.empty_cache()
+    return trial("untried")
+
+
 def _problem_of_trial(trial: Trial) -> str | None:
     expected = trial("eager")
     try:
-        found = trial("untried")
+        found = _tried(trial)
     except Exception as error:  # a compiler, a driver and a cache folder are behind it
         if is_failed_allocation(error):
             raise  # which says nothing of the kernel

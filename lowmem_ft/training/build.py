@@ -18,10 +18,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lowmem_ft.devices import has_bfloat16, kernels_of, name_of
 from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.finiteness import some_of
 from lowmem_ft.handle import Handle
@@ -128,7 +130,24 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         packing=recipe.data.packing,
     )
     logger.info("Attention: %s (%s).", attention.implementation, attention.reason)
+    if compute_dtype(dtype, recipe.training.mixed_precision) == torch.float32:
+        _log_float32(recipe, runtime.device)
     return Plan(hf_config=hf_config, attention=attention)
+
+
+def _log_float32(recipe: Recipe, device: torch.device) -> None:
+    """Say it where a GPU has something leaner: no recipe need have asked for float32."""
+    if kernels_of(device) != "cuda" or not has_bfloat16(device):
+        return
+    checkpointing = (
+        "" if recipe.checkpointing.mode != "none" else " without checkpointing (checkpointing.mode=full)"
+    )
+    logger.info(
+        "Weights and products are float32%s: leaner and faster on %s are training.mixed_precision=bf16, or "
+        "model.dtype=bfloat16 optimizer.master=split24; `lowmem-ft plan` chooses.",
+        checkpointing,
+        name_of(device),
+    )
 
 
 def build_session(

@@ -87,6 +87,21 @@ def test_memory_that_runs_out_in_the_trial_says_nothing_of_the_kernel(error):
     assert uses_kernel("auto", GPU, "formats", trial_of(lambda expected: expected))
 
 
+def test_a_trial_that_finds_no_room_for_the_kernel_is_made_again_with_what_the_allocator_has_cached(
+    monkeypatch,
+):
+    """Inside the first update, which could not start over."""
+    given_back = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+
+    def found(expected):
+        if not given_back:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        return expected
+
+    assert uses_kernel("auto", GPU, "formats", trial_of(found))
+
+
 def test_what_triton_lacks_is_told_with_the_way_to_get_it(monkeypatch, caplog):
     monkeypatch.setattr(triton_choice, "triton_lacks", lambda: "Triton needs a C compiler.")
     with caplog.at_level(logging.WARNING):
