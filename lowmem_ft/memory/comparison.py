@@ -46,9 +46,14 @@ class Peaks:
         """Those again.
 
         Raises:
-            TypeError: if they are others.
+            TypeError: if they are others, or no numbers.
         """
-        return cls(**values)
+        peaks = cls(**values)
+        numbers = (peaks.peak_bytes, peaks.host_peak_bytes, peaks.reserved_bytes, peaks.step_seconds)
+        for number in (*numbers, *{**peaks.by_phase, **peaks.by_category}.values()):
+            if not isinstance(number, (int, float, type(None))):
+                raise TypeError(f"{number!r} is no number")
+        return peaks
 
 
 def peaks_in(records: Iterable[Mapping[str, Any]]) -> tuple[Peaks | None, Peaks | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,10 +65,10 @@ class RunRecord:
         Raises:
             UserError: if one of them is not.
         """
-        steps = {"step", "tokens", "tokens_per_second"}
+        of_step = ("loss", "step", "tokens", "tokens_per_second")
         for number, record in enumerate(self.metrics, start=1):
-            wanted = steps if isinstance(record, dict) and "loss" in record else {"step"}
-            if not isinstance(record, dict) or not wanted <= record.keys():
+            wanted = of_step if "loss" in record else ("step", *({"eval_loss"} & record.keys()))
+            if not all(isinstance(record.get(key), (int, float)) for key in wanted):
                 raise UserError(
                     f"{self.path}/metrics.jsonl, line {number}, is of no run: {str(record)[:80]!r}."
                 )
@@ -87,13 +88,18 @@ class RunRecord:
             "model": self.recipe.model.name_or_path,
             "finished": self.is_finished,
             "steps": self.steps[-1]["step"] if self.steps else 0,
-            "loss": self.last("loss"),
-            "eval_loss": self.last("eval_loss"),
+            "loss": _in_json(self.last("loss")),
+            "eval_loss": _in_json(self.last("eval_loss")),
             "estimated": estimated and estimated.to_json(),
             "measured": measured and measured.to_json(),
             "rehearsed": self.rehearsal and {name: self.rehearsal[name] for name in ("peaks", "run")},
             "errors": {row.name: row.error for row in compared(estimated, measured)},
         }
+
+
+def _in_json(number: float | None) -> float | None:
+    """A number that JSON has; NaN and infinity it has not."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def run_report(runs: Sequence[RunRecord]) -> RenderableType:

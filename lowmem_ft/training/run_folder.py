@@ -151,7 +151,7 @@ class RunFolder:
             CheckpointError: if a line is none of ours.
         """
         file = self.path / METRICS_FILE
-        lines = file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []
+        lines = file.read_text("utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
         records = []
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):

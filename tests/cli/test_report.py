@@ -75,6 +75,13 @@ def test_json_has_the_errors(finished, capsys):
     assert run["errors"]["peak of tensors"] == pytest.approx(-0.1)
 
 
+def test_json_has_no_numbers_that_json_lacks(run, capsys):
+    folder = run("diverged", {"step": 1, **STEP, "loss": float("nan")})
+    assert main(["report", folder, "--json"]) == 0
+    assert "NaN" not in (shown := capsys.readouterr().out)
+    assert json.loads(shown)["runs"][0]["loss"] is None
+
+
 def test_a_run_that_took_no_step_has_a_report(run, capsys):
     assert main(["report", run("none", model=False)]) == 0
     assert "before its end" in capsys.readouterr().out
@@ -87,12 +94,16 @@ def test_a_run_that_took_no_step_has_a_report(run, capsys):
         ("[1]", "line 1, is of no run"),
         ('{"step": 1, "loss": 2}', "line 1, is of no run"),
         ("nothing", "line 1 is no JSON object"),
+        ("\udcff\udcfe", "line 1 is no JSON object"),
+        ('{"step": 1, "loss": "low", "tokens": 1, "tokens_per_second": 1}', "line 1, is of no run"),
+        ('{"step": 1, "eval_loss": null}', "line 1, is of no run"),
+        (json.dumps({"step": 1, "measured": {**PEAKS, "peak_bytes": "10 GiB"}}), "'10 GiB' is no number"),
         ('{"step": 1, "measured": {"peak": 1}}', "peaks that this version does not know"),
     ],
 )
 def test_other_peoples_files_are_refused(run, capsys, line, words):
     folder = run("foreign")
-    Path(folder, "metrics.jsonl").write_text(line + "\n")
+    Path(folder, "metrics.jsonl").write_text(line + "\n", "utf-8", "surrogateescape")
     assert main(["report", folder]) == 2
     assert words in capsys.readouterr().err
 
