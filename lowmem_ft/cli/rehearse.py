@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -162,7 +163,8 @@ def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     except OSError as error:
         return f"\nNot kept for `lowmem-ft report`: {file} cannot be written ({error.strerror})."
     return (
-        f"\nKept in {file}: after the run, `lowmem-ft report {file.parent}` sets it beside what was measured."
+        f"\nKept in {file}: after the run, `{shlex.join(['lowmem-ft', 'report', str(file.parent)])}` sets it beside "
+        "what was measured."
     )
 
 

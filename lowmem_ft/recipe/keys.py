@@ -207,9 +207,11 @@ def not_a_group(group: str, value: Any) -> str:
     short = SHORT_FORMS.get(group)
     if short is not None:
         return f"{group} is a group of settings, got {value!r}. Write {short}={value}."
-    names = ", ".join(
-        path.removeprefix(f"{group}.") for path in recipe_keys() if path.startswith(f"{group}.")
-    )
+    keys = {path: key for path, key in recipe_keys().items() if path.startswith(f"{group}.")}
+    meant = [path for path, key in keys.items() if value in key.choices]
+    if len(meant) == 1:
+        return f"{group} is a group of settings, got {value!r}. Did you mean `{meant[0]}={value}`?"
+    names = ", ".join(path.removeprefix(f"{group}.") for path in keys)
     return f"{group} is a group of settings, got {value!r}. Write {group}.KEY={value} with one of its keys: {names}."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -226,8 +227,9 @@ def test_races_are_found_in_a_rehearsal(recipe, monkeypatch):
     assert rehearse(streamed, "rtx-4090", steps=3).to_json()["races"]
 
 
-def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys):
-    folder = tmp_path / "run"
+def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("a run")
     settings = [
         "recipe=tiny",
         f"training.output_dir={folder}",
@@ -236,7 +238,8 @@ def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys
     ]
     assert main(["rehearse", *settings, "--gpu", "rtx-4090"]) == 0
     said = capsys.readouterr().out
-    assert max(map(len, said.splitlines()[:-1])) <= 80
+    assert max(map(len, said.splitlines())) <= 80
+    assert "`lowmem-ft report 'a run'`" in " ".join(said.split())
     train(load_recipe("tiny", settings[1:]))
     assert main(["report", str(folder)]) == 0
     shown = capsys.readouterr().out
