@@ -71,15 +71,15 @@ def estimate_methods(
 
     Of the recipes of a method, a GPU has the fastest that fits there. GPUs with bfloat16 share one trace of a recipe,
     and so do those without, each with its own workspaces. Their attention kernels differ: they were seen to take the
-    same memory, and within 1 % the same time. A recipe is tried on the GPU with the most room first, and not on those
-    with less room than one where it does not fit.
+    same memory, and within 1 % the same time. A recipe is tried where its weights have room, from the GPU with the most
+    of it down. Each GPU has what it has where it is asked for alone.
 
     Args:
         model: as in ``model=``.
         gpus: at least one.
         settings: further ``key=value`` settings; they choose the methods, see :func:`methods_with`.
-        is_thorough: whether to trace what is for few GPUs too: the rungs that are left out for many, and, for those
-            without bfloat16, full fine-tuning with streamed float32 weights; else these are said not to do it.
+        is_thorough: whether to trace full fine-tuning with streamed float32 weights too, where there is no bfloat16;
+            else such GPUs are said not to do it.
         kept: traces made before, as for ``estimate_memory``.
         on_start: called before a recipe is traced, with what is being done.
 
@@ -100,7 +100,7 @@ def estimate_methods(
         found: dict[str, MethodEstimate] = {}
         for has_bfloat16 in (True, False):
             alike = [gpu for gpu in gpus if gpu.has_bfloat16 == has_bfloat16]
-            routes = _routes(method, has_bfloat16=has_bfloat16, is_thorough=is_thorough)
+            routes = _routes(method, has_bfloat16=has_bfloat16)
             found |= asked.fastest_that_fit(method, routes, alike, is_thorough=is_thorough)
         results += [found[gpu.name] for gpu in gpus]
     return results
@@ -156,11 +156,10 @@ class _Route:
     float32: Literal["", "resident", "streamed"] = ""
 
 
-def _routes(method: Method, *, has_bfloat16: bool, is_thorough: bool) -> list[_Route]:
+def _routes(method: Method, *, has_bfloat16: bool) -> list[_Route]:
     """In the order in which they are tried."""
     if has_bfloat16:
-        left_out = () if is_thorough else method.for_few
-        return [_Route((f"recipe={rung}",)) for rung in method.rungs if rung not in left_out]
+        return [_Route((f"recipe={rung}",)) for rung in method.rungs]
     last = (f"recipe={method.rungs[-1]}", *method.without_bfloat16)
     if method.resident_without_bfloat16 is None:
         return [_Route(last)]
@@ -210,7 +209,7 @@ class _Asked:
     def _tried(
         self, method: Method, route: _Route, gpus: Sequence[Gpu], *, tries_all: bool
     ) -> Iterator[MethodEstimate]:
-        """One route on GPUs, from the most room down to the first that lacks it; on all if nothing comes after it."""
+        """One route on the GPUs that have room for its weights, the most of it first; the last route on all."""
         try:
             command = self._command(route)
             recipe, _ = on_cards(recipe_of(self._traced(method, command)), None)
@@ -236,8 +235,6 @@ class _Asked:
             yield MethodEstimate(
                 method=method, gpu=gpu, command=command, row_tokens=row_tokens, estimate=answer
             )
-            if not answer.fits and not tries_all:
-                return
 
     def _refused(
         self, method: Method, command: tuple[str, ...], gpu: Gpu, problems: tuple[str, ...]

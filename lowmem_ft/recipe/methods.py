@@ -19,7 +19,6 @@ class Method:
         name: ``full``, ``lora`` or ``qlora``.
         title: for people.
         rungs: shipped recipes that do it, the fastest first. Each takes less of a card than the one before.
-        for_few: those of them that are not tried where many GPUs are asked for: a trace each, for few percent of speed.
         without_bfloat16: what the last of them takes on a GPU that does not compute with bfloat16.
         resident_without_bfloat16: a shipped recipe that such a GPU tries first: with float32 weights on the GPU it is
             much faster than with streamed ones, and a small model fits.
@@ -29,7 +28,6 @@ class Method:
     name: str
     title: str
     rungs: tuple[str, ...]
-    for_few: tuple[str, ...] = ()
     without_bfloat16: tuple[str, ...]
     resident_without_bfloat16: str | None = None
     is_traced_in_pieces: bool = False
@@ -41,7 +39,6 @@ FULL = Method(
     name="full",
     title="full",
     rungs=("8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"),
-    for_few=("8b-16gb",),
     without_bfloat16=("model.dtype=float32", "optimizer.master=fp32", "training.mixed_precision=no"),
     resident_without_bfloat16="1b-fp16-t4",
 )

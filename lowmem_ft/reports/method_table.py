@@ -61,7 +61,7 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
         Prose(
             "\nUnder each method, GiB that the process needs of the card, tokens a second, and what a million of them "
             f"costs. {f'Recipes: {rungs}. ' if rungs else ''}no: does not fit; may: may not fit; ~: fits tightly; -: "
-            f"not there. {_HOURLY}{_left_for_one(results)}"
+            f"not there. {_HOURLY}"
         ),
         _Commands(results),
         *_notes(results),
@@ -101,12 +101,6 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> RenderableTyp
         _Commands(results),
         *_notes(results),
     )
-
-
-def _left_for_one(results: Sequence[MethodEstimate]) -> str:
-    """What was not tried on all GPUs, as a sentence behind others; empty: all was."""
-    names = [name for method in _by_method(results) for name in method.for_few]
-    return f" Of one card (--gpu NAME) {' and '.join(names)} is tried, too." if names else ""
 
 
 def _by_method(results: Sequence[MethodEstimate]) -> dict[Method, dict[str, MethodEstimate]]:

@@ -74,7 +74,6 @@ def test_recipes_of_one_method_are_told_apart(results, as_text):
 
     text = as_text(methods_on_gpus([by_another(result) for result in results], GPUS))
     assert "Recipes: a 8b-bf16, b 8b-8gb." in " ".join(text.split())
-    assert "Of one card (--gpu NAME) 8b-16gb is tried, too." in " ".join(text.split())
     rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in GPUS]
     needs = {row[0]: row[2] for row in rows}
     assert (needs["rtx-4090"], needs["rtx-pro-6000-blackwell"]) == ("5.00b", "5.00a")
