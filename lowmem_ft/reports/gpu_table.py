@@ -105,7 +105,9 @@ def format_gib(num_bytes: int) -> str:
 def _table(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> UncutTable:
     of_gpus = [gpus[estimate.gpu.name] for estimate in estimates]
     costs = cost_cells(list(map(usd_per_million_tokens, estimates, of_gpus)))
-    rows = [[*_row(*each), cost] for *each, cost in zip(estimates, of_gpus, costs, strict=True)]
+    rows = [
+        [*_row(estimate, gpu), cost] for estimate, gpu, cost in zip(estimates, of_gpus, costs, strict=True)
+    ]
     return UncutTable(
         ("GPU", "verdict", "needs", "of", "host", "tok/s", "$/hour", "$/1M"),
         rows,

@@ -88,7 +88,7 @@ def large(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def rungs(large, kept):
     """On cards from too small to ample. On the Hopper, cuBLAS takes 40 MiB more than on the others."""
-    cards = [*map(card, (900, 100, 400, 200, 290, 320)), card(322, like="h100-80gb")]
+    cards = [*map(card, (900, 100, 400, 200, 290, 310)), card(312, like="h100-80gb")]
     return estimate_methods(
         large, cards, settings=[*FULL, "data.max_length=64"], is_thorough=False, kept=kept
     )
