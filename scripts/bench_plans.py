@@ -1,20 +1,19 @@
 """Plans at full size against random combinations of the whole space, each estimated once and judged on every card.
 
     python scripts/bench_plans.py sample llama-3.1-8b --cards h100-80gb rtx-4090 --budgets 24 48 65 79
-    python scripts/bench_plans.py sample llama-3.2-1b --cards rtx-4060 --budgets 4 6 7.6 --count 90
+    python scripts/bench_plans.py sample llama-3.2-1b --cards rtx-4060 --budgets 4 6 7.6
     python scripts/bench_plans.py compare llama-3.1-8b=h100-80gb:24,48,65,79 llama-3.1-8b=rtx-4090:23.5 --write
 
 A space of tens of thousands of combinations is no even mixture: of an 8B's, one in a hundred may fit in 24 GiB. So as
 many are drawn for each budget, of those whose bounds let them fit there, and every budget is judged by all of them. One
-trace serves all cards with bfloat16. Estimates are appended to ``--out`` one by one; a second call goes on where the
-first was ended, and refuses a file of another clock. No weights, no data, no network, no GPU.
+trace serves all cards with bfloat16. Estimates are appended to ``--out`` one by one; a second call fills the file up to
+``--count``, and refuses one of whose rows some are estimated otherwise by now. No weights, no data, no network, no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -29,7 +28,6 @@ import torch
 from marked_table import with_table
 from measured_on import measured_on
 
-import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.errors import UserError
@@ -47,6 +45,9 @@ from lowmem_ft.recipe.defaults import with_defaults_of_plan
 from lowmem_ft.units import GIB
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "random_combinations"
+
+CHECKED = 4
+"""Rows of a file, from its first to its last, that are estimated again before others join them."""
 
 PLANS = DATA / "plans.json"
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
@@ -86,29 +87,26 @@ def main() -> None:
 def sample(out: Path, arguments: argparse.Namespace) -> None:
     """Estimate what the file does not hold yet."""
     recipe = plain_recipe(arguments.model)
-    budgets: list[float] = arguments.budgets
-    drawn = draw(recipe, arguments.cards[0], budgets, arguments.host, arguments.count, arguments.seed)
     header, rows = read(out)
-    if header and header["clock"] != clock_digest():
-        sys.exit(f"{out} holds estimates by another clock. Delete it to sample again, or name another --out.")
+    kept = KeptTraces()
+    for row in rows[:: max(1, len(rows) // CHECKED)]:
+        answer = estimated(recipe, row["settings"], arguments.cards, kept)
+        if row != {**row, **answer}:
+            sys.exit(
+                f"{row['settings']} in {out} is estimated otherwise by now. Delete the file, or name another --out."
+            )
+    drawn = draw(
+        recipe, arguments.cards[0], arguments.budgets, arguments.host, arguments.count, arguments.seed, rows
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
         if not header:
             asked = {name: getattr(arguments, name) for name in ("model", "cards", "budgets", "host", "seed")}
-            print(
-                json.dumps({**measured_on(torch.device("cpu")), **asked, "clock": clock_digest()}), file=file
-            )
-        kept = KeptTraces()
+            print(json.dumps({**measured_on(torch.device("cpu")), **asked}), file=file)
         for number, (gib, settings) in enumerate(drawn):
-            if number < len(rows):
-                continue
             print(f"\r{number} of {len(drawn)} estimated", end="", file=sys.stderr)
-            row = {
-                "drawn_for_gib": gib,
-                "settings": settings,
-                **estimated(recipe, settings, arguments.cards, kept),
-            }
-            print(json.dumps(row), file=file, flush=True)
+            answer = estimated(recipe, settings, arguments.cards, kept)
+            print(json.dumps({"drawn_for_gib": gib, "settings": settings, **answer}), file=file, flush=True)
     print(f"\r{len(drawn)} of {len(drawn)} estimated", file=sys.stderr)
 
 
@@ -123,10 +121,16 @@ def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
 
 
 def draw(
-    recipe: Recipe, card: str, budgets: Sequence[float], host_gib: float, count: int, seed: int
+    recipe: Recipe,
+    card: str,
+    budgets: Sequence[float],
+    host_gib: float,
+    count: int,
+    seed: int,
+    known: Sequence[Row] = (),
 ) -> list[tuple[float, Settings]]:
-    """Combinations at random, as many for each budget, none twice: those that their bounds let fit there."""
-    random_numbers = random.Random(seed)
+    """As many at random for each budget, known rows among them: of combinations that their bounds let fit there."""
+    random_numbers = random.Random(f"{seed} {len(known)}")
     target = Target.of(recipe, card)
     space = space_of(
         recipe,
@@ -135,14 +139,21 @@ def draw(
         rules=target.rules,
     )
     candidates = candidates_of(space, target.shape, target.gpu)
+    settings = {place: space.changes(space.combinations[place]) for place in range(len(candidates))}
     drawn: dict[int, float] = {}
     for number, gib in enumerate(sorted(budgets), 1):
         may_fit = candidates.may_fit(Limits(device_bytes=gib * GIB, host_bytes=host_gib * GIB))
-        places = [place for place in may_fit.nonzero()[0].tolist() if place not in drawn]
-        wanted = min(len(places), round(count * number / len(budgets)) - len(drawn))
+        taken = [row["settings"] for row in known]
+        places = [
+            place
+            for place in may_fit.nonzero()[0].tolist()
+            if place not in drawn and settings[place] not in taken
+        ]
+        known_here = sum(row["drawn_for_gib"] <= gib for row in known)
+        wanted = min(len(places), max(0, round(count * number / len(budgets)) - len(drawn) - known_here))
         drawn |= dict.fromkeys(random_numbers.sample(places, wanted), gib)
     shuffled = random_numbers.sample(list(drawn), len(drawn))
-    return [(drawn[place], space.changes(space.combinations[place])) for place in shuffled]
+    return [(drawn[place], settings[place]) for place in shuffled]
 
 
 def estimated(recipe: Recipe, settings: Settings, cards: Sequence[str], kept: KeptTraces) -> Row:
@@ -187,7 +198,7 @@ def compare(cases: Sequence[str], host_gib: float, *, write: bool) -> None:
                     "best_sampled_seconds": min(fitting, default=None),
                 }
             )
-    result = {**measured_on(torch.device("cpu")), "clock": clock_digest(), "rows": rows}
+    result = {**measured_on(torch.device("cpu")), "rows": rows}
     print(json.dumps(result, indent=2))
     if write:
         keep(result)
@@ -285,16 +296,6 @@ def _whole_lines(file: Path) -> Iterator[Row]:
     if cut:
         file.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
     yield from (json.loads(line) for line in whole.splitlines())
-
-
-def clock_digest() -> str:
-    """Of what turns a trace into seconds: sources of the clock and of the costs of kernels, and the cards."""
-    folder = Path(lowmem_ft.__file__).parent
-    digest = hashlib.blake2b(digest_size=8)
-    sources = [*folder.glob("virtual_gpu/replay/*.py"), *folder.glob("virtual_gpu/kernels/*.py")]
-    for path in sorted([*sources, folder / "catalog" / "gpus.json"]):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 if __name__ == "__main__":
