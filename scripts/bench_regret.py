@@ -5,7 +5,7 @@
 A space leaves two to four knobs free, drawn at random, of a recipe whose other knobs are drawn too; its budget is drawn
 so that one of its combinations, or nearly, just fits; a second and a third are larger. Every combination is estimated,
 and what a plan chose is held against all that fit: none may be faster by more than 1 %, nor be as fast within 1 % with
-less changed. No weights, no data, no network, no GPU.
+less changed, unless something with less memory is faster than that. No weights, no data, no network, no GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lowmem_ft.errors import UserError
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import MemoryPlan, plan
 from lowmem_ft.planner.planning import need_from
-from lowmem_ft.planner.search import NEARLY_AS_FAST
+from lowmem_ft.planner.search import NEARLY_AS_FAST, Need
 from lowmem_ft.planner.space import Settings, Space, asks_consent, planned_keys, space_of
 from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
@@ -107,7 +107,7 @@ def compare(model: str, cards: int, seed: int, most: int) -> list[dict[str, Any]
         device = min(round(times * parse_bytes(budget.device or "0B")), available)
         asked = dataclasses.replace(recipe, budget=dataclasses.replace(budget, device=f"{device}B"))
         of_all = _all_needs(space, Target.of(asked, gpu))
-        fitting = [(seconds, changes) for seconds, changes, fits in of_all if fits]
+        fitting = [(need, changes) for need, changes in of_all if need.fits]
         chosen: MemoryPlan = plan(asked, asked.budget, gpu)
         row = {
             "seed": seed,
@@ -117,7 +117,7 @@ def compare(model: str, cards: int, seed: int, most: int) -> list[dict[str, Any]
             "combinations": len(space.combinations),
             "estimated": chosen.counts.estimated,
             "proven": chosen.is_proven,
-            "best_seconds": min((seconds for seconds, _ in fitting), default=None),
+            "best_seconds": min((need.seconds for need, _ in fitting), default=None),
             "plan_seconds": chosen.estimate.step.seconds if chosen.fits and chosen.estimate.step else None,
             "changes": _complexity_of(chosen, space),
         }
@@ -125,15 +125,24 @@ def compare(model: str, cards: int, seed: int, most: int) -> list[dict[str, Any]
     return rows
 
 
-def regret_of(fitting: Sequence[tuple[float, int]], seconds: float | None, changes: int) -> str:
-    """What stands against a plan, by the seconds and the changes of all that fits; empty if nothing does."""
+def regret_of(fitting: Sequence[tuple[Need, int]], seconds: float | None, changes: int) -> str:
+    """What stands against a plan, by the needs and the changes of all that fits; empty if nothing does."""
     if not fitting or seconds is None:
         return "" if seconds is None and not fitting else "one of the two has nothing that fits"
-    fastest = min(seconds for seconds, _ in fitting)
+    fastest = min(need.seconds for need, _ in fitting)
     enough = (1 + NEARLY_AS_FAST) * fastest
     if seconds > enough:
         return f"{100 * (seconds / fastest - 1):.1f} % slower than the fastest"
-    simplest = min(changes for seconds, changes in fitting if seconds <= enough)
+
+    def is_slower_than_with_less(need: Need) -> bool:
+        return need.seconds > seconds and any(
+            less.seconds < need.seconds
+            and (less.device_bytes < need.device_bytes or less.host_bytes < need.host_bytes)
+            for less, _ in fitting
+        )
+
+    alike = [row for row in fitting if row[0].seconds <= enough and not is_slower_than_with_less(row[0])]
+    simplest = min(changes for _, changes in alike)
     return f"changes of {changes}, where {simplest} would do" if changes > simplest else ""
 
 
@@ -150,12 +159,12 @@ def _complexity_of(chosen: MemoryPlan, space: Space) -> int:
     return space.complexity(tuple(choices))
 
 
-def _all_needs(space: Space, target: Target) -> Iterator[tuple[float, int, bool]]:
-    """Of each combination that can be built: seconds, how much it changes, and whether it fits."""
+def _all_needs(space: Space, target: Target) -> Iterator[tuple[Need, int]]:
+    """Of each combination that can be built: what it needs, and how much it changes."""
     for combination in space.combinations:
         with contextlib.suppress(UserError):
             need = need_from(target.estimate(space.recipe_of(combination))[0])
-            yield need.seconds, space.complexity(combination), need.fits
+            yield need, space.complexity(combination)
 
 
 def _spaces(

@@ -49,7 +49,7 @@ def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple
         bought = _cheapest_with(parse_bytes(budget.device), budget.device)
         return (
             bought,
-            f"device: {bought.name}, the cheapest of the catalogue that has budget.device={budget.device}",
+            f"device: {bought.name}, of the catalogue's with budget.device={budget.device} the cheapest by the hour",
         )
     return None, "device: this machine's processor, as it has no GPU"
 

@@ -2,7 +2,7 @@
 
 Nothing here is an estimate: these numbers only spare a search the combinations that cannot do. Each holds whatever the
 other settings are (``tests/planner/test_bounds.py`` holds them against estimates). Of activations only those count that
-autograd cannot do without: what trained matrices multiply, what checkpointed layers begin with, and logits.
+autograd cannot do without: what trained matrices and attention multiply, what checkpointed layers begin with, logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import ModelError
@@ -61,7 +61,7 @@ class ModelShape:
         products_again: of those, what the recomputation of all layers passes: it ends before each layer's last product.
         head_products: elements of the head.
         outer_parameters: of the embedding and the head, a tied one once.
-        widths: elements of a token that the matrices of all decoder layers multiply; those that several multiply once.
+        widths: elements of a token that backward needs of all decoder layers, see :func:`_width`.
         outputs: elements of a token that they give.
         hidden_size: elements of a token between layers.
         vocab_size: logits of a token.
@@ -104,7 +104,7 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         layers: list[nn.Module] = list(decoder_layers(model))
     except ModelError:
         layers = []
-    products = [[matrix.weight.numel() for matrix in _matrices(layer)] for layer in layers]
+    products = [[matrix.weight.numel() for _, matrix in _matrices(layer)] for layer in layers]
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     outer = {part.weight for part in (head, table) if isinstance(part, nn.Linear | nn.Embedding)}
     return ModelShape(
@@ -115,8 +115,8 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         products_again=sum(sum(of_layer) - max(of_layer, default=0) for of_layer in products),
         head_products=head.weight.numel() if isinstance(head, nn.Linear) else 0,
         outer_parameters=sum(weight.numel() for weight in outer),
-        widths=sum(sum({matrix.in_features for matrix in _matrices(layer)}) for layer in layers),
-        outputs=sum(matrix.out_features for layer in layers for matrix in _matrices(layer)),
+        widths=sum(_width(layer, model.config.get_text_config()) for layer in layers),
+        outputs=sum(matrix.out_features for layer in layers for _, matrix in _matrices(layer)),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         vocab_size=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
         longest_row=longest_row,
@@ -128,11 +128,28 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _matrices(layer: nn.Module) -> Iterator[nn.Linear]:
-    """Those that every token passes."""
+def _matrices(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Those that every token passes, by their own names."""
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear) and "expert" not in name:
-            yield module
+            yield name.rpartition(".")[2], module
+
+
+def _width(layer: nn.Module, hf_config: PreTrainedConfig) -> int:
+    """Elements of a token that backward needs of a layer: what its matrices multiply, of several as wide once.
+
+    Where they are named as Llama's are, what is known to be kept: queries, keys, values and what attention gives, and
+    in a gated MLP both factors of its product; a smooth activation keeps what it began with.
+    """
+    named = dict(_matrices(layer))
+    width = sum({matrix.in_features for name, matrix in named.items() if name != "o_proj"})
+    if {"q_proj", "k_proj", "v_proj", "o_proj"} <= named.keys():
+        width += named["o_proj"].in_features
+        width += sum(named[name].out_features for name in ("q_proj", "k_proj", "v_proj"))
+    if {"gate_proj", "up_proj", "down_proj"} <= named.keys():
+        is_smooth = str(getattr(hf_config, "hidden_act", "")).startswith(("silu", "gelu"))
+        width += (3 if is_smooth else 2) * named["up_proj"].out_features
+    return width
 
 
 def device_bytes(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
@@ -161,8 +178,8 @@ def bytes_before_backward(recipe: Recipe, shape: ModelShape) -> float:
 def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """What autograd keeps at the least, at the end of the last forward pass.
 
-    A trained matrix keeps what it multiplies, and a checkpointed layer what it begins with; in vertical order of all
-    micro-batches. A model's own loss holds all logits of these tokens.
+    A layer keeps what its trained matrices and attention multiply, a checkpointed one what it begins with; in vertical
+    order of all micro-batches. A model's own loss holds all logits of these tokens.
     """
     begins, again = begin_bytes(recipe, shape), share_again(recipe, shape)
     is_kept = recipe.adapter.name == "none" and recipe.tiling.mlp == 1 and recipe.offload.activations != "all"

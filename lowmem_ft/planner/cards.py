@@ -31,7 +31,7 @@ def numbers_up_to(max_cards: int, recipe: Recipe) -> tuple[int, ...]:
     """
     if max_cards not in (1, *NUMBERS):
         several = ", ".join(map(str, NUMBERS[:-1]))
-        raise UserError(f"The most cards of a plan are 1, {several} or {NUMBERS[-1]}, got {max_cards}.")
+        raise UserError(f"max_cards (--max-cards) is 1, {several} or {NUMBERS[-1]}, got {max_cards}.")
     if max_cards == 1:
         return (1,)
     config = recipe.distributed

@@ -37,7 +37,7 @@ estimated beyond that. What is left by then is counted, and said."""
 COMMON_EVENTS = 1500
 """For each layer in a trace of common length, such as that of an 8B; an estimate with more counts as several."""
 
-LEAST_PROMISE = 0.01
+LEAST_PROMISE = 0.006
 """Of the seconds of a step: a search ends where less is to be hoped for of any other combination."""
 
 SIMPLER_TRIED = 4
@@ -102,8 +102,8 @@ def plan(
     that is given up only where nothing else was found to fit. Each combination counts as it is estimated, at the upper
     end of its range, with headroom enough not to be tight, over load, steps, evaluation and saving.
 
-    The same arguments give the same plan. A search that came to its end (``MemoryPlan.is_proven``) has found the
-    fastest of all combinations, so that a larger budget is never slower; one that ended before says what it left.
+    The same arguments give the same plan. A search that came to its end (``MemoryPlan.is_proven``) has found the best
+    of all combinations, so that a larger budget is never slower; one that ended before says what it left.
 
     Args:
         recipe: where it starts; what its values say beside memory stays.
@@ -284,7 +284,6 @@ def _searched(
         least_promise=LEAST_PROMISE,
         nearest_tried=NEAREST_TRIED,
         simpler_tried=SIMPLER_TRIED,
-        adds_work=lambda place, other: _adds_work(space, place, other),
         look_ahead=lambda places: ahead.guess(places, recipe_of),
     )
     neighbours = Neighbours(space, search)
@@ -305,14 +304,6 @@ def _searched(
         asked=asked, space=space, candidates=candidates, limits=target.limits, found=search.conclude()
     )
     return _explained(findings, neighbours)
-
-
-def _adds_work(space: Space, place: int, other: int) -> bool:
-    """Whether the second of two neighbours does all that the first does, and more."""
-    pairs = zip(space.combinations[place], space.combinations[other], strict=True)
-    return all(
-        space.adds_work(dimension, old, new) for dimension, (old, new) in enumerate(pairs) if old != new
-    )
 
 
 def need_from(estimate: MemoryEstimate, effort: float = 1.0) -> Need:

@@ -1,9 +1,12 @@
 """The search itself: which combination to estimate next, and when none of the others can be better.
 
 It knows nothing of recipes. A combination has proven lower bounds of seconds and bytes, is estimated at most once, and
-drops out when it is estimated, when its bytes cannot fit, or when its seconds let it be neither the fastest nor a
-simpler one that is nearly as fast. Nothing else drops out, so that a search that comes to its end has found the best;
-one that is ended early says so, and has looked at all that differs from its choice in one knob.
+drops out when it is estimated, when its bytes cannot fit, or when its seconds let it be neither faster nor a simpler
+one that is nearly as fast. Nothing else drops out, so that a search that comes to its end has found the best; one that
+is ended early says so, and has looked at what differs from its choice in one knob and may be better.
+
+The best is the simplest of those nearly as fast as the fastest, and no slower than what the same estimates would choose
+with less memory: with what a search has found, more memory never makes a step slower.
 
 Axes: N combinations, D dimensions.
 """
@@ -11,6 +14,7 @@ Axes: N combinations, D dimensions.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +26,14 @@ from numpy.typing import NDArray
 from lowmem_ft.planner.ranking import Beliefs, Prior
 
 NEARLY_AS_FAST = 0.01
-"""Of the fastest's seconds: the simplest combination that takes no more than so much longer is the best."""
+"""Of the fastest's seconds: a combination that takes no more than so much longer may be the best, if it is simpler."""
 
 LEAST_TRIED = 4
 """Estimates before a search in which nothing fits may be given up: the first ones correct what was expected."""
+
+LEAST_GAIN, LEAST_CHANCE = 5e-4, 0.02
+"""Of what differs from the best in one choice: how much faster it is expected to be, as a share, or how likely it is
+simpler and nearly as fast, to be worth an estimate."""
 
 LIKELY_SIMPLER = 0.25
 """Chance to fit and to be nearly as fast, with which something simpler is worth an estimate."""
@@ -110,7 +118,7 @@ class Searched:
     """What a search has found, and how.
 
     Args:
-        best: the index of the best combination: the simplest of those nearly as fast as the fastest; None if none fits.
+        best: the index of the best combination, see above; None if none fits.
         fastest: that of the fastest.
         needs: of each that was estimated, in their order.
         refused: what the device or the model says against others, which only building them showed.
@@ -151,7 +159,6 @@ class Search:
             What gives up less than the best is passed over likewise.
         nearest_tried: where it would end with nothing that fits, it asks for so many that should miss least.
         simpler_tried: with something that fits, it asks for so many of those that should be simpler and nearly as fast.
-        adds_work: whether the second of two combinations that differ in one choice does what the first does, and more.
         look_ahead: told, before each estimate, what would be asked next if it comes out as expected; what it does
             changes nothing here.
     """
@@ -167,7 +174,6 @@ class Search:
         least_promise: float = 0.0,
         nearest_tried: int = 0,
         simpler_tried: int = 0,
-        adds_work: Callable[[int, int], bool] = lambda place, other: False,
         look_ahead: Callable[[Iterator[int]], None] = lambda places: None,
     ) -> None:
         self.candidates = candidates
@@ -178,7 +184,6 @@ class Search:
         self._least_promise = least_promise
         self._nearest_tried = nearest_tried
         self._simpler_tried = simpler_tried
-        self._adds_work = adds_work
         self._look_ahead = look_ahead
         self._unknown_N = candidates.may_fit(limits)
         self._open_N = self._unknown_N.copy()
@@ -210,7 +215,7 @@ class Search:
             self.estimate(place)
 
     def look_around(self) -> None:
-        """Ask for what may be simpler, and for what differs from the best in one choice, until neither is better."""
+        """Ask for what may be simpler, then for what differs from the best in one choice, until none is better."""
         looked_at = None
         while self.found.best is not None and self.found.best != looked_at:
             looked_at = self.found.best
@@ -225,24 +230,25 @@ class Search:
     def around(self, place: int) -> list[int]:
         """What differs from one in a single choice and may still be better, the most promising first.
 
-        Left out is what adds work, is no simpler, and should not be faster for all that is known.
+        Left out is that of which nothing is to be hoped: which should not fit, or is neither faster nor simpler.
         """
-        open_, candidates = np.flatnonzero(self._open_N), self.candidates
-        differs_ND = candidates.choices_ND[open_] != candidates.choices_ND[place]
-        near = [
-            other for other in open_[differs_ND.sum(axis=1) == 1].tolist() if self._is_worth_it(place, other)
-        ]
-        if not near:
-            return []
-        places, fastest = np.array(near), self.found.fastest
-        promise = self._promise(places, None if fastest is None else self.found.needs[fastest].seconds)
-        return places[np.lexsort((candidates.after_N[places], -promise))].tolist()
+        open_, candidates, found = np.flatnonzero(self._open_N), self.candidates, self.found
+        near = open_[(candidates.choices_ND[open_] != candidates.choices_ND[place]).sum(axis=1) == 1]
+        if not len(near) or found.fastest is None:
+            return near.tolist()
+        fastest = found.needs[found.fastest].seconds
+        promise = self._promise(near, fastest)
+        is_simpler = candidates.changes_N[near] < candidates.changes_N[place]
+        is_worth_it = promise >= LEAST_GAIN
+        is_worth_it |= is_simpler & (self._chance_to_be_alike(near, fastest) >= LEAST_CHANCE)
+        is_worth_it |= candidates.before_N[near] < candidates.before_N[place]
+        order = np.lexsort((candidates.after_N[near], -promise))
+        return near[order[is_worth_it[order]]].tolist()
 
-    def _is_worth_it(self, place: int, other: int) -> bool:
-        candidates = self.candidates
-        if candidates.changes_N[other] < candidates.changes_N[place] or not self._adds_work(place, other):
-            return True
-        return self._expected(other).seconds < self.found.needs[place].seconds / (1 + NEARLY_AS_FAST)
+    def _chance_to_be_alike(self, places: Ints, fastest_seconds: float) -> Floats:
+        """How likely each fits and is nearly as fast as the fastest."""
+        chance, most = self._chance(places), (1 + NEARLY_AS_FAST) * fastest_seconds
+        return chance * self._beliefs.chance_within(places, self.candidates.seconds_N[places], most)
 
     def _likely_simpler(self) -> int | None:
         """The simplest that should fit and be nearly as fast as the fastest, or None."""
@@ -253,10 +259,7 @@ class Search:
         places = np.flatnonzero(simpler_N & (candidates.before_N == candidates.before_N[found.best]))
         if not len(places) or not found.needs[found.fastest].seconds:
             return None
-        enough = (1 + NEARLY_AS_FAST) * found.needs[found.fastest].seconds
-        chance = self._chance(places) * self._beliefs.chance_within(
-            places, candidates.seconds_N[places], enough
-        )
+        chance = self._chance_to_be_alike(places, found.needs[found.fastest].seconds)
         likely = places[chance >= LIKELY_SIMPLER]
         if not len(likely):
             return None
@@ -360,7 +363,7 @@ class Search:
         )
 
     def _simplest(self) -> int:
-        """Of those that are nearly as fast as the fastest; the fastest itself where no clock tells."""
+        """The best of those that fit; the fastest where no clock tells."""
         found, candidates = self.found, self.candidates
         assert found.fastest is not None, "something fits"
         before, seconds, _ = self._key(found.fastest)
@@ -373,23 +376,45 @@ class Search:
             and candidates.before_N[place] == before
             and need.seconds <= (1 + NEARLY_AS_FAST) * seconds
         ]
-        return min(alike, key=lambda place: (int(candidates.changes_N[place]), *self._key(place)))
+        return self._no_slower_than_with_less(alike)
+
+    def _no_slower_than_with_less(self, alike: Sequence[int]) -> int:
+        """The simplest of some that are alike, but nothing slower than what would be chosen with less memory.
+
+        With as much memory as each two of them need, from the least on, a choice may only get faster.
+        """
+        needs, chosen = self.found.needs, dict[tuple[int, int], int]()
+        devices = sorted({needs[place].device_bytes for place in alike})
+        hosts = sorted({needs[place].host_bytes for place in alike})
+        for corner in itertools.product(range(len(devices)), range(len(hosts))):
+            device, host = corner
+            with_less = (chosen.get((device - 1, host)), chosen.get((device, host - 1)))
+            most = min((needs[place].seconds for place in with_less if place is not None), default=math.inf)
+            there = [
+                place
+                for place in alike
+                if needs[place].device_bytes <= devices[device]
+                and needs[place].host_bytes <= hosts[host]
+                and needs[place].seconds <= most
+            ]
+            if there:
+                chosen[corner] = min(
+                    there, key=lambda place: (int(self.candidates.changes_N[place]), *self._key(place))
+                )
+        return chosen[len(devices) - 1, len(hosts) - 1]
 
     def _may_be_better(self) -> Bools:
-        """Which of all might be the fastest, or simpler and nearly as fast, if they took their least seconds."""
+        """Which of all might be faster, or simpler and nearly as fast, if they took their least seconds."""
         found, candidates = self.found, self.candidates
         assert found.fastest is not None, "something fits"
         assert found.best is not None, "something fits"
-        before, seconds, after = self._key(found.fastest)
+        before, seconds, _ = self._key(found.fastest)
+        _, of_best, after = self._key(found.best)
         bound_N = candidates.seconds_N
-        better_N = (bound_N < seconds) | ((bound_N == seconds) & (candidates.after_N < after))
+        better_N = (bound_N < of_best) | ((bound_N == of_best) & (candidates.after_N < after))
         if seconds:
-            changes, of_best = candidates.changes_N[found.best], found.needs[found.best].seconds
-            after_best_N = candidates.after_N > candidates.after_N[found.best]
-            no_faster_N = (bound_N > of_best) | ((bound_N == of_best) & after_best_N)
-            as_simple_N = (candidates.changes_N == changes) & ~no_faster_N
-            simple_N = (candidates.changes_N < changes) | as_simple_N
-            better_N |= simple_N & (bound_N <= (1 + NEARLY_AS_FAST) * seconds)
+            is_simple_N = candidates.changes_N < candidates.changes_N[found.best]
+            better_N |= is_simple_N & (bound_N <= (1 + NEARLY_AS_FAST) * seconds)
         return (candidates.before_N < before) | ((candidates.before_N == before) & better_N)
 
     def _next(self) -> int | None:

@@ -125,20 +125,6 @@ class Space:
         prices = [self.price(place, index) for place, index in enumerate(combination)]
         return sum(is_changed * (1 + cost) for _, cost, is_changed in prices)
 
-    def adds_work(self, place: int, old: int, new: int) -> bool:
-        """Whether one choice of a dimension in place of another is paid for, where that other costs nothing.
-
-        The numbers stay exact, so that it is the same work and more; what is rounded is other work.
-        """
-        dimension = self.dimensions[place]
-        effects = [
-            (recipe_keys()[key].effect_of(before), recipe_keys()[key].effect_of(dimension.choices[new][key]))
-            for key, before in dimension.choices[old].items()
-        ]
-        is_exact = all(effect.fidelity == "exact" for pair in effects for effect in pair)
-        free = COSTS[0]
-        return is_exact and any(before.cost == free != after.cost for before, after in effects)
-
     def refusal(self, combination: Combination) -> str:
         """Why a combination is none; empty if no rule refuses it."""
         recipe = self.recipe_of(combination)

@@ -262,7 +262,7 @@ def test_the_card_that_stands_for_a_budget_is_named_and_the_runs_length_is_told(
     assert main(["plan", "recipe=tiny", KEEP, "budget=10GiB", "--json", str(file)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        "Device: rtx-3060, the cheapest of the catalogue that has budget.device=10GiB; --gpu NAME takes"
+        "Device: rtx-3060, of the catalogue's with budget.device=10GiB the cheapest by the hour; --gpu NAME takes"
         in printed
     )
     assert re.search(r"The run: [\d,]+ steps, [\d,]+ tokens, .*\$", printed)

@@ -174,7 +174,8 @@ def test_of_activations_those_count_that_backward_needs(make_recipe, shape):
     """Two layers of width 512, an MLP of 1024, 4096 logits; a row of 512 tokens in float32."""
     one = ["training.gradient_accumulation_steps=1", "loss.chunk_tokens=256"]
     rows_of_4 = [*one, "training.per_device_train_batch_size=4"]
-    kept = 512 * 4 * 2 * (512 + 1024)
+    attention, mlp = 512 + 3 * 512 + 512, 3 * 1024 + 1024
+    kept = 512 * 4 * 2 * (attention + mlp)
     begins = 512 * 4 * 2 * 512
     for settings, expected in (
         (one, kept),
