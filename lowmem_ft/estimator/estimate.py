@@ -20,6 +20,7 @@ from lowmem_ft.estimator.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.tracing import is_cut_unevenly, trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.free_memory import LARGEST_IN_HEAP_BYTES
+from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.cards import on_cards
 from lowmem_ft.recipe.keys import memory_knobs
@@ -245,6 +246,7 @@ def estimate_of_trace(
         processes=_processes(recipe),
         allocator=allocator_config_of_runs(gpu),
         largest_in_heap_bytes=LARGEST_IN_HEAP_BYTES,
+        heap_share=HEAP_SHARE_OF_RUNS,
         sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
         not_modelled=() if recipe.offload.folder is None else ("time that the disk of offload.folder takes",),
     )

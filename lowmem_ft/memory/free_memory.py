@@ -6,9 +6,9 @@ import ctypes
 import os
 from typing import Any
 
-from lowmem_ft.units import KIB
+from lowmem_ft.units import MIB
 
-LARGEST_IN_HEAP_BYTES = 256 * KIB
+LARGEST_IN_HEAP_BYTES = 4 * MIB
 """Of a block, once :func:`keep_tensors_out_of_the_heap` has been called."""
 
 _MMAP_THRESHOLD = -3
@@ -38,13 +38,17 @@ def return_free_memory() -> None:
 def keep_tensors_out_of_the_heap() -> bool:
     """Let the C library ask the system for each block above :data:`LARGEST_IN_HEAP_BYTES`, and give it back when freed.
 
-    Frees the gaps between tensors. Left alone, glibc takes blocks of up to 32 MiB from its heap once one of that size
+    Frees gaps between large tensors. Left alone, glibc takes blocks of up to 32 MiB from its heap once one of that size
     has been freed (mallopt(3), ``M_MMAP_THRESHOLD``), and the heap of a run on a CPU grows around whatever small thing
-    lies between: SmolLM2-135M's process held 3,272 MiB at the peak of four float32 steps, and holds 2,805.
+    lies between.
 
-    Costs page faults, as the system hands out such blocks as zeros, each anew: five float32 steps of SmolLM2-135M made
-    151 tokens a second, and 199 with glibc's own threshold at 32 MiB, at a peak of 2.76 and 3.17 GiB (mean of two runs
-    each, AMD EPYC, two cores, torch 2.13.0, 2026-11-24). ``MALLOC_MMAP_THRESHOLD_=33554432`` gets that back.
+    Costs page faults where a step's temporary tensors are larger, as the system hands out such blocks as zeros, each
+    anew. CPU seconds of a float32 step of SmolLM2-135M and the peak of its process, by the largest block in the heap
+    (one run each, medians of its steps after the first, one thread, AMD EPYC, torch 2.13.0, 2026-11-24):
+
+    - 4 rows of at most 136 tokens: 5.48 s and 2.74 GiB with 256 KiB; 4.10 s and 2.87 GiB with 4 MiB; 4.19 s and
+      3.16 GiB with 8 MiB; 4.27 s and 3.21 GiB with 32 MiB
+    - 4 rows of 256 tokens: 8.88 s and 3.62 GiB with 4 MiB; 8.81 s and 3.73 GiB with 32 MiB
 
     Returns:
         Whether it does so now: not with another C library, nor where the environment has a setting of its own.

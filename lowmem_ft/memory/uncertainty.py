@@ -26,16 +26,16 @@ context, read on such a card    two A100 differ by 1 %, 14 runs on a T4 not at a
                                 known: an allowance (:data:`CONTEXT_SHARE`)
 context, an estimate            the catalogue's formula is 18 % low on a T4, 5 % low on an L4, 4 % high on an
                                 A100, 2 % high on an H100 (:data:`ESTIMATED_CONTEXT_SHARE`)
-process without a GPU           362 MiB and a KiB for each token of the vocabulary. On two processors whole runs held
-                                15 % of that less to 9 % more than it and their tensors (``whole-runs-cpu.json``);
-                                builds of torch for CUDA, whose 140 MiB come on top, 2 % less to 3 % more
-                                (:data:`CPU_PROCESS_SHARE`)
-heap, without a GPU             what the C library keeps of freed tensors: in runs of this package of those below
-                                256 KiB, since ``memory/free_memory.py`` keeps the others out of the heap, and
-                                oneDNN's kernels few. In scripts of others below 32 MiB, as a share of those that are
-                                there at the peak: 6 to 9 % with adapters, 11 to 13 % with float32 weights, 25 to 57 %
-                                where bfloat16 weights are trained, kernels included, and not the same when repeated
-                                (:data:`HEAP_SHARE`)
+process without a GPU           362 MiB and a KiB for each token of the vocabulary. Whole runs on an AMD processor held,
+                                beside their tensors, 9 % less to 41 % more, with what the heap keeps
+                                (``whole-runs-cpu.json``); builds of torch for CUDA, whose 140 MiB come on top, 2 % less
+                                to 3 % more (:data:`CPU_PROCESS_SHARE`)
+heap, without a GPU             what the C library keeps of freed tensors, as a share of those in it at the peak. In
+                                runs of this package, whose tensors above 4 MiB ``memory/free_memory.py`` keeps out of
+                                it, 8 % (:data:`HEAP_SHARE_OF_RUNS`), chosen by the rows of ``whole-runs-cpu.json`` and
+                                tried on no others. In scripts of others, below 32 MiB: 6 to 9 % with adapters, 11 to
+                                13 % with float32 weights, 25 to 57 % where bfloat16 weights are trained, kernels
+                                included, and not the same when repeated (:data:`HEAP_SHARE`)
 ==============================  ===========================================================================
 """
 
@@ -58,7 +58,9 @@ CONTEXT_SHARE = 0.10
 ESTIMATED_CONTEXT_SHARE = 0.25
 CPU_PROCESS_SHARE = 0.16
 HEAP_SHARE = 0.30
-"""Of the tensors that lie in the heap, counted on top of them; the range around it is from nothing to twice as much."""
+HEAP_SHARE_OF_RUNS = 0.08
+"""Of the tensors in the heap, counted on top of them; the range around it is from nothing to twice as much. In
+programs of others, and in runs of this package, which keep large tensors out of it."""
 
 LARGEST_IN_HEAP_BYTES = 32 * MIB
 """Larger blocks glibc asks the system for one by one, and gives back as soon as they are freed (``mallopt(3)``)."""

@@ -20,7 +20,7 @@ from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.host_copies import PutOffCopy
 from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.memory.mapped_files import is_in_file
-from lowmem_ft.memory.uncertainty import HEAP_SHARE
+from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import build, train
 from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, step_time
@@ -197,7 +197,7 @@ def test_on_a_cpu_too_files_are_not_resident_memory(tiny):
     in_files = estimate_memory(tiny(*STREAMED, "offload.folder=/not/on/this/machine"), gpu="cpu")
     assert in_files.disk_peak_bytes > 0
     less = in_ram.process_peak_bytes - in_files.process_peak_bytes
-    of_the_heap = HEAP_SHARE * in_files.disk_peak_bytes  # it keeps nothing of what lies in files
+    of_the_heap = HEAP_SHARE_OF_RUNS * in_files.disk_peak_bytes  # it keeps nothing of what lies in files
     assert less == pytest.approx(in_files.disk_peak_bytes + of_the_heap, abs=1)
 
 

@@ -49,6 +49,7 @@ class Surroundings:
         micro_batches_per_step: as the run would have them; None: as traced.
         allocator: settings of the caching allocator.
         largest_in_heap_bytes: of a block without a GPU; the C library asks the system for larger ones one by one.
+        heap_share: of the tensors in the heap, what it keeps of freed ones on top.
         allowed_bytes: the most that the caching allocator lets itself hold, as
             ``torch.cuda.set_per_process_memory_fraction`` sets it; None: all there is.
         processes: of which the trace is the first; None: there is one.
@@ -62,6 +63,7 @@ class Surroundings:
     micro_batches_per_step: int | None = None
     allocator: AllocatorConfig = field(default_factory=lambda: allocator_config_of_environment())
     largest_in_heap_bytes: int = LARGEST_IN_HEAP_BYTES
+    heap_share: float = HEAP_SHARE
     allowed_bytes: int | None = None
     processes: Processes | None = None
     sends_at_the_end: bool = False
@@ -233,7 +235,7 @@ def estimate_on_cpu(
     tensors = TensorPeaks.of(trace.timeline, allocated, sizes, peak_at)
     peak = tensors.allocated_bytes
     base = surroundings.host.process_bytes
-    heap = _kept_by_heap(trace.timeline, peak_at, surroundings.largest_in_heap_bytes)
+    heap = _kept_by_heap(trace.timeline, peak_at, surroundings)
     process, uncertainty = peak + heap + base, uncertainty_on_cpu()
     margin = uncertainty.bytes_of(heap, base)
     limits = [limit for limit in (budget.device_bytes, budget.host_bytes) if limit is not None]
@@ -258,12 +260,13 @@ def estimate_on_cpu(
     )
 
 
-def _kept_by_heap(timeline: Timeline, position: int | None, largest_bytes: int) -> int:
+def _kept_by_heap(timeline: Timeline, position: int | None, surroundings: Surroundings) -> int:
     """Bytes that a process without a GPU holds beside its tensors at their peak: gaps between those in the heap."""
     alive = [] if position is None else timeline.alive_at(position)
     tensors = (timeline.allocations[index] for index in alive)
     sizes = (tensor.size_bytes for tensor in tensors if tensor.place == "device")
-    return round(HEAP_SHARE * sum(size for size in sizes if size < largest_bytes))
+    in_heap = sum(size for size in sizes if size < surroundings.largest_in_heap_bytes)
+    return round(surroundings.heap_share * in_heap)
 
 
 def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTime | None:
