@@ -47,8 +47,9 @@ def keep_tensors_out_of_the_heap() -> bool:
     (one run each, medians of its steps after the first, one thread, AMD EPYC, torch 2.13.0, 2026-11-24):
 
     - 4 rows of at most 136 tokens: 5.48 s and 2.74 GiB with 256 KiB; 4.10 s and 2.87 GiB with 4 MiB; 4.19 s and
-      3.16 GiB with 8 MiB; 4.27 s and 3.21 GiB with 32 MiB
-    - 4 rows of 256 tokens: 8.88 s and 3.62 GiB with 4 MiB; 8.81 s and 3.73 GiB with 32 MiB
+      3.16 GiB with 8 MiB; 4.27 s and 3.21 GiB with 32 MiB; 4.23 s and 2.92 GiB as glibc has it
+    - 4 rows of 256 tokens: 8.88 s and 3.62 GiB with 4 MiB; 8.81 s and 3.73 GiB with 32 MiB; 8.83 s and 3.74 GiB as
+      glibc has it
 
     Returns:
         Whether it does so now: not with another C library, nor where the environment has a setting of its own.
