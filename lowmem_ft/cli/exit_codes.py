@@ -163,11 +163,13 @@ def _speaks_for(error: UserError) -> bool:
 
     A launcher ends all of them as soon as one has ended, the main one among them.
     """
-    if (meeting := sys.modules.get("lowmem_ft.training.meeting")) is not None and meeting.have_met():
+    if (
+        meeting := sys.modules.get("lowmem_ft.training.distributed.rendezvous")
+    ) is not None and meeting.have_met():
         return meeting.is_first_to_say(str(error))
     if "torch.distributed" not in sys.modules:
         return is_main_process()
-    from lowmem_ft.training.ending_together import meeting_store
+    from lowmem_ft.training.distributed.error_propagation import meeting_store
 
     store = meeting_store()
     if store is None:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     adapter, target = expand_user(arguments.adapter), expand_user(arguments.target)
     check_merge(adapter, target, base=arguments.base)  # before the imports below, which take seconds
 
-    from lowmem_ft.training.merging import merge_into_base
+    from lowmem_ft.training.export.merging import merge_into_base
 
     take_over_library_logs()
     merge_into_base(

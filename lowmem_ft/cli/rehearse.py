@@ -153,8 +153,8 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType
 def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     """Leave what was found in the run's folder, for ``lowmem-ft report``; what to say of that."""
     from lowmem_ft.recipe.output_folder import run_folder_of
-    from lowmem_ft.training.atomic_io import write_whole_file
-    from lowmem_ft.training.replaced_run import REHEARSAL_FILE
+    from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
+    from lowmem_ft.training.run.replaced_run import REHEARSAL_FILE
 
     file = run_folder_of(recipe) / REHEARSAL_FILE
     try:

@@ -63,8 +63,8 @@ def _read(path: Path) -> RunRecord:
     """
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.reports.run_report import RunRecord
-    from lowmem_ft.training.replaced_run import METRICS_FILE, RECIPE_FILE
-    from lowmem_ft.training.run_folder import RunFolder
+    from lowmem_ft.training.run.replaced_run import METRICS_FILE, RECIPE_FILE
+    from lowmem_ft.training.run.run_folder import RunFolder
 
     missing = [name for name in (RECIPE_FILE, METRICS_FILE) if not (path / name).is_file()]
     if missing:
@@ -90,7 +90,7 @@ def _rehearsal_in(path: Path) -> dict[str, Any] | None:
     Raises:
         UserError: if the file is none of ours.
     """
-    from lowmem_ft.training.replaced_run import REHEARSAL_FILE
+    from lowmem_ft.training.run.replaced_run import REHEARSAL_FILE
 
     file = path / REHEARSAL_FILE
     if not file.is_file():

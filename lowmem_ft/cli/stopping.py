@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from lowmem_ft.starting import NOTHING_DONE
-from lowmem_ft.training.interruption import ONE_REQUEST_SECONDS
+from lowmem_ft.training.run.interruption import ONE_REQUEST_SECONDS
 
 _terminated: list[int] = []
 """SIGTERM, once it has come to this process: a search takes the exception for the wish to hear the best so far."""

@@ -64,7 +64,7 @@ def _told_to_all_processes() -> Iterator[None]:
         yield
     except UserError as error:
         if is_launched():
-            from lowmem_ft.training.meeting import tell_others
+            from lowmem_ft.training.distributed.rendezvous import tell_others
 
             tell_others(error)
         raise
@@ -79,9 +79,9 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.recipe.defaults import named_as_planned
     from lowmem_ft.recipe.device_checks import check_device_of_run
     from lowmem_ft.recipe.paths import check_paths_of_run
-    from lowmem_ft.training.distributed_rules import problems_with_processes
-    from lowmem_ft.training.launch import as_launched, read_launch
-    from lowmem_ft.training.run_folder import RunFolder
+    from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
+    from lowmem_ft.training.distributed.launch import as_launched, read_launch
+    from lowmem_ft.training.run.run_folder import RunFolder
 
     set_up_logging()
     use_growing_segments()
@@ -97,7 +97,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
         *([lambda: check_device_of_run(recipe)] if recipe.plan.mode == "none" else []),
     )
     if recipe.training.push_to_hub:
-        from lowmem_ft.training.hub_upload import check_upload
+        from lowmem_ft.training.export.hub_upload import check_upload
 
         check_upload()
     # Before the imports below, which take seconds; what a run goes on with that is still to be planned, is known later.

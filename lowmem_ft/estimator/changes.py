@@ -16,7 +16,7 @@ from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.remediations import Remediation, remediations_for
+from lowmem_ft.training.out_of_memory.remediations import Remediation, remediations_for
 
 NUM_CHANGES = 3
 ENOUGH_ESTIMATES, ENOUGH_EVENTS = 20, 250_000

@@ -31,7 +31,7 @@ from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.shards import rows_of
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
-from lowmem_ft.training.gradient_averaging import copy_from_main_process, ddp_takes, sum_gradients
+from lowmem_ft.training.distributed.gradient_averaging import copy_from_main_process, ddp_takes, sum_gradients
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.virtual_gpu.data_parallel import TracedDataParallel
 from lowmem_ft.virtual_gpu.machine import VirtualMachine

@@ -21,7 +21,7 @@ from lowmem_ft.preflight.estimate_beside import EstimateBeside
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.preflight import check_estimate
-from lowmem_ft.training.run_memory import RunMemory
+from lowmem_ft.training.run.run_memory import RunMemory
 
 logger = logging.getLogger(__name__)
 

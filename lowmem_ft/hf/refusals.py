@@ -19,7 +19,7 @@ from lowmem_ft.hf.trainer_kinds import Kind
 from lowmem_ft.optimizers import parameter_groups
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.shards import is_sharded
-from lowmem_ft.training.distributed_rules import problems_with_processes
+from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 
 
 def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:

@@ -20,7 +20,7 @@ from lowmem_ft.hf.trainer_kinds import Kind, kind_of, refused_defaults
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
-from lowmem_ft.training.remediations import Remediation, remediations_for
+from lowmem_ft.training.out_of_memory.remediations import Remediation, remediations_for
 from lowmem_ft.units import format_bytes
 
 _SWITCHED_IN_PLACE = (

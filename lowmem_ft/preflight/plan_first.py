@@ -22,10 +22,10 @@ from lowmem_ft.planner.checkpointing import chosen_in_words
 from lowmem_ft.planner.space import planned_keys, with_settings
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.output_folder import run_folder_of
-from lowmem_ft.training.distributed_rules import problems_with_processes
-from lowmem_ft.training.launch import read_launch
-from lowmem_ft.training.replaced_run import RECIPE_FILE, run_files
-from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
+from lowmem_ft.training.distributed.launch import read_launch
+from lowmem_ft.training.run.replaced_run import RECIPE_FILE, run_files
+from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)

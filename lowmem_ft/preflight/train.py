@@ -6,10 +6,10 @@ from lowmem_ft.allocator_setting import use_growing_segments
 from lowmem_ft.preflight.estimate_beside import EstimateBeside
 from lowmem_ft.preflight.plan_first import with_plan
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.launch import Launch, as_launched
+from lowmem_ft.training.distributed.launch import Launch, as_launched
 from lowmem_ft.training.loop import TrainResult
 from lowmem_ft.training.loop import train as train_without_preflight
-from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.runtime import RunRuntime
 
 

@@ -36,7 +36,7 @@ from lowmem_ft.rehearsal.shapes import (
     tensors_of,
 )
 from lowmem_ft.rehearsal.waits import HostWaits
-from lowmem_ft.training.budget_cap import Host
+from lowmem_ft.training.out_of_memory.budget_cap import Host
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult

@@ -26,7 +26,7 @@ def enable_float32_accumulation(
     Equals: the gradients in float32 of the same 16-bit products. In bfloat16 a sum of 16 micro-batches would drop what
     is smaller than 1/256 of it.
     Limits: ``DistributedDataParallel`` takes no such gradients. Runs of several processes do without it
-    (``training/gradient_averaging.py``).
+    (``training/distributed/gradient_averaging.py``).
     Source: ``Tensor.grad_dtype`` of torch 2.11.
 
     Args:

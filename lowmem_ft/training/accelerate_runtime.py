@@ -42,22 +42,22 @@ from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
-from lowmem_ft.training.budget_cap import Host, ThisHost
-from lowmem_ft.training.gradient_averaging import (
+from lowmem_ft.training.checkpoints.session_files import load_session, save_session, save_trained
+from lowmem_ft.training.checkpoints.sharded_files import save_gathered, save_shards
+from lowmem_ft.training.distributed.gradient_averaging import (
     average_gradients,
     copy_from_main_process,
     ddp_takes,
     sum_bucket,
     sum_gradients,
 )
-from lowmem_ft.training.launch import processes_here
-from lowmem_ft.training.meeting import Arrival, refusals
+from lowmem_ft.training.distributed.launch import processes_here
+from lowmem_ft.training.distributed.rendezvous import Arrival, refusals
 from lowmem_ft.training.mixed_precision import MixedPrecision
+from lowmem_ft.training.out_of_memory.budget_cap import Host, ThisHost
 from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session
-from lowmem_ft.training.session_files import load_session, save_session, save_trained
-from lowmem_ft.training.sharded_files import save_gathered, save_shards
 from lowmem_ft.training.step import StepResult
 from lowmem_ft.user_paths import expand_user
 
@@ -107,7 +107,7 @@ class AccelerateRuntime(MixedPrecision):
         Args:
             config: for trackers, device and precision.
             output_dir: where trackers write.
-            distributed: as launched, see :func:`lowmem_ft.training.launch.as_launched`.
+            distributed: as launched, see :func:`lowmem_ft.training.distributed.launch.as_launched`.
 
         Raises:
             MissingPackageError: if a tracker of ``training.report_to`` is not installed.
@@ -272,7 +272,7 @@ class AccelerateRuntime(MixedPrecision):
         return save_session(session, tokenizer, folder) if self.is_main else {}
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-        """From these files; see :func:`lowmem_ft.training.session_files.load_session`."""
+        """From these files; see :func:`lowmem_ft.training.checkpoints.session_files.load_session`."""
         load_session(session, folder, optimizer_scalars)
 
     def load_random_state(self, state: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ from lowmem_ft.techniques.technique import Technique, Techniques
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.update_overlap import enable_update_overlap
 from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
-from lowmem_ft.training.distributed_rules import problems_with_processes
+from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lowmem_ft.data import Batch, LabelledRows, half_of, pieces
-from lowmem_ft.training.out_of_memory import NotRetried, is_out_of_memory
-from lowmem_ft.training.retry import abandon, give_memory_back, why_rows_couple
+from lowmem_ft.training.out_of_memory.error import NotRetried, is_out_of_memory
+from lowmem_ft.training.out_of_memory.retry import abandon, give_memory_back, why_rows_couple
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss

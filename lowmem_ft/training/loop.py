@@ -1,6 +1,6 @@
 """The training run: open the folder, build, step until done, evaluate, save.
 
-Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoint_folders.Progress`, so that a run that was
+Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoints.checkpoint_folders.Progress`, so that a run that was
 killed goes on as if it had not been. A run ends in one of four ways: done (a model folder), interrupted by a signal (a
 checkpoint, and :class:`~lowmem_ft.errors.Interrupted` says where), stopped because step after step was not finite, or
 with a user error. A signal before the first step ends the process at once, as there is nothing to save.
@@ -24,33 +24,33 @@ from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.memory.out_of_memory import library_that_did_not_start
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.training.budget_cap import BudgetWatch, apply_budget, lift_cap
 from lowmem_ft.training.build import build_session, plan_session, resumed
-from lowmem_ft.training.causality import refuse_bidirectional_weights
-from lowmem_ft.training.checkpoint import load_checkpoint, save_checkpoint
-from lowmem_ft.training.checkpoint_folders import Progress, delete_old_checkpoints
+from lowmem_ft.training.causality_check import refuse_bidirectional_weights
+from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, delete_old_checkpoints
 from lowmem_ft.training.determinism import deterministic_kernels
-from lowmem_ft.training.ending_together import ending_together
+from lowmem_ft.training.distributed.error_propagation import ending_together
+from lowmem_ft.training.distributed.launch import Launch, as_launched
+from lowmem_ft.training.distributed.process_group import join_processes
 from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
-from lowmem_ft.training.finished_model import log_finished_model, save_finished_model
-from lowmem_ft.training.health import RunHealth, SuspectWeightsError, weights_not_finite
-from lowmem_ft.training.hub_upload import check_upload
-from lowmem_ft.training.interruption import Interruption
-from lowmem_ft.training.joining import join_processes
-from lowmem_ft.training.launch import Launch, as_launched
-from lowmem_ft.training.out_of_memory import is_out_of_memory, not_retried
-from lowmem_ft.training.out_of_memory_report import does_not_fit_here, report_of
+from lowmem_ft.training.export.finished_model import log_finished_model, save_finished_model
+from lowmem_ft.training.export.hub_upload import check_upload
+from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap
+from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report_of
+from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
+from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
-from lowmem_ft.training.progress import ProgressDisplay
-from lowmem_ft.training.retry import Retries
-from lowmem_ft.training.run_folder import RunFolder
-from lowmem_ft.training.run_memory import RunMemory
-from lowmem_ft.training.run_metrics import RunMetrics
+from lowmem_ft.training.run.health import RunHealth, SuspectWeightsError, weights_not_finite
+from lowmem_ft.training.run.interruption import Interruption
+from lowmem_ft.training.run.progress import ProgressDisplay
+from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.run.run_memory import RunMemory
+from lowmem_ft.training.run.run_metrics import RunMetrics
+from lowmem_ft.training.run.start import log_start, num_training_steps, progress_at, read_data, stream_from
+from lowmem_ft.training.run.time_left import TimeLeft
+from lowmem_ft.training.run.unplanned import refuse_unplanned
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
-from lowmem_ft.training.start import log_start, num_training_steps, progress_at, read_data, stream_from
-from lowmem_ft.training.time_left import TimeLeft
-from lowmem_ft.training.unplanned import refuse_unplanned
 from lowmem_ft.upstream.tested import warn_if_untested
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from lowmem_ft.models import MasterWeights, ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.config import DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded
-from lowmem_ft.training.budget_cap import Host
+from lowmem_ft.training.out_of_memory.budget_cap import Host
 
 if TYPE_CHECKING:
     from lowmem_ft.training.session import Session

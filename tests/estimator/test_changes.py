@@ -15,7 +15,7 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.changes import cheapest_changes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.training.remediations import remediations_for
+from lowmem_ft.training.out_of_memory.remediations import remediations_for
 from lowmem_ft.units import MIB
 
 GREEDY = ["training.per_device_train_batch_size=4", "loss.chunk_tokens=null"]

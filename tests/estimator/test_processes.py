@@ -43,7 +43,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.shards import local_part
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.launch import as_launched, read_launch
+from lowmem_ft.training.distributed.launch import as_launched, read_launch
 from lowmem_ft.training.step import WindowPass, train_step
 
 recipe = as_launched(load_recipe("tiny", sys.argv[1:]), read_launch(use_cpu=True))

@@ -15,7 +15,7 @@ from lowmem_ft.errors import RecipeError
 from lowmem_ft.knob import Effect
 from lowmem_ft.optimizers import ChunkedOptimizer, config, create_optimizer, table
 from lowmem_ft.recipe import check_recipe, keys, load_recipe
-from lowmem_ft.training.remediations import remediations_for
+from lowmem_ft.training.out_of_memory.remediations import remediations_for
 
 
 class SignedGradient:

@@ -22,7 +22,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.config import CheckpointingConfig
 from lowmem_ft.training import train
-from lowmem_ft.training.distributed_rules import problems_with_processes
+from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 
 SIZES = {
     "vocab_size": 512,

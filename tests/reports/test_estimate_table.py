@@ -17,7 +17,7 @@ from lowmem_ft.reports.estimate_table import (
     format_dollars,
     price_per_million_tokens,
 )
-from lowmem_ft.training.remediations import Remediation
+from lowmem_ft.training.out_of_memory.remediations import Remediation
 from lowmem_ft.units import GIB, MIB
 
 PRICE = Price(provider="somebody", usd_per_hour=0.72, date="2026-10-01", source="https://example.org")

@@ -20,8 +20,8 @@ import peft
 from lowmem_ft.errors import CheckpointError, Interrupted, RecipeError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
-from lowmem_ft.training.merging import merge_into_base
-from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.export.merging import merge_into_base
+from lowmem_ft.training.run.run_folder import RunFolder
 
 SHORT = (
     "training.max_steps=6",

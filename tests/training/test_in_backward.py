@@ -20,7 +20,7 @@ from lowmem_ft.training import step as step_module
 from lowmem_ft.training import train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import plan_session
-from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.run.run_folder import RunFolder
 
 SHORT = ("training.max_steps=6", "training.save_steps=4", "training.eval_steps=2")
 ONE = ("training.gradient_accumulation_steps=1", "optimizer.in_backward=true")

@@ -15,9 +15,11 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training import checkpoint, joining, session_files, train
+from lowmem_ft.training import train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
-from lowmem_ft.training.checkpoint_folders import Progress
+from lowmem_ft.training.checkpoints import checkpoint, session_files
+from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
+from lowmem_ft.training.distributed import process_group as joining
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import train_step
 

@@ -13,11 +13,13 @@ from lowmem_ft.memory.host_memory import HostMemory
 from lowmem_ft.models import load_master_weights, load_model, load_model_config
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
-from lowmem_ft.training import joining, out_of_memory_report, train
-from lowmem_ft.training.budget_cap import ThisHost
+from lowmem_ft.training import train
+from lowmem_ft.training.checkpoints.session_files import save_trained
+from lowmem_ft.training.distributed import process_group as joining
+from lowmem_ft.training.out_of_memory import diagnosis as out_of_memory_report
+from lowmem_ft.training.out_of_memory.budget_cap import ThisHost
 from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.schedule import create_scheduler
-from lowmem_ft.training.session_files import save_trained
 
 SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.max_length=64")
 

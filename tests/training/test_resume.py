@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from lowmem_ft.errors import CheckpointError, Interrupted, UserError
 from lowmem_ft.training import train
-from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.run.run_folder import RunFolder
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 

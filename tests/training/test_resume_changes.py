@@ -13,7 +13,7 @@ import pytest
 
 from lowmem_ft.errors import CheckpointError, UserError
 from lowmem_ft.training import train
-from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.run.run_folder import RunFolder
 
 SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null")
 AUTO = "training.resume_from_checkpoint=auto"

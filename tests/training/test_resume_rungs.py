@@ -25,7 +25,7 @@ KILL_ITSELF = f"""
 import os, signal, sys
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
-from lowmem_ft.training.run_folder import RunFolder
+from lowmem_ft.training.run.run_folder import RunFolder
 
 write = RunFolder.write_metrics
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lowmem_ft.errors import CheckpointError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
-from lowmem_ft.training.checkpoint_folders import find_checkpoint, read_manifest
+from lowmem_ft.training.checkpoints.checkpoint_folders import find_checkpoint, read_manifest
 
 TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
 TWELVE = (

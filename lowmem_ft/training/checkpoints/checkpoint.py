@@ -1,0 +1,210 @@
+"""Checkpoints that are whole or not there, and that continue bit for bit.
+
+Weights, state, position in the data and random generators come back exactly. That the steps after it have the same
+bits, too, takes kernels that always give the same: on CUDA, ``training.full_determinism`` (``determinism.py``).
+
+``checkpoint-N/`` is an ordinary model folder (weights as safetensors, config, tokenizer; of adapters PEFT's files and
+the tokenizer) with the rest of the run beside it: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written
+last, ``checkpoint.json``: the progress, every number that is no tensor, and the size of every file. No pickle anywhere.
+
+The main process alone writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. Processes that
+share a model (``distributed.strategy=fsdp2``) write there together: in place of the model's weights and the optimizer's
+state, each its own rows, in ``shard-RANK-of-RANKS-*.safetensors`` (``sharded_files.py``), and the main process the
+rest, once all are done. Under DeepSpeed the main process is handed what it writes by the others, a parameter at a time
+(``engine_state.py``). A folder without a ``checkpoint.json`` that matches its files is never picked up, and an older
+checkpoint is deleted only after the newer one stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_ft.errors import CheckpointError
+from lowmem_ft.models.shard_files import OPTIMIZER, shard_files
+from lowmem_ft.training.checkpoints.atomic_io import (
+    abandon_folder,
+    begin_folder,
+    complete_folder,
+    incomplete_name,
+)
+from lowmem_ft.training.checkpoints.checkpoint_folders import (
+    FORMAT,
+    FORMAT_OF_SHARDS,
+    Progress,
+    random_state_file,
+    read_manifest,
+)
+from lowmem_ft.training.checkpoints.saved_files import MANIFEST
+from lowmem_ft.training.random_state import export_random_state
+from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.session import Session
+from lowmem_ft.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    output_dir: Path,
+    session: Session,
+    runtime: RunRuntime,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress,
+) -> Path:
+    """Write ``checkpoint-N`` for step N; called by every process.
+
+    Raises:
+        CheckpointError: if it cannot be written, the disk being full for one; earlier checkpoints are untouched.
+    """
+    session.techniques.flush()
+    folder = output_dir / f"checkpoint-{progress.step}"
+    random_states = runtime.gather([export_random_state(runtime.device)])
+    identity = runtime.gather([secrets.token_hex(8)])[0]
+    with folder_of_all(folder, runtime) as partial:
+        optimizer_scalars: dict[str, Any] = {}
+        with one_step_of_all(folder, runtime):
+            optimizer_scalars = runtime.save_session(session, tokenizer, partial, identity)
+        with one_step_of_all(folder, runtime):
+            if runtime.is_main:
+                for process_index, state in enumerate(random_states):
+                    _write_json(partial / random_state_file(process_index), state)
+                _write_manifest(partial, runtime, progress, optimizer_scalars, identity)
+    return folder
+
+
+@contextlib.contextmanager
+def folder_of_all(target: Path, runtime: RunRuntime) -> Iterator[Path]:
+    """:func:`whole_folder` for all processes together: the main one makes it, and renames it when all are done.
+
+    Whatever is raised in one process ends the block in all of them, each step of it for itself; see
+    :func:`one_step_of_all`.
+
+    Raises:
+        CheckpointError: if one of them cannot write it.
+    """
+    try:
+        with one_step_of_all(target, runtime):
+            if runtime.is_main:
+                begin_folder(target)
+        yield incomplete_name(target)
+        with one_step_of_all(target, runtime):
+            if runtime.is_main:
+                complete_folder(target)
+    except BaseException:
+        if runtime.is_main:
+            abandon_folder(target)
+        raise
+
+
+@contextlib.contextmanager
+def one_step_of_all(folder: Path, runtime: RunRuntime) -> Iterator[None]:
+    """A block that no process leaves before all have come to its end, or one has failed in it: then all fail.
+
+    Raises:
+        CheckpointError: if one of them cannot write the folder.
+    """
+    with runtime.failing_together(), explaining_write_errors(folder):
+        yield
+
+
+@contextlib.contextmanager
+def explaining_write_errors(folder: Path) -> Iterator[None]:
+    """Turn whatever the writers of a folder raise into one sentence with a way out.
+
+    Raises:
+        CheckpointError: if the disk is full or refuses.
+    """
+    try:
+        yield
+    except Exception as error:
+        from_tokenizers = type(error) is Exception  # which has no better one when it cannot write
+        if not (from_tokenizers or isinstance(error, (OSError, SafetensorError))):
+            raise
+        raise _write_error(folder, error) from error
+
+
+def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None:
+    """Restore adapters, optimizer, schedule, loss scale and random state; the model itself was built from ``folder``.
+
+    The learning rate goes on at the checkpoint's step of the *present* recipe's schedule, so that a run can be made
+    longer or be given another rate.
+
+    Raises:
+        CheckpointError: if the adapters or the optimizer's state are not this run's.
+    """
+    manifest = read_manifest(folder)
+    runtime.load_session(session, folder, manifest["optimizer"])
+    progress = manifest["progress"]
+    _go_on_with_schedule(session.scheduler, progress["step"] - progress["skipped_steps"])
+    if manifest["loss_scaler"]:
+        runtime.load_loss_scale_state(manifest["loss_scaler"])
+    random_state = folder / random_state_file(runtime.process_index)
+    if random_state.exists():
+        try:
+            runtime.load_random_state(json.loads(random_state.read_text()))
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder} is damaged: {random_state.name} holds no state of random generators. Resume from another "
+                "checkpoint."
+            ) from error
+    else:
+        logger.warning(
+            "%s was written by %d processes; dropout in process %d starts from its seed instead of continuing.",
+            folder,
+            manifest["num_processes"],
+            runtime.process_index,
+        )
+
+
+def _write_manifest(
+    partial: Path,
+    runtime: RunRuntime,
+    progress: Progress,
+    optimizer_scalars: dict[str, Any],
+    identity: str,
+) -> None:
+    is_cut = bool(shard_files(partial, OPTIMIZER))
+    manifest = {
+        "format": FORMAT_OF_SHARDS if is_cut else FORMAT,
+        "identity": identity,
+        "progress": asdict(progress),
+        "num_processes": runtime.num_processes,
+        "loss_scaler": runtime.loss_scale_state(),
+        "optimizer": optimizer_scalars,
+        "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
+    }
+    _write_json(partial / MANIFEST, manifest)
+
+
+def _go_on_with_schedule(scheduler: LRScheduler, applied_steps: int) -> None:
+    """Set the learning rate for the step after ``applied_steps`` others; a schedule depends on nothing else."""
+    if applied_steps == 0:
+        return
+    # step() warns before the first update of a fresh optimizer unless it has counted a step before.
+    counted = {"last_epoch": applied_steps - 1, "_step_count": applied_steps + 1}
+    scheduler.load_state_dict(scheduler.state_dict() | counted)
+    scheduler.step()
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value))
+
+
+def _write_error(folder: Path, cause: Exception) -> CheckpointError:
+    existing = next(path for path in folder.absolute().parents if path.exists())
+    free = format_bytes(shutil.disk_usage(existing).free)
+    return CheckpointError(
+        f"{folder} cannot be written: {cause} ({free} free on that disk). Earlier checkpoints are untouched; make "
+        "room, then go on with training.resume_from_checkpoint=auto."
+    )

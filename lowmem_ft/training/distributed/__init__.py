@@ -1,0 +1,1 @@
+"""Several processes: launch, rendezvous, agreement, errors, gradient averaging, DeepSpeed."""

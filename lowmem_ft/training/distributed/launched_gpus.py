@@ -1,0 +1,60 @@
+"""The GPU that each process of a launch has for itself, or who goes without: told before any of them waits for NCCL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.training.distributed.launch import Launch, processes_here
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+"""There where NVIDIA's kernel module is loaded."""
+
+
+def own_gpu(launch: Launch, *, use_cpu: bool, environment: Mapping[str, str] | None = None) -> str:
+    """The name, unlike any other's, of the GPU that Accelerate gives this process; empty on a CPU.
+
+    Args:
+        launch: of several processes.
+        use_cpu: whether the recipe trains on the CPU.
+        environment: the variables; None: this process's.
+
+    Raises:
+        UserError: if there is none.
+    """
+    environment = os.environ if environment is None else environment
+    if use_cpu or environment.get("ACCELERATE_USE_CPU", "").lower() == "true":
+        return ""
+    if not torch.cuda.is_available():
+        here = processes_here(launch.num_processes, environment)
+        raise UserError(
+            f"Each of the {here} processes on this machine needs a GPU of its own, and torch sees none: "
+            f"{why_no_gpu(environment)}. Set training.use_cpu=true to train on the processor, which takes several "
+            "processes, too."
+        )
+    index = int(environment.get("LOCAL_RANK") or 0) % torch.cuda.device_count()  # as Accelerate counts
+    properties = torch.cuda.get_device_properties(index)
+    return f"{properties.name}, UUID {properties.uuid}"
+
+
+def why_no_gpu(environment: Mapping[str, str]) -> str:
+    """What keeps torch from seeing one, as far as can be told; the middle of a sentence."""
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES={visible!r}"
+    return "`nvidia-smi` tells whether the driver does"
+
+
+def expected_gpu(environment: Mapping[str, str] | None = None) -> str | None:
+    """Why a run on the CPU was hardly meant to be one, as a sentence's middle; None where nothing speaks for a GPU."""
+    environment = os.environ if environment is None else environment
+    if torch.cuda.is_available():
+        return None
+    has_signs = torch.backends.cuda.is_built() or _DRIVER.exists() or "CUDA_VISIBLE_DEVICES" in environment
+    return why_no_gpu(environment) if has_signs else None

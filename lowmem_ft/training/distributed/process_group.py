@@ -1,0 +1,43 @@
+"""The beginning of a run in every process: they meet, agree on what was launched, and form a group."""
+
+from __future__ import annotations
+
+import contextlib
+
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.distributed.launch import as_launched, read_launch
+from lowmem_ft.training.distributed.launched_gpus import own_gpu
+from lowmem_ft.training.distributed.rendezvous import explained_joining, meet
+from lowmem_ft.training.run.run_folder import RunFolder
+
+
+def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime, Recipe]:
+    """Join the other processes of the launcher, if there are any, and take a device.
+
+    Args:
+        recipe: this process's.
+        folder: of the run; where it goes on from has to be the same everywhere.
+
+    Returns:
+        The runtime, and the recipe as it was launched.
+
+    Raises:
+        UserError: if recipe and launch disagree, or the processes among themselves, or one of them does not come or has
+            no GPU of its own.
+    """
+    launch = read_launch(use_cpu=recipe.training.use_cpu)
+    launched = as_launched(recipe, launch)
+    if launch.num_processes > 1:
+        gpu = own_gpu(launch, use_cpu=recipe.training.use_cpu)
+        meet(recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name, gpu=gpu)
+    with explained_joining() if launch.num_processes > 1 else contextlib.nullcontext():
+        return _runtime_of(launched, folder), launched
+
+
+def _runtime_of(launched: Recipe, folder: RunFolder) -> AccelerateRuntime:
+    if launched.distributed.strategy not in ("zero2", "zero3"):
+        return AccelerateRuntime.create(launched.training, folder.path, launched.distributed)
+    from lowmem_ft.training.distributed.deepspeed_runtime import DeepSpeedRuntime
+
+    return DeepSpeedRuntime.create(launched.training, folder.path, launched.distributed)

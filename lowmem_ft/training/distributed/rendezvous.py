@@ -1,0 +1,250 @@
+"""The processes of a launch meet before anything else is done: with one recipe and one set of versions, or not at all.
+
+They exchange what they know through the launcher's store, before there is a process group: NCCL fails in strange ways
+between versions, and a process that ends alone is waited for until a time-out. What one of them was refused is said to
+all, which end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+import lowmem_ft
+from lowmem_ft.errors import UserError
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import as_typed, recipe_keys
+from lowmem_ft.training.run.interruption import signals_end_at_once
+
+PATIENCE = timedelta(minutes=10)
+"""How long a process waits for the others: importing torch from a busy network disk takes minutes."""
+
+MOST_NAMED = 8
+"""Differences that are named; of other recipes altogether nobody reads more."""
+
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
+
+
+class Arrival(NamedTuple):
+    """What one process says of itself.
+
+    Args:
+        host: the machine's name.
+        problems: what it was refused; empty: it can train.
+        facts: what has to be the same everywhere, by name.
+        gpu: what must not be the same anywhere; empty: it trains on a CPU.
+    """
+
+    host: str
+    problems: Sequence[str] = ()
+    facts: Mapping[str, str] = {}
+    gpu: str = ""
+
+
+_meetings: list[Any] = []
+"""The store of each meeting so far; the first process's may be the server of the others."""
+
+
+def meet(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None:
+    """Wait for all processes of the launch, and go on if they are about to do the same.
+
+    Args:
+        recipe: this process's.
+        checkpoint: the name of the one that it would go on from.
+        gpu: this process's; empty: it trains on a CPU.
+
+    Raises:
+        UserError: if one of them was refused, has another recipe or other versions, or does not come, or if two have
+            one GPU.
+    """
+    facts = {**_versions(), **{path: as_typed(key.value_in(recipe)) for path, key in recipe_keys().items()}}
+    facts["the checkpoint to go on from"] = checkpoint or "none"
+    _exchange(Arrival(socket.gethostname(), (), facts, gpu))
+
+
+def have_met() -> bool:
+    """Whether the processes of this launch have found each other."""
+    return bool(_meetings)
+
+
+def is_first_to_say(text: str) -> bool:
+    """Whether no other process has said it; the store may be gone with the process that had it."""
+    try:
+        return _meetings[-1].add(f"lowmem_ft said: {text}", 1) == 1
+    except RuntimeError:
+        return True  # better twice than not at all
+
+
+def tell_others(error: UserError) -> None:
+    """Say to the other processes what this one was refused, unless they have met and know, and end with them.
+
+    Raises:
+        UserError: if one of them was refused something else.
+    """
+    if not _meetings and "RANK" in os.environ:
+        _exchange(Arrival(socket.gethostname(), error.problems))
+
+
+def _exchange(own: Arrival) -> None:
+    with explained_joining():
+        store, rank, num_processes = next(dist.rendezvous("env://", timeout=PATIENCE))
+        _meetings.append(store)
+        arrivals = _arrivals(store, own, rank, num_processes)
+        problems = [*refusals(arrivals)] or [*differences(arrivals), *shared_gpus(arrivals)]
+        if problems:
+            _leave(store, rank, num_processes)
+    if problems and tuple(problems) != tuple(own.problems):
+        raise UserError(*problems)
+
+
+def _arrivals(store: Any, own: Arrival, rank: int, num_processes: int) -> list[Arrival]:
+    """Of all processes by their rank; of those that say the same as this one, what this one says."""
+    said = json.dumps([own.problems, own.facts], sort_keys=True)
+    digest = hashlib.sha256(said.encode()).hexdigest()
+    store.set(_key("said", rank), said)
+    store.set(_key("digest", rank), json.dumps([own.host, own.gpu, digest]))
+    arrivals = []
+    for other in range(num_processes):
+        try:
+            host, gpu, digest_there = json.loads(store.get(_key("digest", other)))
+        except dist.DistStoreError as error:
+            raise UserError(
+                f"All {num_processes} processes of a launch have to start, and process {other} has not within "
+                f"{PATIENCE.seconds // 60} minutes. Look at its own output: it was not started, has another "
+                "MASTER_ADDR or MASTER_PORT, or ended with an error."
+            ) from error
+        is_same = digest_there == digest
+        problems, facts = own[1:3] if is_same else json.loads(store.get(_key("said", other)))
+        arrivals.append(Arrival(host, problems, facts, gpu))
+    return arrivals
+
+
+def _leave(store: Any, rank: int, num_processes: int) -> None:
+    """Where the store is in the first process, it has to stay until all have read it."""
+    gone, deadline = store.add(_key("gone", 0), 1), time.monotonic() + 10
+    while rank == 0 and gone < num_processes and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gone = store.add(_key("gone", 0), 0)
+
+
+def _key(what: str, rank: int) -> str:
+    return f"lowmem_ft {len(_meetings)} {what} {rank}"
+
+
+def refusals(arrivals: Sequence[Arrival]) -> Iterator[str]:
+    """What processes were refused, each problem once, with who has it unless all have."""
+    for problem in dict.fromkeys(problem for arrival in arrivals for problem in arrival.problems):
+        ranks = [rank for rank, arrival in enumerate(arrivals) if problem in arrival.problems]
+        if len(ranks) == len(arrivals):
+            yield problem
+        else:
+            others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+            where = f"process {ranks[0]} of {len(arrivals)}, on {arrivals[ranks[0]].host}"
+            yield f"{problem} (Said by {where}{others}.)"
+
+
+def differences(
+    arrivals: Sequence[Arrival], way_out: str = "Start all with the same settings, files and packages."
+) -> Iterator[str]:
+    """Which facts are not the same in all processes, and the first process in which each is another."""
+    first = arrivals[0]
+    names = list(dict.fromkeys(name for arrival in arrivals for name in arrival.facts))
+    differing = [
+        name for name in names if any(each.facts.get(name) != first.facts.get(name) for each in arrivals)
+    ]
+    for name in differing[:MOST_NAMED]:
+        value = first.facts.get(name)
+        others = [rank for rank, each in enumerate(arrivals) if each.facts.get(name) != value]
+        other = arrivals[others[0]]
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        yield (
+            f"Every process needs the same {name}, got {value} in process 0 (on {first.host}) and "
+            f"{other.facts.get(name)} in process {others[0]} (on {other.host}){more}. {way_out}"
+        )
+    if len(differing) > MOST_NAMED:
+        yield f"{len(differing) - MOST_NAMED} more settings differ: these are different recipes. {way_out}"
+
+
+def shared_gpus(arrivals: Sequence[Arrival]) -> Iterator[str]:
+    """Which processes would train on one GPU, which NCCL refuses in its own words, and only after a while."""
+    for gpu in dict.fromkeys(arrival.gpu for arrival in arrivals if arrival.gpu):
+        ranks = [rank for rank, arrival in enumerate(arrivals) if arrival.gpu == gpu]
+        if len(ranks) > 1:
+            host = arrivals[ranks[0]].host
+            there = len({arrival.gpu for arrival in arrivals if arrival.host == host})
+            yield (
+                f"Each process of a launch needs a GPU of its own, got processes {' and '.join(map(str, ranks))} of "
+                f"{len(arrivals)} on one ({gpu}, on {host}). Start as many there as the {there} that they see: "
+                f"`accelerate launch --num_processes {there}`, `torchrun --nproc_per_node={there}`; or see to "
+                "CUDA_VISIBLE_DEVICES."
+            )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"Python": platform.python_version(), "lowmem_ft": lowmem_ft.__version__}
+    for library in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[library] = importlib.metadata.version(library)
+    return {f"version of {name}": version for name, version in versions.items()}
+
+
+@contextlib.contextmanager
+def explained_joining() -> Iterator[None]:
+    """Turn what torch raises where processes cannot find each other into the rule, what was seen and the way out.
+
+    A launcher that has lost one of them ends the others, which wait for it in torch's C++, by a signal.
+
+    Raises:
+        UserError: for each of them.
+    """
+    try:
+        with signals_end_at_once():
+            yield
+    except dist.DistError as error:
+        raise UserError(not_joined(str(error), os.environ)) from error
+    except ValueError as error:
+        if "environment variable" not in str(error):
+            raise
+        raise UserError(
+            "A launcher tells each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Start with `accelerate "
+            f"launch` or torchrun. torch says: {error}"
+        ) from error
+
+
+def not_joined(message: str, environment: Mapping[str, str]) -> str:
+    """The sentence about processes that cannot find each other.
+
+    Args:
+        message: torch's own.
+        environment: the variables of the launch.
+    """
+    address, port = environment.get("MASTER_ADDR", "unset"), environment.get("MASTER_PORT", "unset")
+    place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+    said = message.splitlines()[0] if message else "no more"
+    if "EADDRINUSE" in message:
+        return (
+            f"The processes meet at a port that nobody else uses, but that of {place} is in use, by another run for "
+            "one. Name another: `accelerate launch --main_process_port 29501 ...`, `torchrun --master_port=29501 "
+            f"...`, or `torchrun --standalone ...` on one machine. torch says: {said}"
+        )
+    if "imed out" in message or "timed out" in message:
+        return (
+            f"All processes meet at {place}, and some did not come within {PATIENCE.seconds // 60} minutes. See to it "
+            "that every machine was started with the same address, port and number of machines, that its firewall lets "
+            f"the port through, and that no process ended before. torch says: {said}"
+        )
+    return (
+        f"The processes could not meet at {place}. See to it that the address is that of the first machine as the "
+        f"others reach it (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name a network interface). torch says: {said}"
+    )

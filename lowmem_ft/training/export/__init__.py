@@ -1,0 +1,1 @@
+"""The finished model: its folder, card, upload, and merged adapters."""

@@ -1,0 +1,69 @@
+"""The end of a run: a model folder with its card, and its way to the hub."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_ft.memory.comparison import Row
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.checkpoints.checkpoint import folder_of_all, one_step_of_all
+from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.export.hub_upload import upload_model
+from lowmem_ft.training.export.model_card import model_card
+from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+def save_finished_model(
+    session: Session,
+    runtime: RunRuntime,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    recipe: Recipe,
+    *,
+    steps: int,
+    tokens: int,
+    loss: float | None,
+    evaluation: EvaluationResult | None,
+    memory: Sequence[Row],
+    upload: bool,
+) -> None:
+    """Write ``model/`` (weights, tokenizer, generation config, card), check it, and upload it if asked to.
+
+    Called by every process.
+
+    Raises:
+        CheckpointError: if it cannot be written; the checkpoints are untouched.
+        UserError: if the upload fails; the folder stays.
+    """
+    target = folder.model_folder
+    card = model_card(recipe, steps=steps, tokens=tokens, loss=loss, evaluation=evaluation, memory=memory)
+    with folder_of_all(target, runtime) as partial, one_step_of_all(target, runtime):
+        runtime.save_trained(session, tokenizer, partial)
+        if runtime.is_main:
+            (partial / "README.md").write_text(card, "utf-8")
+    with runtime.failing_together():
+        if upload and runtime.is_main:
+            upload_model(target, recipe.training, default_name=folder.path.name)
+
+
+def log_finished_model(target: Path, recipe: Recipe) -> None:
+    """Say where the model of a run is whose weights are good, and what loads it."""
+    if recipe.adapter.name == "none":
+        logger.info("The model is in %s; from_pretrained loads it.", target)
+    elif recipe.model.weights == "random":
+        logger.info("The adapter is in %s; its base had random weights, which are not kept.", target)
+    else:
+        logger.info(
+            "The adapter is in %s; peft.AutoPeftModelForCausalLM loads it with its base, `%s` adds it to the base.",
+            target,
+            shlex.join(["lowmem-ft", "merge", str(target), "OUT_DIR"]),
+        )

@@ -1,0 +1,80 @@
+"""A base model with a trained adapter added to its weights: a plain model folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, save_model
+from lowmem_ft.recipe.paths import check_merge, recipe_beside
+from lowmem_ft.techniques.adapters.lora import merge_adapter
+from lowmem_ft.training.checkpoints.atomic_io import whole_folder
+from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
+from lowmem_ft.training.export.model_card import merged_model_card
+
+logger = logging.getLogger(__name__)
+
+
+def merge_into_base(
+    adapter: Path,
+    target: Path,
+    *,
+    base: str | None = None,
+    dtype: str = "auto",
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> None:
+    """Write a model folder that ``from_pretrained`` loads: the base's weights with the adapter's products added.
+
+    The base is held in host memory in its own type; one matrix at a time is merged in float32 and rounded once. A base
+    that was quantised while training is merged as it was before that.
+
+    Args:
+        adapter: a folder in PEFT's format.
+        target: the new folder; not there yet, or empty.
+        base: hub id or folder of the base model; None: what the adapter says.
+        dtype: of the merged weights, such as ``bfloat16``; ``auto``: the base's own.
+        track: wraps the list of layers that is gone through, to show how far it is.
+
+    Raises:
+        UserError: if the adapter is none, or one of another kind or model; or if the target holds anything.
+        ModelError: if the base cannot be read.
+        CheckpointError: if the folder cannot be written.
+    """
+    config = check_merge(adapter, target, base=base)
+    hf_config = load_model_config(config)
+    tokenizer = _tokenizer_of(adapter, config)
+    model = load_model(config, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0)
+    merged_dtype = model.dtype if dtype == "auto" else getattr(torch, dtype)
+    _warn_of_rounded_base(adapter)
+    num_layers = merge_adapter(model, adapter, merged_dtype, track)
+    with explaining_write_errors(target), whole_folder(target) as partial:
+        save_model(model, tokenizer, partial)
+        card = merged_model_card(target.name, adapter, config.name_or_path or "")
+        (partial / "README.md").write_text(card, "utf-8")
+    rounded = (
+        "" if merged_dtype == torch.float32 else f" and rounded to {str(merged_dtype).removeprefix('torch.')}"
+    )
+    logger.info("%d layers merged in float32%s; the model is in %s.", num_layers, rounded, target)
+
+
+def _tokenizer_of(adapter: Path, config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The adapter's own, which is what it was trained with; the base's if it brings none."""
+    if not (adapter / "tokenizer_config.json").is_file():
+        return load_tokenizer(config)
+    return load_tokenizer(ModelConfig(name_or_path=config.name_or_path, tokenizer_name_or_path=str(adapter)))
+
+
+def _warn_of_rounded_base(adapter: Path) -> None:
+    recipe = recipe_beside(adapter)
+    quantization = "none" if recipe is None else recipe.model.quantization
+    if quantization != "none":
+        logger.warning(
+            "The adapter was trained beside weights rounded by model.quantization=%s, and is merged into the weights "
+            "before that rounding: the merged model differs a little from the one that was evaluated.",
+            quantization,
+        )

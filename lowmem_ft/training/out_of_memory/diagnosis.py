@@ -1,0 +1,136 @@
+"""What there is to say of a run whose memory ran out: why it was not retried, what was largest, where to go on from."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.catalog.this_machine import this_machines_gpu
+from lowmem_ft.devices import has_bfloat16
+from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.memory.meter import read_device_memory
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
+from lowmem_ft.training.distributed.launch import read_launch
+from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, does_not_fit
+from lowmem_ft.training.run.replaced_run import allocator_file
+from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.session import Session
+from lowmem_ft.units import format_bytes
+
+_NUM_TENSORS = 4
+
+
+def report_of(
+    error: BaseException, session: Session, folder: Path, checkpoint: Path | None, *, process_index: int
+) -> list[str]:
+    """Sentences to add to the error of a run; call it while the error still holds what was computed.
+
+    Args:
+        error: which was raised.
+        session: of the run.
+        folder: of the run; on CUDA, the allocator's state is written there.
+        checkpoint: the last; None: there is none.
+        process_index: which of the run's processes this is; each has memory of its own.
+    """
+    sentences = []
+    if session.techniques.is_updating:
+        sentences.append(INSIDE_AN_UPDATE)
+    elif isinstance(error, NotRetried):
+        sentences.append(error.reason)
+    device = session.runtime.device
+    largest = "; ".join(map(_described, _largest_tensors(session)))
+    sentences.append(f"Largest tensors: {largest}.")
+    if device.type == "cuda":
+        sentences.append(_with_allocator_state(folder / allocator_file(process_index), device))
+    if checkpoint is not None:
+        sentences.append(
+            f"The run goes on from {checkpoint} with training.resume_from_checkpoint=auto and settings that need less."
+        )
+    return sentences
+
+
+def does_not_fit_here(
+    recipe: Recipe, when: str, runtime: RunRuntime | None, report: Sequence[str] = ()
+) -> DoesNotFitError:
+    """The error for a run whose memory has run out on the device that it is on.
+
+    Args:
+        recipe: what was run.
+        when: the moment, such as ``at step 1``.
+        runtime: of the run; None: it had not got so far.
+        report: what :func:`report_of` says.
+    """
+    if runtime is not None:
+        device, num_processes = runtime.device, runtime.num_processes
+    else:
+        is_on_cuda = torch.cuda.is_available() and not recipe.training.use_cpu
+        device = torch.device("cuda" if is_on_cuda else "cpu")
+        num_processes = read_launch(use_cpu=recipe.training.use_cpu).num_processes
+    others = this_machines_gpu(device).held_by_others_bytes if device.type == "cuda" else None
+    return does_not_fit(
+        recipe,
+        read_device_memory(device),
+        when,
+        num_processes=num_processes,
+        has_bfloat16=has_bfloat16(device),
+        held_by_others_bytes=others or 0,
+        report=report,
+    )
+
+
+def _largest_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
+    """By the name of what they are, one for each storage; what backward alone keeps is not seen."""
+    device, names = session.runtime.device, _names(session)
+    by_storage: dict[int, Tensor] = {}
+    for tensor in _living_tensors():
+        if tensor.device != device:
+            continue
+        storage = tensor.untyped_storage()._cdata
+        if storage not in by_storage or id(tensor) in names:
+            by_storage[storage] = tensor
+
+    def rank(tensor: Tensor) -> tuple[int, bool]:
+        return tensor.untyped_storage().nbytes(), id(tensor) in names  # of equals those that have a name
+
+    for tensor in sorted(by_storage.values(), key=rank, reverse=True)[:_NUM_TENSORS]:
+        yield names.get(id(tensor), "computed on the way"), tensor
+
+
+def _living_tensors() -> Iterator[Tensor]:
+    # Not isinstance, which wakes modules that are imported when they are asked for something.
+    return (found for found in gc.get_objects() if issubclass(type(found), Tensor))
+
+
+def _names(session: Session) -> dict[int, str]:
+    names = {}
+    state = session.optimizer.state
+    for name, parameter in session.unwrapped_model.named_parameters():
+        names[id(parameter)] = name
+        if parameter.grad is not None:
+            names[id(parameter.grad)] = f"gradient of {name}"
+        for key, value in state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                names[id(value)] = f"{key} of {name}"
+    return names | {id(buffer): name for name, buffer in session.unwrapped_model.named_buffers()}
+
+
+def _described(named: tuple[str, Tensor]) -> str:
+    name, tensor = named
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{name} ({dtype} {list(tensor.shape)}, {format_bytes(tensor.untyped_storage().nbytes())})"
+
+
+def _with_allocator_state(file: Path, device: torch.device) -> str:
+    """Write down what was held where, with the stack of each block if somebody has switched their recording on."""
+    state = {"stats": torch.cuda.memory_stats(device), "segments": torch.cuda.memory_snapshot()}
+    try:
+        write_whole_file(file, json.dumps(state))
+    except OSError as error:
+        return f"What the allocator held could not be written to {file}: {error}."
+    return f"All that the allocator held is in {file}."

@@ -1,0 +1,361 @@
+"""What to change in a recipe that needs too much device memory: the cheapest first."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lowmem_ft.knob import COSTS, FIDELITIES
+from lowmem_ft.optimizers.table import OPTIMIZERS, Capability, OptimizerRow
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
+
+CHUNK_TOKENS = 1024
+
+SHORTEST_LENGTH = 512
+"""Tokens of a row below which no suggestion goes."""
+
+LONG_ROWS = 2048
+"""Tokens of a row from which an MLP's activations are worth pieces."""
+
+Half = Literal["bf16", "fp16"]
+"""The 16-bit type that a run can compute in."""
+
+_DTYPES: dict[Half, str] = {"bf16": "bfloat16", "fp16": "float16"}
+
+_FOR_STREAMING: tuple[Capability, ...] = (
+    "trains_streamed_weights",
+    "steps_in_backward",
+    "keeps_state_on_host",
+)
+
+Settings = dict[str, Any]
+"""New values by dotted key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remediation:
+    """A change of settings that needs less memory, and what it does.
+
+    Args:
+        settings: new values by dotted key.
+        why: what it frees, or what it costs, in a clause.
+    """
+
+    settings: Mapping[str, Any]
+    why: str
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings as they are typed."""
+        return tuple(recipe_keys()[key].setting(value) for key, value in self.settings.items())
+
+    @property
+    def overrides_text(self) -> str:
+        """The same on one line."""
+        return shlex.join(self.overrides)
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """The recipe with these settings."""
+        values: dict[str, dict[str, Any]] = {}
+        for key, value in self.settings.items():
+            group, _, name = key.partition(".")
+            values.setdefault(group, {})[name] = value
+        changed = {group: dataclasses.replace(getattr(recipe, group), **new) for group, new in values.items()}
+        return dataclasses.replace(recipe, **changed)
+
+    def is_exact_for(self, recipe: Recipe) -> bool:
+        """Whether a recipe trains the same numbers with it, up to the order of sums."""
+        effects = (
+            recipe_keys()[path].effect_of_change(recipe, value) for path, value in self.settings.items()
+        )
+        return all(effect.fidelity == "exact" for effect in effects)
+
+    def keeps_mathematics_of(self, recipe: Recipe) -> bool:
+        """Whether a recipe trains the same model by the same update with it, up to rounding."""
+        return self.price(recipe)[0] < len(COSTS)
+
+    def price(self, recipe: Recipe) -> tuple[int, int]:
+        """What it costs a recipe, to sort by: what is paid, then rounding; other mathematics is above all of it."""
+        effects = [
+            recipe_keys()[path].effect_of_change(recipe, value) for path, value in self.settings.items()
+        ]
+        fidelity = max(FIDELITIES.index(effect.fidelity) for effect in effects)
+        if FIDELITIES[fidelity] == "other mathematics":
+            return len(COSTS), 0
+        return max(COSTS.index(effect.cost) for effect in effects), fidelity
+
+
+def remediations_for(
+    recipe: Recipe, *, num_processes: int = 1, has_bfloat16: bool = True
+) -> Iterator[Remediation]:
+    """Changes that need less device memory, from no cost in time or fidelity to the most, as the knobs state it.
+
+    Each brings along what it needs (``optimizer.in_backward``, say, the checkpointing of every layer), so that it works
+    alone as well as after any of those before it; of two values for one key the later counts.
+
+    Args:
+        recipe: changes it has made already are not suggested again.
+        num_processes: that train together; some changes work in one process only.
+        has_bfloat16: whether the device computes with bfloat16; without it, float16 and a loss scale take its place.
+
+    Yields:
+        The changes.
+    """
+    known = set(problems_with_processes(recipe, num_processes))
+    half: Half = "bf16" if has_bfloat16 and recipe.training.mixed_precision != "fp16" else "fp16"
+    for way in sorted(_remediations_for(recipe, half), key=lambda way: way.price(recipe)):
+        if known.issuperset(problems_with_processes(way.applied_to(recipe), num_processes)):
+            yield way
+
+
+def _remediations_for(recipe: Recipe, half: Half) -> Iterator[Remediation]:
+    yield from _at_no_cost(recipe, half)
+    yield from _for_time(recipe)
+    if recipe.adapter.name == "none":
+        yield from _of_the_optimizer(recipe, half)
+    yield from _over_the_host_link(recipe, half)
+    yield from _with_other_mathematics(recipe, half)
+
+
+def _at_no_cost(recipe: Recipe, half: Half) -> Iterator[Remediation]:
+    """The same mathematics as fast, at most in other types; what the types lose is kept beside the weights."""
+    training = recipe.training
+    if recipe.loss.chunk_tokens is None:
+        yield Remediation(settings={"loss.chunk_tokens": CHUNK_TOKENS}, why="keeps no logits")
+    if training.per_device_train_batch_size > 1:
+        yield Remediation(
+            settings={
+                "training.per_device_train_batch_size": 1,
+                "training.gradient_accumulation_steps": _rows_per_step(recipe),
+                **(_finished_gradients(recipe) if recipe.optimizer.in_backward else {}),
+            },
+            why="the same mathematics in smaller pieces",
+        )
+    if training.mixed_precision == "no" and recipe.model.dtype == "float32" and _may_autocast(recipe, half):
+        yield Remediation(settings={"training.mixed_precision": half}, why="about half of the activations")
+    if recipe.adapter.name != "none" and recipe.model.dtype != _DTYPES[half]:
+        yield Remediation(settings=_frozen_in(half), why="2 of 4 bytes a frozen weight")
+    if half == "bf16" and recipe.adapter.name == "none" and _can_spare_master_bytes(recipe, to=2):
+        yield Remediation(
+            settings=_bfloat16_with_master(recipe, "split16"),
+            why="float32 weights in two halves: gradients and products take one, master keeps the other",
+        )
+
+
+def _for_time(recipe: Recipe) -> Iterator[Remediation]:
+    """The same numbers, some of them computed again or in smaller pieces."""
+    config = recipe.checkpointing
+    if config.mode == "none":
+        yield Remediation(
+            settings=_every_layer(recipe),
+            why="the activations inside the layers, for a second forward pass",
+        )
+    elif _every_layer(recipe):
+        yield Remediation(settings=_every_layer(recipe), why="every layer is recomputed")
+    if config.mode == "selective":
+        yield Remediation(
+            settings={"checkpointing.mode": "full"}, why="the attention's outputs, which are computed again"
+        )
+    length = recipe.data.max_length
+    may_be_tiled = recipe.model.quantization != "int8" and (length is None or length >= LONG_ROWS)
+    if recipe.tiling.mlp == 1 and may_be_tiled:
+        yield Remediation(
+            settings={"tiling.mlp": 4}, why="3 of 4 of the activations inside the MLP of a layer"
+        )
+    if recipe.tiling.head == 1:
+        yield Remediation(
+            settings={"loss.chunk_tokens": recipe.loss.chunk_tokens or CHUNK_TOKENS, "tiling.head": 8},
+            why="what the head holds for its logits, which are computed twice",
+        )
+
+
+def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[Remediation]:
+    """What lies beside trained weights: gradients, averages, and the lower bits of the weights themselves."""
+    optimizer = recipe.optimizer
+    may_step = _can(recipe, "steps_in_backward") and _may_step_in_backward(recipe, half)
+    if not optimizer.in_backward and may_step:
+        yield Remediation(
+            settings=_in_backward(recipe),
+            why="gradients are spent as backward finishes them; with max_grad_norm they wait in the weights' type",
+        )
+    smallest_bytes = _stand_in(recipe).state_bytes("8bit")
+    if _can(recipe, "takes_state_formats") and smallest_bytes < optimizer.state_bytes:
+        yield Remediation(
+            settings={**_with(recipe, "takes_state_formats"), "optimizer.state": "8bit"},
+            why="6 of AdamW's 8 state bytes a parameter; averages are rounded, without bias",
+        )
+    if half == "bf16" and _can_spare_master_bytes(recipe, to=1):
+        yield Remediation(
+            settings=_bfloat16_with_master(recipe, "split24"),
+            why="1 of the 2 bytes beside a bfloat16 weight; 24 of 32 bits stay, without bias",
+        )
+
+
+def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[Remediation]:
+    """What waits in host memory."""
+    offload, trained = recipe.offload, recipe.adapter.name == "none"
+    if offload.activations == "none":
+        yield Remediation(
+            settings={**_every_layer(recipe), "offload.activations": "inputs"},
+            why="the inputs of checkpointed layers wait on the host",
+        )
+    if trained and offload.optimizer == "device" and _can(recipe, "keeps_state_on_host"):
+        yield Remediation(
+            settings={**_with(recipe, "keeps_state_on_host"), "offload.optimizer": "host"},
+            why="state and master wait on the host, and cross PCIe twice a step",
+        )
+    may_stream = _can(recipe, *_FOR_STREAMING) and _may_step_in_backward(recipe, half)
+    if offload.parameters == "device" and (not trained or may_stream):
+        unscaled = trained and half == "fp16"
+        yield Remediation(
+            settings={**(_streamed(recipe, half) if trained else {}), "offload.parameters": "stream"},
+            why="all weights but two layers, which visit the device in turn"
+            + ("; in float32, as the loss scale comes too late for them" if unscaled else ""),
+        )
+    elif offload.resident_layers > 0:
+        yield Remediation(
+            settings={"offload.resident_layers": 0}, why="every layer's weights visit the device"
+        )
+
+
+def _with_other_mathematics(recipe: Recipe, half: Half) -> Iterator[Remediation]:
+    """Another model, or other data."""
+    frozen: Settings = {}
+    if recipe.adapter.name == "none":
+        frozen = {
+            "adapter.name": "lora",
+            "optimizer.master": "fp32",
+            **_frozen_in(half),
+            "training.mixed_precision": half,
+        }
+        yield Remediation(
+            settings=frozen,
+            why="gradients and state of all but low-rank adapters; wants a higher learning rate",
+        )
+    if recipe.model.quantization == "none" and not recipe.model.is_gguf:
+        yield Remediation(
+            settings={**frozen, "model.quantization": "nf4"},
+            why="1.5 of 2 bytes a frozen weight, which is rounded and unpacked anew for each use",
+        )
+    length = recipe.data.max_length
+    if length is None or length > SHORTEST_LENGTH:
+        shorter = SHORTEST_LENGTH if length is None else max(SHORTEST_LENGTH, length // 2)
+        yield Remediation(
+            settings={"data.max_length": shorter},
+            why="activations grow with the length of rows; cuts examples",
+        )
+
+
+def _rows_per_step(recipe: Recipe) -> int:
+    return recipe.training.per_device_train_batch_size * recipe.training.gradient_accumulation_steps
+
+
+def _every_layer(recipe: Recipe) -> Settings:
+    """What checkpoints every layer; empty if it is so."""
+    config = recipe.checkpointing
+    if config.mode == "none":
+        return {"checkpointing.mode": "full"}
+    if (config.every_n_layers, config.skip_last_layers) == (1, 0):
+        return {}
+    return {"checkpointing.every_n_layers": 1, "checkpointing.skip_last_layers": 0}
+
+
+def _stand_in(recipe: Recipe) -> OptimizerRow:
+    """The row that would train where the recipe's own optimizer is not able to."""
+    return OPTIMIZERS[recipe.optimizer.row.stand_in or recipe.optimizer.name]
+
+
+def _has(row: OptimizerRow, capabilities: tuple[Capability, ...]) -> bool:
+    return all(getattr(row, capability) for capability in capabilities)
+
+
+def _can(recipe: Recipe, *capabilities: Capability) -> bool:
+    """Whether the recipe's optimizer, or the one that would stand in for it, has them all."""
+    return _has(recipe.optimizer.row, capabilities) or _has(_stand_in(recipe), capabilities)
+
+
+def _with(recipe: Recipe, *capabilities: Capability) -> Settings:
+    """What brings the capabilities: the optimizer that stands in, with state of the same size."""
+    optimizer = recipe.optimizer
+    if _has(optimizer.row, capabilities):
+        return {}
+    settings: Settings = {"optimizer.name": optimizer.row.stand_in}
+    if optimizer.row.state_bytes() < _stand_in(recipe).state_bytes():
+        settings["optimizer.state"] = "8bit"
+    if recipe.model.dtype == "bfloat16" and recipe.adapter.name == "none":
+        settings["optimizer.master"] = "split16"
+    return settings
+
+
+def _master_bytes(recipe: Recipe) -> int:
+    """Bytes beside 16 bits of a trained weight: float32 weights count as bfloat16 ones with a whole copy."""
+    if recipe.model.dtype != "bfloat16":
+        return 4 if recipe.optimizer.master == "fp32" else 2
+    if not recipe.optimizer.row.takes_formats:
+        return 0
+    return {"fp32": 4, "split16": 2, "split24": 1}.get(recipe.optimizer.master, 0)
+
+
+def _can_spare_master_bytes(recipe: Recipe, *, to: int) -> bool:
+    return _can(recipe, "takes_formats") and _master_bytes(recipe) > to
+
+
+def _bfloat16_with_master(recipe: Recipe, master: str) -> Settings:
+    """Without autocast: weights and products are bfloat16 already."""
+    settings = {**_with(recipe, "takes_formats"), "optimizer.master": master}
+    if recipe.model.dtype != "bfloat16":
+        settings |= {"model.dtype": "bfloat16", "training.mixed_precision": "no"}
+    return settings
+
+
+def _frozen_in(half: Half) -> Settings:
+    """Frozen weights in 16 bits. Gradients that pass through float16 ones need a loss scale."""
+    return {"model.dtype": _DTYPES[half], **({"training.mixed_precision": half} if half == "fp16" else {})}
+
+
+def _may_autocast(recipe: Recipe, half: Half) -> bool:
+    """A loss scale is known to fit at the end of backward alone, and must reach the head."""
+    if half == "bf16" or recipe.adapter.name != "none":
+        return True
+    may_step = not recipe.optimizer.in_backward or _may_step_in_backward(recipe, half)
+    return recipe.offload.parameters == "device" and may_step
+
+
+def _may_step_in_backward(recipe: Recipe, half: Half) -> bool:
+    """A loss scale has to be known to fit first: while the weights wait for the norm."""
+    return half == "bf16" or recipe.training.max_grad_norm is not None
+
+
+def _finished_gradients(recipe: Recipe) -> Settings:
+    """One gradient of a weight a step: those of several micro-batches are summed in vertical order."""
+    if _rows_per_step(recipe) == 1 or recipe.accumulation.order == "vertical":
+        return {}
+    return {**_every_layer(recipe), "accumulation.order": "vertical"}
+
+
+def _in_backward(recipe: Recipe) -> Settings:
+    if recipe.optimizer.in_backward:
+        return {}
+    return {
+        **_with(recipe, "steps_in_backward"),
+        **_finished_gradients(recipe),
+        "optimizer.in_backward": True,
+    }
+
+
+def _streamed(recipe: Recipe, half: Half) -> Settings:
+    """What trained weights need that are on the device for a moment only."""
+    on_host = {} if recipe.offload.optimizer == "host" else {"offload.optimizer": "host"}
+    unscaled = {"training.mixed_precision": "no"} if half == "fp16" else {}
+    return {
+        **_with(recipe, *_FOR_STREAMING),
+        **_every_layer(recipe),
+        **_in_backward(recipe),
+        **on_host,
+        **unscaled,
+    }

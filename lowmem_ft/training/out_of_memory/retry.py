@@ -1,0 +1,312 @@
+"""An out-of-memory error in a step loses nothing: the step starts over, in smaller pieces.
+
+A step commits where the first weight changes (``step.py``). Before that all it has done can be forgotten: gradients,
+those that were kept or on their way somewhere, what the fp16 loss scale has seen of them, random numbers that were
+drawn. The window is then done again under the same normaliser with what was running cut in two (:class:`Cut`), and so
+are all windows after it: the run is, bit for bit, one that is resumed from the state before that step with that cut.
+
+What is made smaller goes by what was running. In horizontal order that are the rows of a micro-batch, as everything it
+keeps goes by them; once a row cannot be cut, the chunk of the loss, if memory ran out in the loss. In vertical order
+the layers take fewer rows at a time, which frees nothing of a loss that sees all rows: there the chunk is first. An
+optimizer that steps in backward takes each gradient once a step, so that its one micro-batch is not made two, but goes
+over to vertical order, if its layers are checkpointed. What would free nothing is not tried.
+
+Not started over, and told why (:class:`NotRetried`): an error inside an update, be it one of the step before that a
+streamed layer makes at its visit; in backward without clipping, where weights change at once; of rows that couple, as a
+loss over all rows' routers or batch norm make them; in several processes, which would have to agree on it before any
+of them enters a collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from lowmem_ft.data import Batch, LabelledRows, half_of, half_of_rows
+from lowmem_ft.errors import ModelError
+from lowmem_ft.memory.meter import free_device_bytes
+from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.techniques.float32_accumulation import Float32Accumulation, enable_float32_accumulation
+from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.optimizer_in_backward import InBackward
+from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
+from lowmem_ft.techniques.vertical_accumulation import (
+    RowsCannotBeCutError,
+    VerticalAccumulation,
+    check_vertical_accumulation,
+    enable_vertical_accumulation,
+)
+from lowmem_ft.training.out_of_memory.autograd_queue import EngineQueue
+from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
+from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
+from lowmem_ft.training.out_of_memory.step_rollback import BeforeWindow
+from lowmem_ft.training.session import Session
+from lowmem_ft.training.step import StepResult, WindowGradients, WindowPass, apply_gradients
+from lowmem_ft.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Retries:
+    """How the steps of a session answer to an out-of-memory error, and what they have been cut to so far.
+
+    Args:
+        session: whose steps.
+        recipe: what it was built from.
+
+    Attributes:
+        cut: in force from the next window on.
+        num_retries: of the last step.
+    """
+
+    def __init__(self, session: Session, recipe: Recipe) -> None:
+        self.cut = Cut()
+        self.num_retries = 0
+        self.session = session
+        self._recipe = recipe
+        self._engine_queue = EngineQueue(session.runtime.device)
+
+    def train_step(self, window: Sequence[Batch]) -> StepResult:
+        """:func:`lowmem_ft.training.step.train_step`, started over in smaller pieces for as long as memory runs out.
+
+        Raises:
+            NotRetried: if memory ran out and nothing could be done about it here.
+        """
+        self.num_retries = 0
+        while (gradients := self._gradients(window)) is None:
+            self.num_retries += 1
+        with not_retried(INSIDE_AN_UPDATE):
+            return apply_gradients(self.session, gradients)
+
+    def metrics(self) -> dict[str, int]:
+        """What to write down of the last step; nothing in a run whose memory has never run out."""
+        return {**({"retries": self.num_retries} if self.num_retries else {}), **self.cut.metrics()}
+
+    def apply(self, cut: Cut) -> None:
+        """Let the session work in these pieces; what that needs beside is switched on for good."""
+        self.cut = cut
+        techniques = self.session.techniques
+        if cut.max_tokens is not None:
+            self._go_over_to_vertical_order()
+            self._sum_in_float32()
+        vertical, loss = techniques.find(VerticalAccumulation), techniques.find(ChunkedLoss)
+        if vertical is not None:
+            vertical.max_tokens = cut.max_tokens
+        if loss is not None:
+            loss.limit_chunk(cut.max_loss_tokens)
+
+    def _gradients(self, window: Sequence[Batch]) -> WindowGradients | None:
+        """Those of the window; None if memory ran out, and all is as it was before, but for a smaller cut."""
+        attempt, before = WindowPass(self.session, window, self.cut.max_tokens), None
+        try:
+            before = BeforeWindow.of(self.session.unwrapped_model, self.session.runtime.device)
+            return attempt.gradients()
+        except Exception as error:
+            if isinstance(error, RowsCannotBeCutError) and self._recipe.accumulation.order == "horizontal":
+                raise self._not_inside_the_layers(error.why) from error
+            if not is_out_of_memory(error):
+                raise
+            try:
+                smaller = self._smaller(attempt)
+            except NotRetried as refusal:
+                raise refusal from error
+            message = str(error).strip().partition("\n")[0]
+        # Out of the block: until here the error has kept the tensors of all frames that it came through.
+        del attempt
+        self._forget_window()
+        if before is not None:
+            before.restore()
+        self._refuse_without_room_for_sums(smaller)
+        self.apply(smaller)
+        logger.warning(
+            "Device memory ran out before any weight of this step had changed (%s). Nothing is lost: the step starts "
+            "over from the same state with %s at a time, and so does the run from here on, resumed or not. It learns "
+            "the same, but its sums are made in another order: its numbers are those of a run that has this cut.",
+            message,
+            smaller,
+        )
+        return None
+
+    def _forget_window(self) -> None:
+        """Nothing here allocates on the device: it may be full until the last line."""
+        session = self.session
+        self._engine_queue.empty()
+        abandon(session)
+        session.optimizer.zero_grad()
+        session.runtime.abandon_step()
+        give_memory_back(session.runtime.device)
+
+    # --- what to make smaller -----------------------------------------------------------------------------------------
+
+    def _smaller(self, attempt: WindowPass) -> Cut:
+        self._refuse_what_cannot_start_over()
+        ways: list[Callable[[WindowPass], Cut | None]] = [self._with_fewer_tokens, self._with_smaller_chunk]
+        if self.session.techniques.takes_whole_window:
+            ways.reverse()
+        smaller = next((cut for way in ways if (cut := way(attempt)) is not None), None)
+        if smaller is None:
+            if (why := self._why_not_inside_the_layers()) and len(_running(attempt)[0].input_ids_BT) > 1:
+                raise self._not_inside_the_layers(why)
+            raise NotRetried(
+                "It could not start over in smaller pieces: what was running is a single row or document, or nothing "
+                "that goes by the rows."
+            )
+        return smaller
+
+    def _refuse_what_cannot_start_over(self) -> None:
+        session = self.session
+        if not self._recipe.budget.retry:
+            raise NotRetried("budget.retry=false: it did not start over in smaller pieces.")
+        if session.runtime.num_processes > 1:
+            raise NotRetried("Several processes do not start a step over.")
+        if session.techniques.is_updating:
+            raise NotRetried(INSIDE_AN_UPDATE)
+        if session.techniques.updates_at_once:
+            raise NotRetried(
+                "optimizer.in_backward without clipping changes weights while backward runs, so that the step could "
+                "not start over; with training.max_grad_norm=1.0 it can."
+            )
+
+    def _with_fewer_tokens(self, attempt: WindowPass) -> Cut | None:
+        """Half of what was running; of the largest, if memory ran out beside the model."""
+        techniques = self.session.techniques
+        in_layers = techniques.takes_whole_window or techniques.find(InBackward) is not None
+        halves = [
+            self._half_of_layers_rows(rows) if in_layers else half_of(rows) for rows in _running(attempt)
+        ]
+        half = max((half for half in halves if half is not None), default=None)
+        if half is None:
+            return None
+        if (why := why_rows_couple(self.session.unwrapped_model)) is not None:
+            raise NotRetried(f"Its micro-batches cannot be cut: {why}.")
+        return dataclasses.replace(self.cut, max_tokens=half)
+
+    def _half_of_layers_rows(self, rows: LabelledRows) -> int | None:
+        num_rows, length = rows.input_ids_BT.shape
+        vertical = self.session.techniques.find(VerticalAccumulation)
+        if self._why_not_inside_the_layers() is not None:
+            return None
+        at_once = num_rows if vertical is None else min(num_rows, vertical.rows_at_once(length))
+        return half_of_rows(at_once, length)
+
+    def _with_smaller_chunk(self, attempt: WindowPass) -> Cut | None:
+        loss = self.session.techniques.find(ChunkedLoss)
+        if loss is None or not loss.is_running or attempt.working_on is None:
+            return None
+        chunk = loss.smaller_chunk(attempt.working_on.num_label_tokens)
+        return None if chunk is None else dataclasses.replace(self.cut, max_loss_tokens=chunk)
+
+    # --- what a cut needs ---------------------------------------------------------------------------------------------
+
+    def _why_not_inside_the_layers(self) -> str | None:
+        """Where gradients are used as backward finishes them, micro-batches are cut in vertical order or not at all."""
+        techniques, model = self.session.techniques, self.session.unwrapped_model
+        if techniques.find(InBackward) is None or techniques.find(VerticalAccumulation) is not None:
+            return None
+        try:
+            check_vertical_accumulation(model)
+        except RowsCannotBeCutError as error:
+            return error.why
+        except ModelError:
+            return "this model has no single stack of them"
+        # A layer without a checkpoint keeps what it needs of all rows: a cut would free next to nothing.
+        is_cuttable = all(layer.gradient_checkpointing for layer in decoder_layers(model))
+        return None if is_cuttable else "not all of them are checkpointed (checkpointing.mode=full)"
+
+    def _not_inside_the_layers(self, why: str) -> NotRetried:
+        return NotRetried(
+            "It could not start over in smaller pieces: with optimizer.in_backward=true these are made inside the "
+            f"layers, but {why}. Set training.per_device_train_batch_size lower."
+        )
+
+    def _go_over_to_vertical_order(self) -> None:
+        """Where each gradient is to come once a step, a micro-batch is cut in the layers."""
+        techniques = self.session.techniques
+        if techniques.find(InBackward) is None or techniques.find(VerticalAccumulation) is not None:
+            return
+        rows = self._recipe.training.per_device_train_batch_size
+        techniques.add(enable_vertical_accumulation(self.session.unwrapped_model, rows))
+
+    @property
+    def _sums_as_wanted(self) -> bool:
+        """Whether gradients of several micro-batches are summed as ``accumulation.dtype`` says already."""
+        in_float32 = self.session.techniques.find(Float32Accumulation) is not None
+        return in_float32 or self._recipe.accumulation.dtype == "weights"
+
+    def _sum_in_float32(self) -> None:
+        """Where the recipe has one micro-batch, of which there is no sum."""
+        if self._sums_as_wanted:
+            return
+        optimizer = self.session.optimizer
+        takes_float32 = isinstance(optimizer, ChunkedOptimizer)
+        self.session.techniques.add(enable_float32_accumulation(optimizer, takes_float32=takes_float32))
+
+    def _refuse_without_room_for_sums(self, cut: Cut) -> None:
+        """Before two micro-batches are made of one: their gradients are summed in float32, beside nothing yet."""
+        if self._sums_as_wanted or cut.max_tokens is None:
+            return
+        sum_bytes = self._float32_sum_bytes()
+        free_bytes = free_device_bytes(self.session.runtime.device)
+        if sum_bytes > free_bytes:
+            raise NotRetried(
+                f"It could not start over with its micro-batch cut in two: the gradients of both would be summed in "
+                f"float32 (accumulation.dtype), which takes {format_bytes(sum_bytes)} where {format_bytes(free_bytes)} "
+                "are free without any."
+            )
+
+    def _float32_sum_bytes(self) -> int:
+        """Of all 16-bit weights that are trained; where they are used as backward finishes them, of the largest part.
+
+        Which is a layer, or a weight beside the layers; if that is streamed its gradient comes in pieces.
+        """
+        trained, techniques = self.session.trainable_parameters(), self.session.techniques
+        if techniques.find(InBackward) is None:
+            return _bytes_in_float32(trained)
+        streaming = techniques.find(ParameterStreaming)
+        layers = [list(layer.parameters()) for layer in decoder_layers(self.session.unwrapped_model)]
+        elsewhere = {parameter for layer in layers for parameter in layer}
+        elsewhere |= set() if streaming is None else streaming.waiting
+        beside = [[parameter] for parameter in trained if parameter not in elsewhere]
+        return max(map(_bytes_in_float32, [*layers, *beside]))
+
+
+def _running(attempt: WindowPass) -> Sequence[LabelledRows]:
+    """What memory ran out for: the micro-batch that was running, or else any of them."""
+    return attempt.micro_batches() if attempt.working_on is None else [attempt.working_on]
+
+
+def why_rows_couple(model: nn.Module) -> str | None:
+    """Why rows have to pass through a model together; None: each is on its own."""
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config.get_text_config(), "output_router_logits", False):
+        return "the routers' load-balancing loss goes over all its rows (output_router_logits)"
+    if any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+        return "batch norm goes over all its rows"
+    return None
+
+
+def abandon(session: Session) -> None:
+    """Let all techniques forget what has just failed, once the device is at rest."""
+    if session.runtime.device.type == "cuda":
+        torch.cuda.synchronize(session.runtime.device)
+    session.techniques.abandon()
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Let the device have back what nothing uses any more."""
+    gc.collect()  # frames of an error may hold on to each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _bytes_in_float32(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(4 * p.numel() for p in parameters if p.requires_grad and p.dtype.itemsize < 4)

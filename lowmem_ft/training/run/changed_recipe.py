@@ -1,0 +1,109 @@
+"""A run that goes on with a recipe that is not quite its own: what may be another, and what decides too much."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.training.run.replaced_run import RECIPE_FILE
+
+logger = logging.getLogger(__name__)
+
+_MUST_STAY = re.compile(
+    r"data\.(?!(path|num_proc|eval_path|eval_split)$)\w+|adapter\.\w+|model\.quantization|training\.seed"
+    r"|optimizer\.(?!(state|master|in_backward)$)\w+"
+)
+"""Settings that decide what a run's data, its weights and its optimizer's state mean. All others may change, those of a
+technique that is new among them.
+
+State is read into other formats, exactly where both hold float32 weights in full (``optimizers/state_conversion.py``).
+Paths may change, as a run moves to another machine: model and tokenizer come from the checkpoint, and other data is
+noticed by its size.
+"""
+
+_DECIDES_THE_BASE = re.compile(r"model\.(weights|revision|gguf_file)")
+"""Settings that a run of adapters cannot go on without: its checkpoints do not hold the model."""
+
+_OF_THE_CALL = {
+    f"training.{name}" for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
+}
+
+
+def refuse_to_continue_another(recipe: Recipe, run: Path) -> None:
+    """A checkpoint continues its own run: refuse what has changed and cannot; :func:`log_changes` says what else has.
+
+    Args:
+        recipe: that a run is to go on with.
+        run: its folder.
+
+    Raises:
+        CheckpointError: if the run's data, weights or optimizer state mean nothing to the recipe.
+        RecipeError: if the run's own recipe cannot be read.
+    """
+    changed = _differences(recipe, run)
+    if changed.refused:
+        raise CheckpointError(
+            f"{run} holds a run of another recipe ({'; '.join(changed.refused)}), which this one cannot continue. "
+            "Set these back, or choose another training.output_dir."
+        )
+
+
+def log_changes(recipe: Recipe, run: Path) -> None:
+    """Say which settings are not those of the run that goes on, once nothing keeps it from that."""
+    if changed := _differences(recipe, run).accepted:
+        logger.warning("Going on with other settings: %s.", "; ".join(changed))
+
+
+def may_continue(recipe: Recipe, run: Path) -> bool:
+    """Whether :func:`refuse_to_continue_another` lets a recipe go on with a run."""
+    try:
+        return not _differences(recipe, run).refused
+    except UserError:
+        return False
+
+
+@dataclass(frozen=True)
+class _Differences:
+    """From the recipe that a run was made of, each in words: those that it cannot go on with, and the others."""
+
+    refused: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+
+
+def _differences(recipe: Recipe, run: Path) -> _Differences:
+    file = run / RECIPE_FILE
+    if not file.exists():
+        return _Differences()
+    saved, present = _settings(load_recipe(str(file))), _settings(recipe)
+    changed = {
+        name: f"{name} was {saved.get(name)!r}, is {value!r}"
+        for name, value in present.items()
+        if value != saved.get(name) and name not in _OF_THE_CALL
+    }
+    return _Differences(
+        refused=tuple(text for name, text in changed.items() if not _may_change(name, recipe)),
+        accepted=tuple(text for name, text in changed.items() if _may_change(name, recipe)),
+    )
+
+
+def _may_change(name: str, recipe: Recipe) -> bool:
+    if recipe.adapter.name != "none" and _DECIDES_THE_BASE.fullmatch(name):
+        return False
+    return _MUST_STAY.fullmatch(name) is None
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """Every setting under the name a user types."""
+    settings: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(recipe).items():
+        if isinstance(value, dict):
+            settings.update({f"{name}.{key}": entry for key, entry in value.items()})
+        else:
+            settings[name] = value
+    return settings

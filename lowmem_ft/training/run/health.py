@@ -1,0 +1,217 @@
+"""Is what a run has made still finite, and if not: which step did it, and what is the last that is whole?
+
+A step whose loss or gradient is not finite changes no weight; it is counted, and its examples are named. But an applied
+step can ruin them all, by a learning rate far too high for one: its own loss came from the weights before it. Weights
+are known to be good once a later step got a finite loss out of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from lowmem_ft.errors import UserError
+from lowmem_ft.finiteness import names_of_not_finite, some_of
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.shards import local_part
+from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, find_checkpoint, set_aside_checkpoints
+from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.session import Session
+from lowmem_ft.training.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class SuspectWeightsError(UserError):
+    """Nothing finite comes out of a run's weights any more: checkpoints since its last update may be ruined, too."""
+
+
+class RunHealth:
+    """What a run knows of its weights.
+
+    Args:
+        recipe: of the run.
+        folder: of the run, for its checkpoints and the one it goes on from, which may lie elsewhere.
+        progress: of the run; the steps that are skipped are counted here, and nothing else is changed.
+        runtime: knows the examples of the other processes.
+    """
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, progress: Progress, runtime: RunRuntime) -> None:
+        self._output_dir, self._resume_from = folder.path, folder.resume_from
+        self._model_folder = folder.model_folder
+        self._progress, self._runtime = progress, runtime
+        self._dtype = recipe.model.dtype
+        self._max_skipped_steps = recipe.training.max_skipped_steps
+        self._updated_step = progress.step - progress.skipped_in_a_row
+        self._learning_rate: float | None = None
+        self._took_the_newest = (
+            recipe.training.resume_from_checkpoint == "auto" and folder.resume_from is not None
+        )
+
+    def after_step(
+        self, session: Session, result: StepResult, sample_ids: Sequence[int], learning_rate: float
+    ) -> None:
+        """Count a step that was skipped, and name its examples.
+
+        Args:
+            session: whose step.
+            result: of it.
+            sample_ids: this process's examples in it.
+            learning_rate: that it had.
+
+        Raises:
+            UserError: if the weights are ruined, or too many steps in a row have been skipped.
+        """
+        progress = self._progress
+        if result.applied:
+            progress.skipped_in_a_row = 0
+            self._updated_step, self._learning_rate = progress.step, learning_rate
+            return
+        if session.techniques.updates_at_once:
+            raise self._half_a_step(result, sample_ids)
+        progress.skipped_steps += 1
+        if result.overflow:
+            logger.info("Step %d skipped: the fp16 loss scale was too high and is now halved.", progress.step)
+            return
+        progress.skipped_in_a_row += 1
+        logger.warning(
+            "Step %d skipped: loss %.4g, gradient norm %.4g. Examples of this step: %s.",
+            progress.step,
+            result.loss,
+            result.grad_norm,
+            sorted(self._runtime.gather(list(sample_ids))),
+        )
+        self.refuse_ruined_weights(session)
+        if progress.skipped_in_a_row >= self._max_skipped_steps:
+            raise self._too_many_skipped()
+
+    def refuse_ruined_weights(self, session: Session) -> None:
+        """Stop where no later step can do better.
+
+        Raises:
+            SuspectWeightsError: if a weight is not finite; names it, and the step that made it so.
+        """
+        names = weights_not_finite(session, self._runtime)
+        if names:
+            raise SuspectWeightsError(f"{self._ruined(names)} {self.way_back()}")
+
+    def problems_at_the_end(self, names: Sequence[str], evaluation: EvaluationResult | None) -> list[str]:
+        """Why a finished model should not be used as it is; empty if nothing speaks against it, or only a warning.
+
+        Args:
+            names: of its weights that are not finite.
+            evaluation: of the model, if there was one.
+        """
+        skipped, problems = self._progress.skipped_in_a_row, []
+        if names:
+            problems.append(self._ruined(names))
+        elif evaluation is not None and not math.isfinite(evaluation.loss):
+            problems.append(f"The held-out loss is {evaluation.loss:.4g}.")
+        if skipped and not names:
+            which = "step was" if skipped == 1 else f"{skipped} steps were"
+            since = (
+                f" since step {self._updated_step}{self._at_learning_rate()}" if self._updated_step else ""
+            )
+            problems.append(
+                f"The last {which} not finite and changed no weight{since}. Lower "
+                "training.learning_rate, or look at the examples named above."
+            )
+        if 0 < self._progress.step == self._progress.skipped_steps and not problems:
+            logger.warning(
+                "Each of the %d steps was skipped to lower the fp16 loss scale: the model is what it was. Take more.",
+                self._progress.step,
+            )
+        return problems
+
+    def refuse_unhealthy_end(self, problems: Sequence[str], evaluation: EvaluationResult | None) -> None:
+        """Say of a finished and saved model what speaks against it.
+
+        Args:
+            problems: from :meth:`problems_at_the_end`.
+            evaluation: of the model, if there was one.
+
+        Raises:
+            SuspectWeightsError: if anything does, and no held-out loss shows that the weights are good.
+            UserError: if only steps after the last update went wrong.
+        """
+        if not problems:
+            return
+        is_good = evaluation is not None and math.isfinite(evaluation.loss)
+        raise (UserError if is_good else SuspectWeightsError)(
+            f"The run has ended, but do not use {self._model_folder} as it is. {' '.join(problems)} {self.way_back()}"
+        )
+
+    def set_aside_checkpoints(self) -> None:
+        """Rename those with suspect weights.
+
+        Where this call has updated none, that is the one it goes on from: its run may have been killed before it could
+        tell. One that the user has named stays, as other settings may be at fault.
+        """
+        if self._runtime.is_main and (self._learning_rate is not None or self._took_the_newest):
+            set_aside_checkpoints(self._output_dir, since=self._updated_step)
+
+    def way_back(self) -> str:
+        """A sentence on the newest checkpoint whose weights are known to be good."""
+        whole = find_checkpoint(self._output_dir, before=self._updated_step)
+        if whole is None and self._resume_from is not None and self._resume_from.parent != self._output_dir:
+            whole = self._resume_from
+        if whole is None:
+            return "There is no checkpoint from before that: start anew."
+        return f"The last checkpoint that is whole is {whole}."
+
+    def _too_many_skipped(self) -> SuspectWeightsError:
+        """The error of a run whose last steps were all not finite, though its weights are."""
+        suspect = (
+            "They changed no weight, and no step before them did."
+            if self._updated_step == 0
+            else f"They changed no weight, but step {self._updated_step}, the last that did"
+            f"{self._at_learning_rate()}, may have ruined them all: nothing finite has come out of them since."
+        )
+        return SuspectWeightsError(
+            f"The loss or gradient was not finite for {self._max_skipped_steps} steps in a row "
+            f"(training.max_skipped_steps), the last at step {self._progress.step}. {suspect} {self.way_back()} Lower "
+            "training.learning_rate, look at the examples named above, or compute in float32."
+        )
+
+    def _half_a_step(self, result: StepResult, sample_ids: Sequence[int]) -> UserError:
+        """The error of weights that were updated before their step turned out not to be finite."""
+        checkpoint = find_checkpoint(self._output_dir)
+        way_back = (
+            "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
+        )
+        return UserError(
+            f"Step {self._progress.step} was not finite (loss {result.loss:.4g}, gradient norm "
+            f"{result.grad_norm:.4g}; examples {sorted(sample_ids)}), and without clipping "
+            f"optimizer.in_backward had updated part of the weights by then: {way_back}. Set training.max_grad_norm, "
+            "with which such a step is skipped as a whole, or optimizer.in_backward=false."
+        )
+
+    def _ruined(self, names: Sequence[str]) -> str:
+        if self._learning_rate is None and self._resume_from is None:
+            return (
+                f"Weights are not finite though those of the checkpoint are: {some_of(list(names))}. The values are "
+                f"beyond the largest of model.dtype={self._dtype}: set model.dtype=float32, or bfloat16 on a GPU that "
+                "computes with it."
+            )
+        return (
+            f"Weights are not finite since step {self._updated_step}{self._at_learning_rate()}: "
+            f"{some_of(list(names))}. Lower training.learning_rate."
+        )
+
+    def _at_learning_rate(self) -> str:
+        return "" if self._learning_rate is None else f" (learning rate {self._learning_rate:.3g})"
+
+
+def weights_not_finite(session: Session, runtime: RunRuntime) -> list[str]:
+    """Names of the weights that hold NaN or infinity, frozen ones included; every process calls this.
+
+    Each looks at what lies in it, and all get the same answer.
+    """
+    with session.techniques.at_rest():
+        parameters = list(session.unwrapped_model.named_parameters())
+        here = names_of_not_finite((name, local_part(parameter)) for name, parameter in parameters)
+    anywhere = set(runtime.gather(here))
+    return [name for name, _ in parameters if name in anywhere]

@@ -1,0 +1,291 @@
+"""The folder of one run: where it goes on from, what it may replace, and its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import operator
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.recipe import Recipe, recipe_to_yaml
+from lowmem_ft.recipe.output_folder import inputs_of, refuse_output_folder, run_folder_of
+from lowmem_ft.recipe.paths import MODEL_FOLDER
+from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
+from lowmem_ft.training.checkpoints.checkpoint_folders import (
+    Progress,
+    checkpoints_after,
+    find_checkpoint,
+    read_manifest,
+    read_progress,
+    refuse_end_before,
+)
+from lowmem_ft.training.run.changed_recipe import log_changes, may_continue, refuse_to_continue_another
+from lowmem_ft.training.run.folder_lock import FolderLock
+from lowmem_ft.training.run.replaced_run import (
+    METRICS_FILE,
+    RECIPE_FILE,
+    delete_replaced_runs,
+    in_the_way,
+    move_aside,
+    refuse_to_replace_inputs,
+    replaced_runs,
+    run_files,
+)
+from lowmem_ft.user_paths import expand_user
+
+logger = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """Where a run writes, and the checkpoint it goes on from, if any.
+
+    Args:
+        path: the folder.
+        resume_from: a complete checkpoint, or None to start afresh.
+        overwrite: whether to replace what the folder holds of another run, or of later steps of this one.
+    """
+
+    def __init__(self, path: Path, *, resume_from: Path | None, overwrite: bool) -> None:
+        self.path = path
+        self.resume_from = resume_from
+        self.overwrite = overwrite
+        self._lock = FolderLock(path)
+
+    @staticmethod
+    def open(recipe: Recipe) -> RunFolder:
+        """Decide where to write and where to start; reads the disk and changes nothing.
+
+        Raises:
+            UserError: if the folder holds another run or later steps of this one, or cannot be a folder.
+            CheckpointError: if the checkpoint to resume from is incomplete or belongs to another model or data.
+        """
+        config = recipe.training
+        path = run_folder_of(recipe)
+        refuse_output_folder(recipe)
+        FolderLock(path).probe()
+        resume_from = _checkpoint_to_resume(config.resume_from_checkpoint, path)
+        if resume_from is not None:
+            refuse_to_continue_another(recipe, resume_from.parent)
+            if config.max_steps > 0:
+                refuse_end_before(resume_from, read_progress(resume_from).step, config.max_steps)
+        folder = RunFolder(path, resume_from=resume_from, overwrite=config.overwrite_output_dir)
+        folder._check_what_is_there(recipe)
+        if not config.overwrite_output_dir:
+            _refuse_to_replace(path, recipe, resume_from)
+        if resume_from is not None:
+            log_changes(recipe, resume_from.parent)
+        elif config.resume_from_checkpoint is not None:
+            if not config.overwrite_output_dir:
+                log_changes(recipe, path)
+            logger.info("Starting afresh: %s holds no complete checkpoint.", path)
+        return folder
+
+    @staticmethod
+    def checkpoint_of(recipe: Recipe) -> Path | None:
+        """The complete checkpoint that a recipe would go on from; None: it would start afresh.
+
+        Raises:
+            CheckpointError: if the one that it names is incomplete.
+        """
+        return _checkpoint_to_resume(recipe.training.resume_from_checkpoint, run_folder_of(recipe))
+
+    @property
+    def model_folder(self) -> Path:
+        """Where the finished model goes."""
+        return self.path / MODEL_FOLDER
+
+    def start(self, recipe: Recipe, progress: Progress) -> None:
+        """Lock the folder, move a replaced run aside, write the recipe and what the metrics are so far.
+
+        Args:
+            recipe: written as ``recipe.yaml``.
+            progress: where the run goes on.
+
+        Raises:
+            UserError: if the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            kept = []
+            if self._continues:
+                kept = [record for record in self.read_metrics() if _is_before(record, progress)]
+            if self.overwrite:
+                self._move_aside(progress.step)
+            write_whole_file(self.path / RECIPE_FILE, recipe_to_yaml(recipe))
+            write_whole_file(self.path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
+        except OSError as error:
+            raise UserError(f"training.output_dir={self.path} cannot be written: {error}.") from error
+
+    def end(self, *, succeeded: bool) -> None:
+        """Delete what the run has replaced if it has succeeded, else say where that is; let others use the folder."""
+        if succeeded:
+            delete_replaced_runs(self.path)
+        elif aside := replaced_runs(self.path):
+            logger.warning("What %s held before is in %s, for you to take back.", self.path, aside[-1])
+        self._lock.release()
+
+    def write_metrics(self, record: dict[str, Any]) -> None:
+        """Append one line to ``metrics.jsonl``; the system has it when this returns, so a killed run loses none.
+
+        Raises:
+            CheckpointError: if it cannot be written, the disk being full for one.
+        """
+        file = self.path / METRICS_FILE
+        try:
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"{file} cannot be written: {error}. The checkpoints are untouched; make room, then go on with "
+                "training.resume_from_checkpoint=auto."
+            ) from error
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All lines of ``metrics.jsonl``; a last line that a killed process left half-written is dropped.
+
+        Raises:
+            CheckpointError: if a line is none of ours.
+        """
+        file = self.path / METRICS_FILE
+        lines = file.read_text("utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
+        records = []
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                record = json.loads(line)
+                operator.index(record["step"])
+            except (ValueError, TypeError, KeyError) as error:
+                what = (
+                    " is no JSON object" if isinstance(error, ValueError) else ", is of no run of lowmem_ft"
+                )
+                raise CheckpointError(
+                    f"{file}, line {number}{what}: {line.strip()[:80]!r}. Correct or delete that line."
+                ) from error
+            records.append(record)
+        return records
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the run goes on in the folder of its checkpoint."""
+        return self.resume_from is not None and self.resume_from.parent.resolve() == self.path.resolve()
+
+    def _check_what_is_there(self, recipe: Recipe) -> None:
+        if self._continues:
+            return
+        foreign = in_the_way(self.path)
+        if foreign:
+            raise UserError(
+                f"training.output_dir={self.path} holds {', '.join(file.name for file in foreign[:3])}, which "
+                "no run of lowmem_ft wrote and this one would. Choose another folder, or move that away."
+            )
+        if self.overwrite:
+            refuse_to_replace_inputs(run_files(self.path), _inputs(recipe))
+
+    def _move_aside(self, step: int) -> None:
+        """The steps still to come, or all of another run."""
+        files = checkpoints_after(self.path, step) if self._continues else run_files(self.path)
+        if not files:
+            return
+        aside = move_aside(self.path, files)
+        logger.info(
+            "What training.overwrite_output_dir replaces is in %s until this run has succeeded, and is deleted then.",
+            aside,
+        )
+
+
+def _checkpoint_to_resume(requested: str | None, output_dir: Path) -> Path | None:
+    if requested is None:
+        return None
+    if requested != "auto":
+        return _named_checkpoint(expand_user(requested))
+    return find_checkpoint(output_dir)
+
+
+def _named_checkpoint(checkpoint: Path) -> Path:
+    try:
+        read_manifest(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {_another(checkpoint)}") from error
+    return checkpoint
+
+
+def _another(named: Path) -> str:
+    """What to name in place of a folder that is no complete checkpoint: one inside of it, as of a run, or beside it."""
+    if inside := find_checkpoint(named):
+        return f"Did you mean {inside}?"
+    if beside := find_checkpoint(named.parent):
+        return f"The newest complete one beside it is {beside}."
+    return "Name another one."
+
+
+def _inputs(recipe: Recipe) -> dict[str, str | None]:
+    """What a run reads, by key."""
+    return {
+        **inputs_of(recipe),
+        "training.resume_from_checkpoint": recipe.training.resume_from_checkpoint,
+    }
+
+
+def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> None:
+    """Nothing that a run wrote is lost without being asked for."""
+    if resume_from is not None and resume_from.parent.resolve() == path.resolve():
+        later = checkpoints_after(path, read_progress(resume_from).step)
+        if later:
+            raise UserError(
+                f"training.resume_from_checkpoint={resume_from} is not the newest of its run, {later[0].name} is. "
+                "Choose another training.output_dir to branch off, or drop what came later with "
+                "training.overwrite_output_dir=true."
+            )
+        return
+    if not run_files(path):
+        return
+    is_finished = (path / MODEL_FOLDER).exists()
+    checkpoint = None
+    if recipe.training.resume_from_checkpoint == "auto":  # there is none, or it would go on from it
+        if not is_finished:
+            refuse_to_continue_another(recipe, path)
+    else:
+        checkpoint = find_checkpoint(path)
+    was_to_go_on = recipe.training.resume_from_checkpoint is not None
+    if was_to_go_on and checkpoint is None and not is_finished and may_continue(recipe, path):
+        return  # a run that was stopped before its first checkpoint begins again, where it began
+    aside = "".join(f" (What it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
+    what = "another run"
+    if checkpoint is None and is_finished and was_to_go_on:
+        what = f"a finished run (its model is {path / MODEL_FOLDER}) without a checkpoint to go on from"
+    elif checkpoint is None:
+        what += ", finished and without a checkpoint" if is_finished else ", without a checkpoint"
+    raise UserError(f"training.output_dir={path} holds {what}.{aside} {_ways_on(path, recipe, checkpoint)}")
+
+
+def _ways_on(path: Path, recipe: Recipe, checkpoint: Path | None) -> str:
+    """What to do about a run that is in the way: only what would then not be refused."""
+    ways = ["choose another folder"]
+    if checkpoint is not None and _can_go_on(recipe, checkpoint):
+        ways.append(f"go on from {checkpoint.name} with training.resume_from_checkpoint=auto")
+    elif checkpoint is None and not (path / MODEL_FOLDER).exists() and may_continue(recipe, path):
+        ways.append("begin it again with training.resume_from_checkpoint=auto")
+    with contextlib.suppress(UserError):
+        refuse_to_replace_inputs(run_files(path), _inputs(recipe))
+        ways.append("replace it with training.overwrite_output_dir=true")
+    *others, last = ways
+    text = f"{', '.join(others)}, or {last}" if others else last
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _can_go_on(recipe: Recipe, checkpoint: Path) -> bool:
+    last_step = recipe.training.max_steps
+    has_steps_left = last_step <= 0 or read_progress(checkpoint).step <= last_step
+    return has_steps_left and may_continue(recipe, checkpoint.parent)
+
+
+def _is_before(record: dict[str, Any], progress: Progress) -> bool:
+    """Whether a line was written before the checkpoint; at its own step, the evaluation may have come after it."""
+    if record["step"] == progress.step and "eval_loss" in record:
+        return progress.evaluated_step == progress.step
+    return record["step"] <= progress.step

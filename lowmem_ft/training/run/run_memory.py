@@ -1,0 +1,133 @@
+"""What a run takes, beside what was estimated: in its log, its metrics and its card."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, peaks_in, typical_seconds
+from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.free_memory import keep_few_kernels, keep_tensors_out_of_the_heap
+from lowmem_ft.memory.phase_peaks import PhasePeaks
+from lowmem_ft.shards import local_part
+from lowmem_ft.techniques.technique import Techniques
+from lowmem_ft.training.run.run_metrics import RunMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class RunMemory:
+    """The peaks of one process of a run, phase by phase.
+
+    Args:
+        device: where it trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            keep_tensors_out_of_the_heap()  # as the estimate has it
+            keep_few_kernels()
+        self._device = device
+        self._peaks = PhasePeaks(device)
+        self._by_category: dict[str, int] = {}
+        self._step_seconds: list[float] = []
+        self.estimate: MemoryEstimate | None = None
+        self._earlier: tuple[Peaks | None, Peaks] | None = None
+
+    def continue_from(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take what the lines of the same run's metrics say for the case that no step of it is left."""
+        estimated, measured = peaks_in(records)
+        if measured is not None:
+            self._earlier = estimated, measured
+
+    def during(self, phase: str) -> AbstractContextManager[None]:
+        """Count a block as ``load``, ``step``, ``evaluation`` or ``save``."""
+        return self._peaks.during(phase)
+
+    def after_step(
+        self, model: nn.Module, optimizer: Optimizer, techniques: Techniques, seconds: float
+    ) -> None:
+        """Note how long a step took, and after the first of them what stays."""
+        self._step_seconds.append(seconds)
+        if not self._by_category:
+            self._by_category = bytes_that_stay(model, optimizer, techniques, self._device)
+
+    def measured(self) -> Peaks:
+        """All so far."""
+        return Peaks(
+            peak_bytes=self._peaks.peak_bytes,
+            host_peak_bytes=self._peaks.host_peak_bytes,
+            reserved_bytes=self._peaks.reserved_bytes,
+            by_phase=dict(self._peaks.by_phase),
+            by_category=dict(self._by_category),
+            step_seconds=typical_seconds(self._step_seconds),
+        )
+
+    def estimated(self) -> Peaks | None:
+        """The same of the estimate; None: there is none."""
+        return None if self.estimate is None else estimated_peaks(self.estimate)
+
+    def rows(self) -> list[Row]:
+        """The two, quantity by quantity; those of the process that has taken the steps, where this one takes none."""
+        return list(compared(*(self._of_earlier() or (self.estimated(), self.measured()))))
+
+    def write_estimate(self, metrics: RunMetrics, step: int) -> None:
+        """At the start, so that a run that is killed has left it."""
+        if estimated := self.estimated():
+            metrics.write({"step": step, "estimated": estimated.to_json()})
+
+    def write_measured(self, metrics: RunMetrics, step: int) -> None:
+        """With every checkpoint, and at the end; what was measured earlier stays the last where no step was left."""
+        if self._of_earlier() is None:
+            metrics.write({"step": step, "measured": self.measured().to_json()})
+
+    def log(self) -> None:
+        """Write the two down, a line each, where there is an estimate."""
+        if self.estimate is None or self._of_earlier() is not None:
+            return
+        logger.info("Memory, estimated and measured:")
+        for row in self.rows():
+            if row.measured is not None:
+                logger.info("  %s", row)
+
+    def _of_earlier(self) -> tuple[Peaks | None, Peaks] | None:
+        return None if self._step_seconds else self._earlier
+
+
+def bytes_that_stay(
+    model: nn.Module, optimizer: Optimizer, techniques: Techniques, device: torch.device
+) -> dict[str, int]:
+    """Storage of weights and of optimizer state on a device between two steps, each storage once."""
+    weights: list[Tensor] = [*model.parameters(), *model.buffers()]
+    weights += [memory.memory for memory in techniques.weight_memory()]
+    weights += [leaf for weight in weights for leaf in _leaves(getattr(weight, "quant_state", None))]
+    state = [leaf for values in optimizer.state.values() for leaf in _leaves(values)]
+    seen: set[int] = set()
+    return {
+        name: sum(_new_storages(tensors, device, seen))
+        for name, tensors in (("parameter", weights), ("optimizer_state", state))
+    }
+
+
+def _leaves(values: Any) -> Iterator[Tensor]:
+    """The tensors in anything: containers, and objects that hold some."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))
+
+
+def _new_storages(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[int]:
+    for tensor in tensors:
+        storage = local_part(tensor).untyped_storage()
+        if tensor.device.type == device.type and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage.nbytes()

@@ -1,0 +1,138 @@
+"""Where a run starts: its data, the step it stands at and the step it is to end at."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_ft.data import DataPosition, DataStream, PreparedData, load_data
+from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.models import max_positions, vocab_size
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.build import Plan
+from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_progress, refuse_end_before
+from lowmem_ft.training.distributed.data_agreement import refuse_other_data
+from lowmem_ft.training.distributed.launched_gpus import expected_gpu
+from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
+from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.units import counted
+from lowmem_ft.upstream.tested import warn_if_untested
+
+logger = logging.getLogger(__name__)
+
+
+def read_data(
+    recipe: Recipe, runtime: RunRuntime, tokenizer: PreTrainedTokenizerBase, plan: Plan
+) -> PreparedData:
+    """Tokenize the recipe's data for the planned model; the other processes find in the cache what the main one did.
+
+    Raises:
+        UserError: if a process cannot read them, or reads others.
+    """
+    data: PreparedData | None = None
+    for is_turn in (runtime.is_main, not runtime.is_main):
+        with runtime.failing_together():
+            if is_turn:
+                data = load_data(
+                    recipe.data,
+                    tokenizer,
+                    max_positions=max_positions(plan.hf_config),
+                    vocab_size=vocab_size(plan.hf_config),
+                    seed=recipe.training.seed,
+                    attn_implementation=plan.attention.implementation,
+                )
+    assert data is not None, "each process had its turn"
+    refuse_other_data(data, runtime)
+    return data
+
+
+def stream_from(
+    recipe: Recipe, runtime: RunRuntime, data: PreparedData, position: DataPosition
+) -> DataStream:
+    """The training data in windows, this process's share of them, from a position on."""
+    return DataStream(
+        data.train,
+        position=position,
+        per_device_batch_size=recipe.training.per_device_train_batch_size,
+        gradient_accumulation_steps=recipe.training.gradient_accumulation_steps,
+        num_processes=runtime.num_processes,
+        process_index=runtime.process_index,
+        collate=data.collate,
+    )
+
+
+def progress_at(checkpoint: Path | None, recipe: Recipe, data: PreparedData) -> Progress:
+    """Where a run stands that goes on from a checkpoint, or that starts anew.
+
+    Raises:
+        CheckpointError: if the checkpoint was made with other data.
+    """
+    data_tokens = None if data.summary is None else data.summary.num_tokens
+    if checkpoint is None:
+        return Progress(position=DataPosition(seed=recipe.training.seed), data_tokens=data_tokens)
+    progress = read_progress(checkpoint)
+    # A position in the data means nothing in other data; paths may change, as a run moves to another machine.
+    if progress.data_tokens != data_tokens:
+        raise CheckpointError(
+            f"{checkpoint} stands in training data of {progress.data_tokens or 'streamed'} tokens, and the recipe's "
+            f"data now has {data_tokens or 'streamed'}. Give back the data it was, or choose another "
+            "training.output_dir."
+        )
+    return progress
+
+
+def num_training_steps(
+    recipe: Recipe, stream: DataStream, progress: Progress, checkpoint: Path | None
+) -> int:
+    """Steps in all: those taken, and what is left of the epochs at the present number of rows a step.
+
+    Raises:
+        UserError: if the warmup is longer.
+        CheckpointError: if the checkpoint already stands beyond the last.
+    """
+    config, taken = recipe.training, progress.step
+    if config.max_steps > 0:
+        num_steps = config.max_steps
+    else:
+        assert stream.steps_per_epoch is not None, "check_recipe wants max_steps with a stream"
+        in_all = math.ceil(config.num_train_epochs * stream.steps_per_epoch)
+        num_steps = taken + in_all - stream.steps_done
+    if config.warmup_steps > num_steps:
+        raise UserError(
+            f"training.warmup_steps={config.warmup_steps:.0f} is more than the {num_steps} steps of this run: the "
+            "learning rate would never reach training.learning_rate. Lower it, or give a share of all steps, such "
+            "as 0.03."
+        )
+    refuse_end_before(checkpoint, taken, num_steps)
+    return num_steps
+
+
+def log_start(recipe: Recipe, runtime: RunRuntime, progress: Progress, num_steps: int) -> None:
+    """Say where a run trains, and how much."""
+    warn_if_untested()  # of what only some recipes import
+    config = recipe.training
+    if runtime.device.type == "cpu":
+        warn_of_idle_cores(runtime.num_processes)
+        if not config.use_cpu and (reason := expected_gpu()) is not None:
+            logger.warning(
+                "Training on the processor, as torch sees no GPU: %s. training.use_cpu=true says that it is meant.",
+                reason,
+            )
+    if recipe.adapter.name != "none" and recipe.model.weights == "random":
+        logger.warning(
+            "Adapters are for the weights that they were trained beside, and random ones (model.weights=random) are "
+            "not kept: what comes of this run cannot be merged or used."
+        )
+    examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * runtime.num_processes
+    left = f"steps {progress.step + 1} to {num_steps}, {counted(examples, 'example')} a step"
+    logger.info(
+        "Training on %s (torch %s), %s: %s.",
+        runtime.device,
+        torch.__version__,
+        counted(runtime.num_processes, "process", "processes"),
+        left if progress.step < num_steps else f"no step is left of {num_steps}",
+    )

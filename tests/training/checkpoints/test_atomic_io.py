@@ -1,0 +1,78 @@
+"""What is being replaced stays until what replaces it is whole."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lowmem_ft.training.checkpoints.atomic_io import whole_folder, write_whole_file
+
+
+def test_a_folder_gets_its_name_once_it_is_whole(tmp_path):
+    target = tmp_path / "deep" / "model"
+    with whole_folder(target) as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "weights").write_text("new")
+        assert not target.exists()
+    assert (target / "inner" / "weights").read_text() == "new"
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, error):
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "weights").write_text("old")
+
+    def fail():
+        with whole_folder(target) as folder:
+            (folder / "weights").write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert (target / "weights").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_a_killed_process_left_half_written_does_not_get_in(tmp_path):
+    (tmp_path / "model.incomplete").mkdir()
+    (tmp_path / "model.incomplete" / "tokenizer.json").write_text("half")
+    with whole_folder(tmp_path / "model") as folder:
+        (folder / "weights").write_text("new")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["weights"]
+
+
+@pytest.mark.parametrize("place", ["model", "model.incomplete", "model.old"])
+def test_somebodys_own_files_are_in_the_new_folder_too(tmp_path, place):
+    """The last two, if a process was killed while it replaced the folder."""
+    target = tmp_path / "model"
+    target.mkdir()
+    for name in ("notes.txt", "mine/config.json", "mine/empty/"):
+        own = tmp_path / place / name
+        (own if name.endswith("/") else own.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            own.write_text("mine")
+    (tmp_path / place / "model.safetensors").write_text("old")
+    with whole_folder(target) as folder:
+        (folder / "config.json").write_text("new")
+    assert (target / "notes.txt").read_text() == (target / "mine" / "config.json").read_text() == "mine"
+    assert (target / "mine" / "empty").is_dir()
+    assert (target / "config.json").read_text() == "new"
+    assert not (target / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch):
+    file = tmp_path / "metrics.jsonl"
+    write_whole_file(file, "old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole_file(file, "new")
+    assert file.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,0 +1,43 @@
+"""Idle cores are told with the way out of whoever launched the run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for name in ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_nobody_is_told_where_nobody_has_limited_the_threads(caplog):
+    warn_of_idle_cores(1)
+    assert caplog.messages == []
+
+
+def test_without_a_launcher_its_flag_is_not_named(monkeypatch, caplog):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    warn_of_idle_cores(2)
+    assert caplog.messages == [
+        "Computing on 2 of 8 cores, as OMP_NUM_THREADS=1. To use all, set OMP_NUM_THREADS=4."
+    ]
+
+
+def test_under_accelerate_its_flag_is_named(monkeypatch, caplog):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    warn_of_idle_cores(2)
+    assert caplog.messages[0].endswith(
+        "To use all, add --num_cpu_threads_per_process=4 to accelerate launch."
+    )
+    caplog.clear()
+    warn_of_idle_cores(8)
+    assert caplog.messages == []

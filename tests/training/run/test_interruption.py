@@ -1,0 +1,189 @@
+"""A signal ends a run with everything saved, however it comes, and a second one ends it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from lowmem_ft.errors import Interrupted, UserError
+from lowmem_ft.training import loop, train
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.run import health, interruption, start
+from lowmem_ft.training.run.interruption import Interruption
+
+SHORT = ("training.max_steps=6", "training.save_steps=null", "training.eval_steps=3")
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def test_a_signal_that_a_launcher_passes_on_counts_once(monkeypatch):
+    """The terminal sends Ctrl-C to all processes, and torchrun sends it to its own once more."""
+    monkeypatch.setattr(interruption, "ONE_REQUEST_SECONDS", float("inf"))  # however busy the machine is
+    with Interruption() as run:
+        send(signal.SIGINT)
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
+    assert run.signal_number == signal.SIGINT
+
+
+def test_a_second_signal_ends_the_process_at_once(monkeypatch):
+    monkeypatch.setattr(interruption, "ONE_REQUEST_SECONDS", 0.0)
+    with Interruption():
+        send(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_a_second_signal_says_what_there_is_to_go_on_from(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(interruption, "ONE_REQUEST_SECONDS", 0.0)
+    step, taken = loop.Retries.train_step, []
+
+    def impatient(retries, window):
+        taken.append(window)
+        if len(taken) == 4:
+            send(signal.SIGINT)
+            send(signal.SIGINT)
+        return step(retries, window)
+
+    monkeypatch.setattr(loop.Retries, "train_step", impatient)
+    settings = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null")
+    with pytest.raises(KeyboardInterrupt, match=r"at step 3\. Saved before: .*checkpoint-2; go on with "):
+        train(tiny(*settings, output_dir=tmp_path / "run"))
+    taken.clear()
+    with pytest.raises(KeyboardInterrupt, match=r"at step 3: no checkpoint is saved\."):
+        train(tiny(*settings, "training.save_steps=null", output_dir=tmp_path / "other"))
+
+
+def test_the_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with Interruption():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_signal_before_the_first_step_ends_the_process_at_once(tiny, tmp_path, monkeypatch):
+    """There is nothing to save, and reading data or weights can take long."""
+    monkeypatch.setattr(start, "load_data", lambda *args, **kwargs: send(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as stop:
+        train(tiny(*SHORT, output_dir=tmp_path / "run"))
+    assert stop.type is KeyboardInterrupt
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_while_the_finished_model_is_saved_lets_that_end(tiny, tmp_path, monkeypatch):
+    save = loop.save_finished_model
+
+    def interrupted(*args, **kwargs):
+        send(signal.SIGTERM)
+        save(*args, **kwargs)
+
+    ended = []
+    monkeypatch.setattr(AccelerateRuntime, "end_trackers", lambda self: ended.append(self))
+    monkeypatch.setattr(loop, "save_finished_model", interrupted)
+    with pytest.raises(Interrupted) as stop:
+        train(tiny(*SHORT, output_dir=tmp_path / "run"))
+    assert (stop.value.exit_code, stop.value.checkpoint) == (143, None)
+    assert stop.value.model_folder == tmp_path / "run" / "model"
+    assert len(ended) == 1
+    assert (stop.value.model_folder / "model.safetensors").exists()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_signal_at_the_end_hides_no_ruined_model(tiny, tmp_path, monkeypatch):
+    def problems(*args):
+        send(signal.SIGTERM)
+        return ["Its weights are not finite."]
+
+    monkeypatch.setattr(health.RunHealth, "problems_at_the_end", problems)
+    with pytest.raises(UserError, match=r"do not use .* Its weights are not finite"):
+        train(tiny(*SHORT, output_dir=tmp_path / "run"))
+
+
+def test_a_signal_to_another_process_stops_this_one_too(tiny, tmp_path, monkeypatch):
+    ended = []
+    monkeypatch.setattr(AccelerateRuntime, "end_trackers", lambda self: ended.append(self))
+    largest = iter([0, 0, 15])  # asked once a step
+    monkeypatch.setattr(AccelerateRuntime, "max_over_processes", lambda self, value: next(largest, value))
+    monkeypatch.setattr(AccelerateRuntime, "any_process", lambda self, flag: flag)
+    with pytest.raises(Interrupted) as stop:
+        train(tiny("training.eval_steps=null", "training.save_steps=null", output_dir=tmp_path / "run"))
+    assert stop.value.exit_code == 143
+    assert len(ended) == 1, "what trackers hold back would be lost"
+
+
+def test_a_signal_says_what_to_go_on_from_even_if_no_step_was_taken(tiny, tmp_path, monkeypatch):
+    settings = ("training.max_steps=6", "training.eval_steps=null", "training.save_steps=4")
+    train(tiny(*settings, output_dir=tmp_path / "run"))
+    from_start = ("training.max_steps=6", "training.eval_on_start=true", "training.eval_steps=4")
+    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: send(signal.SIGTERM))
+    with pytest.raises(Interrupted) as anew:
+        train(tiny(*from_start, output_dir=tmp_path / "anew"))
+    assert (anew.value.checkpoint, anew.value.model_folder) == (None, None)
+    with pytest.raises(Interrupted) as further:
+        train(tiny(*from_start, "training.resume_from_checkpoint=auto", output_dir=tmp_path / "run"))
+    assert further.value.checkpoint == tmp_path / "run" / "checkpoint-4"
+
+
+def test_a_loop_over_runs_that_goes_on_after_an_error_does_not_go_on_after_ctrl_c():
+    assert not issubclass(Interrupted, Exception)
+    assert "SIGINT" in str(Interrupted(signal.SIGINT, checkpoint=Path("runs/a/checkpoint-3")))
+    assert "runs/a/checkpoint-3" in str(Interrupted(signal.SIGINT, checkpoint=Path("runs/a/checkpoint-3")))
+    spaced = str(Interrupted(signal.SIGINT, checkpoint=Path("my runs/checkpoint-3")))
+    assert "go on with 'training.resume_from_checkpoint=my runs/checkpoint-3'." in spaced
+
+
+def test_a_step_is_not_saved_twice(tiny, tmp_path, monkeypatch):
+    """Replacing the only checkpoint by itself would leave none for a moment."""
+    saved, save = [], loop.save_checkpoint
+
+    def counted(*args):
+        if not saved:
+            send(signal.SIGTERM)
+        saved.append(save(*args))
+        return saved[-1]
+
+    monkeypatch.setattr(loop, "save_checkpoint", counted)
+    with pytest.raises(Interrupted):
+        train(tiny("training.save_steps=2", output_dir=tmp_path / "run"))
+    assert [folder.name for folder in saved] == ["checkpoint-2"]
+
+
+def test_an_evaluation_that_was_cut_short_is_made_when_the_run_goes_on(tiny, tmp_path, monkeypatch):
+    from lowmem_ft.training import evaluation
+
+    def records(folder):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        keys = ("step", "loss", "eval_loss", "learning_rate")
+        records = [json.loads(line) for line in lines]
+        return [{key: record.get(key) for key in keys} for record in records if "measured" not in record]
+
+    train(tiny(*SHORT, output_dir=tmp_path / "whole"))
+    forward = evaluation.evaluation_loss
+
+    def interrupted(session, batches):
+        send(signal.SIGTERM)
+        return forward(session, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "evaluation_loss", interrupted)
+        with pytest.raises(Interrupted) as stop:
+            train(tiny(*SHORT, output_dir=tmp_path / "stopped"))
+    assert stop.value.checkpoint == tmp_path / "stopped" / "checkpoint-3"  # which save_steps had not made
+    assert stop.value.checkpoint.is_dir()
+    train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=tmp_path / "stopped"))
+    assert records(tmp_path / "stopped") == records(tmp_path / "whole")
+
+
+def test_training_in_a_thread_works_without_signals(tiny, tmp_path):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train(tiny(*SHORT, output_dir=tmp_path / "run"))))
+    thread.start()
+    thread.join()
+    assert results[0].steps == 6
