@@ -39,11 +39,11 @@ from ladder_rungs import RUNGS, Rung, settings_of
 from measured_on import measured_on, require_device
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.memory.meter import read_device_memory
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.training.session import Session
 from lowmem_ft.units import format_bytes

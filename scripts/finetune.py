@@ -7,7 +7,7 @@ It is ``accelerate launch -m lowmem_ft train`` as a file, for a clone of the rep
 
 from __future__ import annotations
 
-from lowmem_ft.starting import end_at_ctrl_c
+from lowmem_ft.system.startup_signals import end_at_ctrl_c
 
 end_at_ctrl_c()
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.modules.patching import wrap_method
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.units import format_bytes
 
 # isort: split

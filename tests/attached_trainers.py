@@ -14,7 +14,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.errors import UserError
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 TOKENS = 16
 TINY = Path(__file__).parents[1] / "recipes" / "tiny"

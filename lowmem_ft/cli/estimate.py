@@ -248,7 +248,7 @@ def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], Non
     from lowmem_ft.estimator.changes import ChangeSearch
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.estimator.shipped import shipped_recipe_that_fits
-    from lowmem_ft.planner.ctrl_c import CtrlC
+    from lowmem_ft.system.ctrl_c import CtrlC
 
     kept = KeptTraces.of_user()
     found: list[Change] = []

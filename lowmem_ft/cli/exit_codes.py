@@ -21,7 +21,7 @@ from lowmem_ft.errors import (
     panic_problem,
 )
 from lowmem_ft.reports.filling import filled
-from lowmem_ft.starting import SIGNALLED, is_main_process, raise_at_ctrl_c
+from lowmem_ft.system.startup_signals import SIGNALLED, is_main_process, raise_at_ctrl_c
 
 EXIT_NOBODY_READS = 141
 """128 + SIGPIPE: stdout was closed, as by ``| head``."""

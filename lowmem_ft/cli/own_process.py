@@ -12,7 +12,7 @@ from types import FrameType
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.errors import CrashedError
-from lowmem_ft.starting import SIGNALLED
+from lowmem_ft.system.startup_signals import SIGNALLED
 
 _GRACE_SECONDS = 2.0
 """A terminal's Ctrl-C reaches both processes; the other is told again only if it has not ended by then."""

@@ -122,9 +122,9 @@ def _rehearse(arguments: list[str]) -> int:
 def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType]:
     """What is to be said of changes that were rehearsed, up to the first that fits; they are added to the values."""
     from lowmem_ft.estimator.kept_traces import KeptTraces
-    from lowmem_ft.planner.ctrl_c import CtrlC
     from lowmem_ft.rehearsal.mending import Mending
     from lowmem_ft.reports.rehearsal_table import mend_table
+    from lowmem_ft.system.ctrl_c import CtrlC
 
     tried: list[Mend] = []
     complete = False

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from lowmem_ft.starting import NOTHING_DONE
+from lowmem_ft.system.startup_signals import NOTHING_DONE
 from lowmem_ft.training.run.interruption import ONE_REQUEST_SECONDS
 
 _terminated: list[int] = []

@@ -10,7 +10,7 @@ from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.stopping import if_stopped
 from lowmem_ft.errors import RecipeError, UserError, raise_problems, raise_together
-from lowmem_ft.starting import is_launched
+from lowmem_ft.system.startup_signals import is_launched
 
 _EXAMPLES = """\
 examples:

@@ -19,12 +19,12 @@ from lowmem_ft.estimator.target import budget_beyond, capped_bytes, choose_gpu, 
 from lowmem_ft.estimator.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.tracing import is_cut_unevenly, trace_recipe
 from lowmem_ft.memory.estimate import MemoryEstimate, Processes
-from lowmem_ft.memory.free_memory import LARGEST_IN_HEAP_BYTES
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.cards import on_cards
 from lowmem_ft.recipe.keys import memory_knobs
-from lowmem_ft.virtual_gpu.garbage import collector_paused
+from lowmem_ft.system.garbage_collector import collector_paused
+from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine

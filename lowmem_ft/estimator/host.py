@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from lowmem_ft.estimator.traced_recipe import TracedRecipe
-from lowmem_ft.memory.process_size import (
+from lowmem_ft.models.saving import MAX_SHARD_BYTES
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.system.process_size import (
     CUDA_BUILD_BYTES,
     LIBRARIES_BYTES,
     PROCESS_BESIDE_GPU_BYTES,
     TOKEN_BYTES,
 )
-from lowmem_ft.models.saving import MAX_SHARD_BYTES
-from lowmem_ft.recipe import Recipe
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 
 ADAPTER_BYTES = 4

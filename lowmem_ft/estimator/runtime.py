@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.errors import ModelError
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import (
     MasterWeights,
     ModelConfig,
@@ -28,9 +28,9 @@ from lowmem_ft.models import (
     weights_dtype,
 )
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.shards import rows_of
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
+from lowmem_ft.tensors.local_shards import rows_of
 from lowmem_ft.training.distributed.gradient_averaging import copy_from_main_process, ddp_takes, sum_gradients
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.virtual_gpu.data_parallel import TracedDataParallel

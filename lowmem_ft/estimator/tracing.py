@@ -34,13 +34,13 @@ from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, 
 from lowmem_ft.models import load_model_config, vocab_size
 from lowmem_ft.packages import is_installed
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.build import Plan, build_session, plan_session
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
-from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.processes import one_of_several
 from lowmem_ft.virtual_gpu.replay.layer_extrapolation import Repetition

@@ -16,9 +16,9 @@ from lowmem_ft.hf.script_recipe import Script, is_sft, recipe_of, refuse_other_l
 from lowmem_ft.hf.script_rows import longest_row
 from lowmem_ft.memory.comparison import Row
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.preflight.estimate_beside import EstimateBeside
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.preflight import check_estimate
 from lowmem_ft.training.run.run_memory import RunMemory

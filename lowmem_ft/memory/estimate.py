@@ -131,7 +131,7 @@ class MemoryEstimate:
         process_peak_bytes: of the process, as ``nvidia-smi`` shows: reserved, CUDA context, libraries.
         process_range: where that will lie; None: not known.
         fits_at_low_end: whether it fits if all is as much smaller as it may be, where it does not fit.
-        host_peak_bytes: host memory of the process, without pages of files (``memory/process_memory.py``).
+        host_peak_bytes: host memory of the process, without pages of files (``system/process_memory.py``).
         host_pinned_bytes: the part of it that is pinned, at its own peak.
         host_by_part_at_peak: what the host's peak is made of, by category, and by ``process``, ``heap`` (on a
             CPU), ``loading`` and ``saving`` beside the tensors; they sum to it.

@@ -31,7 +31,7 @@ process without a GPU           362 MiB and a KiB for each token of the vocabula
                                 (``whole-runs-cpu.json``); builds of torch for CUDA, whose 140 MiB come on top, 2 % less
                                 to 3 % more (:data:`CPU_PROCESS_SHARE`)
 heap, without a GPU             what the C library keeps of freed tensors, as a share of those in it at the peak. In
-                                runs of this package, whose tensors above 4 MiB ``memory/free_memory.py`` keeps out of
+                                runs of this package, whose tensors above 4 MiB ``system/malloc.py`` keeps out of
                                 it, 8 % (:data:`HEAP_SHARE_OF_RUNS`), chosen by the rows of ``whole-runs-cpu.json`` and
                                 tried on no others. In scripts of others, below 32 MiB: 6 to 9 % with adapters, 11 to
                                 13 % with float32 weights, 25 to 57 % where bfloat16 weights are trained, kernels

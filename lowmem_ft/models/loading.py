@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from lowmem_ft.errors import MissingPackageError, ModelError, is_panic
-from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.hub import hub_is_reachable
 from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
@@ -41,6 +40,7 @@ from lowmem_ft.models.quantization import (
     quantization_config,
     quantize_linear_layers,
 )
+from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.user_paths import expand_user
 
 logger = logging.getLogger(__name__)

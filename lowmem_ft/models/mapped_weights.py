@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lowmem_ft.memory.free_memory import return_free_memory
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.mapped_files import is_in_file
+from lowmem_ft.host.mapped_files import is_in_file
+from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.system.malloc import return_free_memory
 
 _ONE_AFTER_THE_OTHER = "HF_DEACTIVATE_ASYNC_LOAD"
 """The environment variable by which transformers reads a weight when its turn comes, not all of them beforehand."""

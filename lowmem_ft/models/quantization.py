@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from lowmem_ft.memory.logical_size import logical_numel
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.tensors.logical_size import logical_numel
 
 logger = logging.getLogger(__name__)
 

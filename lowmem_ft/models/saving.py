@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as transformers_logging
 
 from lowmem_ft.errors import CheckpointError
-from lowmem_ft.shards import whole_shape
+from lowmem_ft.tensors.local_shards import whole_shape
 
 logger = logging.getLogger(__name__)
 

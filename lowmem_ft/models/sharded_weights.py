@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lowmem_ft.memory.free_memory import return_free_memory
 from lowmem_ft.models.mapped_weights import one_after_the_other
-from lowmem_ft.shards import rows_of
+from lowmem_ft.system.malloc import return_free_memory
+from lowmem_ft.tensors.local_shards import rows_of
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.monitoring.live_tensors import live_tensors, storage_key
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Whose frames are passed over: what called them is what a program wrote."""

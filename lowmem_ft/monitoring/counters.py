@@ -10,17 +10,17 @@ import torch
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.devices import kernels_of, with_index
 from lowmem_ft.errors import UserError
-from lowmem_ft.memory.meter import (
+from lowmem_ft.monitoring.live_tensors import live_tensors
+from lowmem_ft.monitoring.process_bytes import ProcessBytes
+from lowmem_ft.monitoring.usage import MemoryUsage
+from lowmem_ft.system.memory_meter import (
     begin_phase,
     peaks_will_be_reset,
     phase_peak_bytes,
     read_device_memory,
     read_host_memory,
 )
-from lowmem_ft.memory.storage_tracker import StorageTracker
-from lowmem_ft.monitoring.live_tensors import live_tensors
-from lowmem_ft.monitoring.process_bytes import ProcessBytes
-from lowmem_ft.monitoring.usage import MemoryUsage
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.active import active_gpu, active_gpu_or_none
 
 _CPU = torch.device("cpu")

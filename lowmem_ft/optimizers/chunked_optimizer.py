@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.devices import is_apart, kernels_of
-from lowmem_ft.gradient_slice import GradientSlice
-from lowmem_ft.memory.host_copies import CopyEvent
+from lowmem_ft.host.copy_engine import CopyEvent
 from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
 from lowmem_ft.optimizers.counter_random import CounterRandom
 from lowmem_ft.optimizers.master_formats import MasterFormat, master_format
@@ -32,7 +31,8 @@ from lowmem_ft.optimizers.triton_trial import in_kernel
 from lowmem_ft.optimizers.triton_update import launch
 from lowmem_ft.optimizers.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
 from lowmem_ft.repetition import rounds
-from lowmem_ft.shards import first_element, is_sharded, local_part
+from lowmem_ft.tensors.gradient_slice import GradientSlice
+from lowmem_ft.tensors.local_shards import first_element, is_sharded, local_part
 
 CPU_CHUNK_ELEMENTS = 2**18
 """A chunk and its state stay in a core's cache: four times as fast as whole tensors (Xeon, 2 threads, float32)."""

@@ -20,7 +20,14 @@ from lowmem_ft.optimizers.bitsandbytes_optimizers import AllocatesState
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.state_parts import StateParts, state_here
-from lowmem_ft.shards import first_element, is_held_once, is_sharded, local_part, part_number, parts_of
+from lowmem_ft.tensors.local_shards import (
+    first_element,
+    is_held_once,
+    is_sharded,
+    local_part,
+    part_number,
+    parts_of,
+)
 
 # They choose a kernel, not the mathematics: the run that resumes keeps its own.
 _KERNEL_CHOICES = {"fused", "foreach", "capturable", "differentiable"}

@@ -14,7 +14,7 @@ from lowmem_ft.optimizers.chunks import flat_weight, spans
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.optimizers.state_formats import state_format
 from lowmem_ft.optimizers.update_rule import WholeParameterRule
-from lowmem_ft.shards import local_part
+from lowmem_ft.tensors.local_shards import local_part
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer

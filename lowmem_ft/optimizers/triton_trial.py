@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.optimizers.operators import BLOCK
 from lowmem_ft.optimizers.slice_update import SliceUpdate
 from lowmem_ft.optimizers.triton_choice import Kernel, uses_kernel
 from lowmem_ft.optimizers.triton_update import VECTOR, RuleInKernel, rule_in_kernel
+from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer

@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import ModelError
-from lowmem_ft.memory.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.models.loading import compute_dtype
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.techniques.activation_offload import SMALLEST_BYTES
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.clock import host_link_rate, matmul_rate

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.memory.process_size import LIBRARIES_BYTES
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import bounds, expectations
 from lowmem_ft.planner.ranking import Prior, Quantity
@@ -20,6 +19,7 @@ from lowmem_ft.planner.search import Candidates, Limits
 from lowmem_ft.planner.space import Rule, Space, asks_consent, with_settings
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.system.process_size import LIBRARIES_BYTES
 
 Ints = NDArray[np.int64]
 

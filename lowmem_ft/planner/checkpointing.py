@@ -26,13 +26,13 @@ from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.planner.ctrl_c import CtrlC
 from lowmem_ft.planner.memory_plan import Choice, Counts, MemoryPlan
 from lowmem_ft.planner.planning import OnProgress, PlanProgress, need_from, only_looking, smallest_card
 from lowmem_ft.planner.search import Limits, Need
 from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.conflicts import recipe_problems
+from lowmem_ft.system.ctrl_c import CtrlC
 from lowmem_ft.techniques.config import CheckpointingConfig
 from lowmem_ft.units import format_bytes
 

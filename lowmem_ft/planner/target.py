@@ -18,7 +18,6 @@ from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.target import CPU, choose_gpu, limits
 from lowmem_ft.estimator.worst_batch import row_length
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.models import load_model_config
 from lowmem_ft.models.loading import weights_dtype
@@ -27,6 +26,7 @@ from lowmem_ft.planner.search import Limits
 from lowmem_ft.planner.space import Rule
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.budget_limits import beyond_device, beyond_host
+from lowmem_ft.system.host_limits import tightest_host_limit
 from lowmem_ft.training.build import plan_session
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine

@@ -15,13 +15,13 @@ from lowmem_ft.errors import DoesNotFitError, UserError
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.target import CPU, limits
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.host_limits import tightest_host_limit
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan, plan_checkpointing
 from lowmem_ft.planner.checkpointing import chosen_in_words
 from lowmem_ft.planner.space import planned_keys, with_settings
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.output_folder import run_folder_of
+from lowmem_ft.system.host_limits import tightest_host_limit
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.training.distributed.launch import read_launch
 from lowmem_ft.training.run.replaced_run import RECIPE_FILE, run_files

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lowmem_ft.memory.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.virtual_gpu.replay.host_peak import ON_HOST
 
 

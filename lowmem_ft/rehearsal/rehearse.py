@@ -27,12 +27,12 @@ from lowmem_ft.recipe.cards import on_cards
 from lowmem_ft.rehearsal.findings import Findings
 from lowmem_ft.rehearsal.result import Rehearsal
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime
+from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.training.out_of_memory.budget_cap import lift_cap
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run.unplanned import refuse_unplanned
-from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_ft.errors import ModelError
-from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers

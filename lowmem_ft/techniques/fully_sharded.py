@@ -19,11 +19,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lowmem_ft.shards import is_sharded, local_part
 from lowmem_ft.techniques.config import DistributedConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.tensors.local_shards import is_sharded, local_part
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.devices import is_apart
-from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.units import format_bytes
 

@@ -25,8 +25,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lowmem_ft.budget import Budget
 from lowmem_ft.data import Batch
 from lowmem_ft.errors import UserError, user_error
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.mapped_files import MappedFiles
+from lowmem_ft.host.mapped_files import MappedFiles
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import (
     MasterWeights,
     ModelConfig,

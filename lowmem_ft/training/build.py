@@ -25,10 +25,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.devices import has_bfloat16, kernels_of, name_of
 from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.finiteness import some_of
 from lowmem_ft.handle import Handle
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.logical_size import logical_numel
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, weights_dtype
 from lowmem_ft.optimizers import (
     ChunkedOptimizer,
@@ -38,7 +36,6 @@ from lowmem_ft.optimizers import (
     may_lose_updates,
 )
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.shards import first_element
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
@@ -54,6 +51,9 @@ from lowmem_ft.techniques.technique import Technique, Techniques
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.update_overlap import enable_update_overlap
 from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
+from lowmem_ft.tensors.finiteness import some_of
+from lowmem_ft.tensors.local_shards import first_element
+from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session

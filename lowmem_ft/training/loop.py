@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.data import DataStream, PreparedData, eval_batches
 from lowmem_ft.errors import Interrupted, UserError
-from lowmem_ft.memory.meter import read_device_memory
 from lowmem_ft.memory.out_of_memory import library_that_did_not_start
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality_check import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.data import Batch
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import MasterWeights, ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.techniques.config import DistributedConfig

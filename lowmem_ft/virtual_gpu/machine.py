@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from lowmem_ft.errors import UserError
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.estimate import ModelSize
-from lowmem_ft.memory.logical_size import logical_numel
-from lowmem_ft.memory.storage_resizing import storage_resizes_seen
 from lowmem_ft.repetition import abridged_for
+from lowmem_ft.system.garbage_collector import collector_paused
+from lowmem_ft.tensors.logical_size import logical_numel
+from lowmem_ft.tensors.storage_resizing import storage_resizes_seen
 from lowmem_ft.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.attribution import Attribution
 from lowmem_ft.virtual_gpu.fake_results import Check, FakeResults
-from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.interrupts import interrupts_wait_for_backward
 from lowmem_ft.virtual_gpu.optimizer_state import check_state, state_tensors
 from lowmem_ft.virtual_gpu.placement import place_module

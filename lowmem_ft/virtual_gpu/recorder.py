@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.memory.category import Category, Place
-from lowmem_ft.memory.gradient_sums import is_in_place_unwatched, take_as_much
-from lowmem_ft.memory.storage_resizing import storage_resized_by
 from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.tensors.gradient_sums import is_in_place_unwatched, take_as_much
+from lowmem_ft.tensors.storage_resizing import storage_resized_by
 from lowmem_ft.virtual_gpu.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
 from lowmem_ft.virtual_gpu.collectives import COLLECTIVE_LIBRARIES, WAIT_FOR_RESULT, purposes_of

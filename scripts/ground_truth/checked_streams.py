@@ -29,8 +29,8 @@ from torch import Tensor
 from lowmem_ft import VirtualGPU
 from lowmem_ft.errors import RaceError
 from lowmem_ft.estimator.tracing import trace_layers
-from lowmem_ft.memory.host_copies import PutOffCopy
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.copy_engine import PutOffCopy
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.races import checker
@@ -38,7 +38,7 @@ from lowmem_ft.virtual_gpu.races.happens_before import Clock, Span
 from lowmem_ft.virtual_gpu.races.stream_order import StreamOrder
 from lowmem_ft.virtual_gpu.values.questions import Questions
 
-ENGINE = "memory/host_copies.py"
+ENGINE = "host/copy_engine.py"
 GPU = "rtx-4090"
 
 Site = str

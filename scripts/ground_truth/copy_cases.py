@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lowmem_ft.data import Batch
-from lowmem_ft.memory import host_copies
+from lowmem_ft.host import copy_engine as host_copies
 from lowmem_ft.models import load_model_config
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe

@@ -30,8 +30,10 @@ from ground_truth.late_streams import HostRanges, Stream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowmem_ft.memory import host_copies, host_memory, side_stream
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host import copy_engine as host_copies
+from lowmem_ft.host import pinned_memory as host_memory
+from lowmem_ft.host import side_stream
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.techniques import optimizer_offload
 from lowmem_ft.virtual_gpu.races.happens_before import COMPUTE, HOST, HappensBefore, Memory, Span
@@ -363,5 +365,5 @@ def _place() -> str:
         if "/lowmem_ft/" in file:
             lines.append(f"{file.rpartition('/')[2]}:{frame.f_lineno}")
         frame = frame.f_back
-    outside = [line for line in lines if not line.startswith("host_copies.py")]
+    outside = [line for line in lines if not line.startswith("copy_engine.py")]
     return f"at {(outside or lines or ['?'])[0]}"

@@ -17,9 +17,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 MODULES = (
-    "lowmem_ft.memory.host_copies",
-    "lowmem_ft.memory.host_memory",
-    "lowmem_ft.memory.side_stream",
+    "lowmem_ft.host.copy_engine",
+    "lowmem_ft.host.pinned_memory",
+    "lowmem_ft.host.side_stream",
     "lowmem_ft.techniques.activation_offload",
     "lowmem_ft.techniques.optimizer_in_backward",
     "lowmem_ft.techniques.optimizer_offload",

@@ -22,11 +22,11 @@ from lowmem_ft.data import Batch
 from lowmem_ft.devices import with_index
 from lowmem_ft.estimator.worst_batch import worst_batch
 from lowmem_ft.memory.category import Phase
-from lowmem_ft.memory.meter import read_host_memory
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.models import load_model_config
 from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.system.memory_meter import read_host_memory
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import Plan, build_session, plan_session
 from lowmem_ft.training.session import Session

@@ -13,9 +13,9 @@ import torch
 from ground_truth.late_copies import DEVICE, LateDevice
 from torch import Tensor, nn
 
-from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.side_stream import SideStream
+from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.host.side_stream import SideStream
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.techniques.activation_offload import OffloadPool

@@ -16,15 +16,15 @@ from lowmem_ft.estimator.host import host_outside, process_bytes_on_cpu
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.comparison import estimated_peaks
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.free_memory import LARGEST_IN_HEAP_BYTES
-from lowmem_ft.memory.process_size import (
+from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, HEAP_SHARE_OF_RUNS, RESERVED_SHARE
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
+from lowmem_ft.system.process_size import (
     CUDA_BUILD_BYTES,
     LIBRARIES_BYTES,
     PROCESS_BESIDE_GPU_BYTES,
     TOKEN_BYTES,
 )
-from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, HEAP_SHARE_OF_RUNS, RESERVED_SHARE
-from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.units import MIB
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 

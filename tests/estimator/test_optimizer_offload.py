@@ -11,7 +11,7 @@ from ground_truth.real_run import run_for_real
 
 from lowmem_ft.estimator import estimate_memory, tracing
 from lowmem_ft.estimator.tracing import trace_recipe
-from lowmem_ft.memory.host_memory import PAGE_BYTES
+from lowmem_ft.host.pinned_memory import PAGE_BYTES
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

@@ -18,7 +18,7 @@ from lowmem_ft.models import load_model_config
 from lowmem_ft.planner import plan
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.cards import on_cards
-from lowmem_ft.shards import rows_of
+from lowmem_ft.tensors.local_shards import rows_of
 from lowmem_ft.units import GIB
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
@@ -37,10 +37,10 @@ MEASURE = """
 import json, sys, tempfile
 from pathlib import Path
 from lowmem_ft.estimator.worst_batch import worst_batch
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.planner import plan
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.shards import local_part
+from lowmem_ft.tensors.local_shards import local_part
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.distributed.launch import as_launched, read_launch

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from lowmem_ft import hf
 from lowmem_ft.errors import UserError
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 VERTICAL = (
     "accumulation.order=vertical",

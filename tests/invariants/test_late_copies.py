@@ -7,8 +7,8 @@ import torch
 from ground_truth.copy_cases import CASES, build, in_small_pieces, outcome_of
 from ground_truth.late_copies import DEVICE, LateDevice, late_copies
 
-from lowmem_ft.memory.host_copies import CopyEngine
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.copy_engine import CopyEngine
+from lowmem_ft.host.pinned_memory import HostMemory
 
 SHORT = (
     "pageable, clipped",

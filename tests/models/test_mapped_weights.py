@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.mapped_files import MappedFiles, is_in_file
+from lowmem_ft.host.mapped_files import MappedFiles, is_in_file
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, weights_in_files
 from lowmem_ft.units import MIB
 
@@ -97,8 +97,8 @@ MEASURE_LOAD = """
 import sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.mapped_files import MappedFiles
+from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.host.mapped_files import MappedFiles
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, weights_in_files
 
 def anonymous_bytes():

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 pytest.importorskip("bitsandbytes")
 
 from lowmem_ft.errors import MissingPackageError
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.models import ModelConfig, load_model, load_model_config
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 CPU = torch.device("cpu")
 IDS = torch.arange(40).view(2, 20)

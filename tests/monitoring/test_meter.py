@@ -12,10 +12,10 @@ from torch import nn
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.errors import UserError
-from lowmem_ft.memory import meter as process_meter
-from lowmem_ft.memory.meter import begin_phase, read_device_memory, read_host_memory
-from lowmem_ft.memory.phase_peaks import PhasePeaks
 from lowmem_ft.monitoring import MemoryMeter
+from lowmem_ft.system import memory_meter as process_meter
+from lowmem_ft.system.memory_meter import begin_phase, read_device_memory, read_host_memory
+from lowmem_ft.system.phase_peaks import PhasePeaks
 from lowmem_ft.units import MIB
 
 CUDA = torch.device("cuda", 0)

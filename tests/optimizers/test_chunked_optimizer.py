@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.catalog.gpus import find_gpu
-from lowmem_ft.gradient_slice import GradientSlice
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.table import optimizers_that
 from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
+from lowmem_ft.tensors.gradient_slice import GradientSlice
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu import machine
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay import clock

@@ -122,7 +122,7 @@ import json, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
 from lowmem_ft.techniques import config as options
 from lowmem_ft.techniques.checkpointing import enable_checkpointing

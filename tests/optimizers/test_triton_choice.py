@@ -9,11 +9,11 @@ from torch import nn
 from lowmem_ft import packages
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import UserError
-from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import ChunkedOptimizer, triton_choice
 from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.optimizers.triton_choice import uses_kernel
 from lowmem_ft.optimizers.triton_update import rule_in_kernel
+from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 GPU = torch.device("cuda", 0)
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from lowmem_ft.errors import UserError
-from lowmem_ft.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer, triton_choice
 from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.optimizers.lion import Lion
 from lowmem_ft.optimizers.sgd import SGD
+from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",

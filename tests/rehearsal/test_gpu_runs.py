@@ -8,7 +8,7 @@ from ladder_rungs import RUNGS, settings_of
 
 from lowmem_ft.catalog import find_gpu
 from lowmem_ft.errors import DoesNotFitError
-from lowmem_ft.memory.host_copies import CopyEngine
+from lowmem_ft.host.copy_engine import CopyEngine
 from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.training import train
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.errors import ModelError
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques import activation_offload
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.checkpointing import enable_checkpointing

@@ -19,10 +19,10 @@ KEPT = """
 import gc, json, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
-from lowmem_ft.shards import local_part
+from lowmem_ft.tensors.local_shards import local_part
 from lowmem_ft.techniques import config as options
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.checkpointing import enable_checkpointing

@@ -10,12 +10,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.vertical_accumulation import (
     check_vertical_accumulation,
     enable_vertical_accumulation,
 )
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 MICRO_BATCHES, ROWS, TOKENS = 3, 2, 16
 TOLERANCE = 1e-6  # of the largest gradient: fp32 sums in another order

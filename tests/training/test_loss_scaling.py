@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowmem_ft.data import Batch, DataPosition
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss

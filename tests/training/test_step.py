@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lowmem_ft.data import Batch
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError
-from lowmem_ft.memory.host_copies import CopyEngine
+from lowmem_ft.host.copy_engine import CopyEngine
 from lowmem_ft.training import train
 
 pytestmark = [

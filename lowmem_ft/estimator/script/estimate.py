@@ -18,10 +18,10 @@ from lowmem_ft.estimator.host import TENSORS_IN_FLIGHT, process_bytes_on_cpu
 from lowmem_ft.estimator.script.running import ScriptRun
 from lowmem_ft.estimator.target import choose_gpu, limits, processor_name
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.script_file import check_script
+from lowmem_ft.system.garbage_collector import collector_paused
+from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.virtual_gpu.code_places import CodePlace, Running
-from lowmem_ft.virtual_gpu.garbage import collector_paused
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem_ft.errors import CheckpointError, UserError, did_you_mean
-from lowmem_ft.finiteness import names_of_not_finite, some_of
 from lowmem_ft.handle import Handle
-from lowmem_ft.shards import set_whole, whole_shape, whole_tensor
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
+from lowmem_ft.tensors.local_shards import set_whole, whole_shape, whole_tensor
 from lowmem_ft.upstream.patches import existing
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowmem_ft.errors import ModelError
 from lowmem_ft.handle import Handle
-from lowmem_ft.memory.host_copies import CopyEvent
+from lowmem_ft.host.copy_engine import CopyEvent
 from lowmem_ft.repetition import rounds
 from lowmem_ft.techniques.gradients.blocks import rows_per_block
 from lowmem_ft.techniques.modules.patching import set_attribute

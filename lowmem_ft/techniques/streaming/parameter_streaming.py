@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.memory.host_copies import CopyEngine, CopyEvent
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.modules.backward import is_in_backward

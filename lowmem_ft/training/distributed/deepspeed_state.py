@@ -22,7 +22,7 @@ from lowmem_ft.optimizers import (
     export_optimizer_state,
     import_optimizer_state,
 )
-from lowmem_ft.shards import is_partitioned, set_whole, whole_tensor
+from lowmem_ft.tensors.local_shards import is_partitioned, set_whole, whole_tensor
 
 MASTER = "master"
 

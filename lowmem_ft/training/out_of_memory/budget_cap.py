@@ -10,16 +10,16 @@ import torch
 from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.errors import DoesNotFitError, UserError
-from lowmem_ft.memory.host_limits import HostLimit, tightest_host_limit
-from lowmem_ft.memory.meter import read_device_memory, read_host_memory
-from lowmem_ft.memory.process_memory import resident_file_bytes
+from lowmem_ft.system.host_limits import HostLimit, tightest_host_limit
+from lowmem_ft.system.memory_meter import read_device_memory, read_host_memory
+from lowmem_ft.system.process_memory import resident_file_bytes
 from lowmem_ft.units import MIB, format_bytes, parse_bytes
 from lowmem_ft.virtual_gpu.replay.context_overhead import allocator_cap, process_overhead_bytes
 
 logger = logging.getLogger(__name__)
 
 LOW_BYTES = 256 * MIB
-"""Of host memory that is left beside a spare share (``memory/host_limits.py``): what a step may take without notice."""
+"""Of host memory that is left beside a spare share (``system/host_limits.py``): what a step may take without notice."""
 
 
 class Host(Protocol):
@@ -42,7 +42,7 @@ class ThisHost:
     """The one that this process is on."""
 
     def held_bytes(self) -> int:
-        """Without pages of files, see ``memory/process_memory.py``."""
+        """Without pages of files, see ``system/process_memory.py``."""
         return read_host_memory().now_bytes
 
     def peak_bytes(self, file_bytes: int) -> int:

@@ -29,9 +29,9 @@ from torch import nn
 
 from lowmem_ft.data import Batch, LabelledRows, half_of, half_of_rows
 from lowmem_ft.errors import ModelError
-from lowmem_ft.memory.meter import free_device_bytes
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.system.memory_meter import free_device_bytes
 from lowmem_ft.techniques.float32_accumulation import Float32Accumulation, enable_float32_accumulation
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers

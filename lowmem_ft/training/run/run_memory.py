@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, peaks_in, typical_seconds
 from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.free_memory import keep_few_kernels, keep_tensors_out_of_the_heap
-from lowmem_ft.memory.phase_peaks import PhasePeaks
-from lowmem_ft.shards import local_part
+from lowmem_ft.system.malloc import keep_few_kernels, keep_tensors_out_of_the_heap
+from lowmem_ft.system.phase_peaks import PhasePeaks
 from lowmem_ft.techniques.technique import Techniques
+from lowmem_ft.tensors.local_shards import local_part
 from lowmem_ft.training.run.run_metrics import RunMetrics
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowmem_ft.memory.host_memory import PAGE_BYTES
+from lowmem_ft.host.pinned_memory import PAGE_BYTES
 from lowmem_ft.memory.timeline import Allocation, Event, Timeline
 from lowmem_ft.virtual_gpu.replay.sweeps import (
     ALIVE,

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.estimator.script import estimate_script
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 SHARE = 0.01
 """What they may differ by: numbers that libraries keep for the log, and tensors of a few bytes."""

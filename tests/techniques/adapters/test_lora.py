@@ -17,11 +17,11 @@ pytest.importorskip("peft")
 import peft
 
 from lowmem_ft.errors import CheckpointError, UserError
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.adapters.lora import enable_lora, merge_adapter
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.config import AdapterConfig, CheckpointingConfig, LossConfig
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 LAYERS, HIDDEN, RANK = 2, 32, 4
 IDS = torch.arange(40).view(2, 20)

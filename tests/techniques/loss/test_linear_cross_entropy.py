@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 N, H, V = 37, 64, 50
 

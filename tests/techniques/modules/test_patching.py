@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowmem_ft.handle import Handle
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.config import CheckpointingConfig, LossConfig, OffloadConfig, TilingConfig

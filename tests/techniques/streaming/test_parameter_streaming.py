@@ -11,14 +11,14 @@ from ground_truth.families import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.errors import DoesNotFitError, ModelError, UserError
-from lowmem_ft.memory.host_copies import CopyEvent
-from lowmem_ft.memory.host_memory import HostMemory
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.host.copy_engine import CopyEvent
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.config import OffloadConfig, TilingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.streaming.parameter_streaming import enable_parameter_streaming
 from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.placement import place_module
 

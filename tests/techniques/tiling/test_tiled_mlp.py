@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.config import CheckpointingConfig, TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 VOCABULARY, HIDDEN = FAMILY_SIZES["vocab_size"], FAMILY_SIZES["hidden_size"]

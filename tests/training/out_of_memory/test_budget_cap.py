@@ -11,9 +11,9 @@ from accelerate.state import AcceleratorState, PartialState
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.errors import DoesNotFitError, UserError
-from lowmem_ft.memory.host_limits import HostLimit
-from lowmem_ft.memory.meter import MemoryReading
 from lowmem_ft.recipe import TrainingConfig
+from lowmem_ft.system.host_limits import HostLimit
+from lowmem_ft.system.memory_meter import MemoryReading
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.out_of_memory import budget_cap
 from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap

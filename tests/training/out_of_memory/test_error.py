@@ -7,8 +7,8 @@ import torch
 from gpu_runs import running_out_while_loading
 
 from lowmem_ft.errors import DoesNotFitError
-from lowmem_ft.memory.meter import MemoryReading
 from lowmem_ft.memory.out_of_memory import LIBRARY_BYTES, library_that_did_not_start
+from lowmem_ft.system.memory_meter import MemoryReading
 from lowmem_ft.training import loop, train
 from lowmem_ft.training.out_of_memory.error import does_not_fit, is_out_of_memory
 from lowmem_ft.units import GIB

@@ -12,8 +12,8 @@ from lowmem_ft import estimate_memory
 from lowmem_ft.errors import Interrupted
 from lowmem_ft.estimator.host import process_bytes_on_cpu
 from lowmem_ft.memory.comparison import Peaks, compared, estimated_peaks
-from lowmem_ft.memory.phase_peaks import PhasePeaks
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.system.phase_peaks import PhasePeaks
 from lowmem_ft.training import loop, train
 
 SETTINGS = ("training.max_steps=2", "training.save_steps=1", "training.eval_steps=1")
@@ -102,7 +102,7 @@ def test_a_run_that_takes_more_steps_has_measured_them(tiny, tmp_path):
 
 
 def test_no_phase_is_above_the_peak(monkeypatch):
-    monkeypatch.setattr("lowmem_ft.memory.phase_peaks.phase_peak_bytes", lambda device: 10**15)
+    monkeypatch.setattr("lowmem_ft.system.phase_peaks.phase_peak_bytes", lambda device: 10**15)
     peaks = PhasePeaks(torch.device("cpu"))
     with peaks.during("step"):
         pass

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations import replace_with_bnb_linear
 
 from lowmem_ft.catalog import find_gpu
-from lowmem_ft.memory.logical_size import logical_numel
-from lowmem_ft.memory.storage_tracker import StorageTracker
 from lowmem_ft.optimizers.bitsandbytes_optimizers import build_bitsandbytes, keep_embeddings_in_32bit
 from lowmem_ft.optimizers.table import Bitsandbytes
+from lowmem_ft.tensors.logical_size import logical_numel
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.bitsandbytes_operators import MOST_OUTLIER_COLUMNS
 

@@ -41,7 +41,7 @@ def peak_held_bytes() -> int:
 
     Linux keeps the peak of all resident memory: pages of files are taken off as they are now. Files that have been
     mapped and let go since would count: who maps a large one lets its pages go one after the other
-    (:func:`lowmem_ft.memory.mapped_files.forget_pages`). The peak is not from ``getrusage``, which also counts what
+    (:func:`lowmem_ft.host.mapped_files.forget_pages`). The peak is not from ``getrusage``, which also counts what
     the process was before it became this program: after a ``fork`` that is its parent, such as a notebook with a model
     in it.
     """

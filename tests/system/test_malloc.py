@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowmem_ft.memory.free_memory import KERNELS_KEPT, keep_few_kernels, return_free_memory
+from lowmem_ft.system.malloc import KERNELS_KEPT, keep_few_kernels, return_free_memory
 
 PROGRAM = textwrap.dedent("""
     import ctypes
     import torch
-    from lowmem_ft.memory.free_memory import keep_tensors_out_of_the_heap
+    from lowmem_ft.system.malloc import keep_tensors_out_of_the_heap
     from lowmem_ft.units import MIB
 
     class Counts(ctypes.Structure):  # mallinfo(3)

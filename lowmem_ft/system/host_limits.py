@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from lowmem_ft.memory.meter import read_host_memory
+from lowmem_ft.system.memory_meter import read_host_memory
 from lowmem_ft.units import format_bytes
 
 SPARE_SHARE = 0.05

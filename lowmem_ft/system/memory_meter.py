@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from lowmem_ft.memory.process_memory import held_bytes, peak_held_bytes, reset_peak
+from lowmem_ft.system.process_memory import held_bytes, peak_held_bytes, reset_peak
 
 _peaks_before: dict[str, int] = {}
 """The highest before the last phase began, by device: beginning one makes the system and the driver forget it."""
@@ -47,7 +47,7 @@ def free_device_bytes(device: torch.device) -> int:
 
 
 def read_host_memory() -> MemoryReading:
-    """What this process holds of the host's memory, now and at its peak (see ``memory/process_memory.py``)."""
+    """What this process holds of the host's memory, now and at its peak (see ``system/process_memory.py``)."""
     return MemoryReading(held_bytes(), max(peak_held_bytes(), _peaks_before.get("host", 0)))
 
 

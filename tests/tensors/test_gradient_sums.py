@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowmem_ft.memory import gradient_sums
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.tensors import gradient_sums
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
 SIDE = 64

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lowmem_ft.errors import DoesNotFitError, UserError
-from lowmem_ft.memory import mapped_files
-from lowmem_ft.memory.mapped_files import MappedFiles, is_in_file
+from lowmem_ft.host import mapped_files
+from lowmem_ft.host.mapped_files import MappedFiles, is_in_file
 from lowmem_ft.units import GIB, MIB
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem_ft.memory.gradient_sums import is_in_place_unwatched, take_as_much
-from lowmem_ft.memory.storage_resizing import storage_resized_by, storage_resizes_seen
+from lowmem_ft.tensors.gradient_sums import is_in_place_unwatched, take_as_much
+from lowmem_ft.tensors.storage_resizing import storage_resized_by, storage_resizes_seen
 
 if TYPE_CHECKING:
     from typing_extensions import Self

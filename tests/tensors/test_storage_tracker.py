@@ -5,7 +5,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 KB = 1024  # bytes of a tensor of 256 fp32 numbers
 

@@ -9,9 +9,9 @@ import torch
 from ground_truth.late_copies import DEVICE, late_copies
 
 import lowmem_ft
-from lowmem_ft.memory import host_copies
-from lowmem_ft.memory.host_copies import SOURCES_KEPT, CopyEngine
-from lowmem_ft.memory.host_memory import HostMemory
+from lowmem_ft.host import copy_engine as host_copies
+from lowmem_ft.host.copy_engine import SOURCES_KEPT, CopyEngine
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.clock import HOST_COPY_RATE, time_of
 

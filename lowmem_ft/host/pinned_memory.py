@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lowmem_ft.devices import is_virtual, kernels_of
 from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.host.copy_engine import reserve_staging_buffers
 from lowmem_ft.memory.category import Category
-from lowmem_ft.memory.host_copies import reserve_staging_buffers
-from lowmem_ft.memory.host_limits import tightest_host_limit
+from lowmem_ft.system.host_limits import tightest_host_limit
 from lowmem_ft.units import format_bytes
 from lowmem_ft.wsl import is_wsl
 
@@ -33,7 +33,7 @@ IN_FILES: tuple[Category, ...] = ("parameter", "optimizer_state", "gradient")
 
 
 class Files(Protocol):
-    """Memory in files of a folder, such as :class:`~lowmem_ft.memory.mapped_files.MappedFiles`."""
+    """Memory in files of a folder, such as :class:`~lowmem_ft.host.mapped_files.MappedFiles`."""
 
     @property
     def folder(self) -> Path:
@@ -54,7 +54,7 @@ class HostMemory:
 
     For a CUDA device they are pinned: pages of their own that the driver is told of. torch's own pinned memory rounds
     each request up to a power of two (1.67 to 1.92 times what was asked for) and is not given back. Where the driver
-    refuses to pin, memory is pageable from then on, which is logged; :class:`~lowmem_ft.memory.host_copies.CopyEngine`
+    refuses to pin, memory is pageable from then on, which is logged; :class:`~lowmem_ft.host.copy_engine.CopyEngine`
     takes either. On a CPU they are plain tensors. With ``files`` all of :data:`IN_FILES` is pageable and lies there.
 
     A tensor's memory goes with its last view. Copies in flight keep no reference: end them first.

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from lowmem_ft.memory import process_memory
-from lowmem_ft.memory.process_memory import (
+from lowmem_ft.system import process_memory
+from lowmem_ft.system.process_memory import (
     held_bytes,
     peak_held_bytes,
     reset_peak,
@@ -19,7 +19,7 @@ from lowmem_ft.units import MIB
 
 PROGRAM = """
 import sys
-from lowmem_ft.memory.process_memory import peak_held_bytes
+from lowmem_ft.system.process_memory import peak_held_bytes
 assert "torch" not in sys.modules
 print(peak_held_bytes())
 """

@@ -11,12 +11,12 @@ import torch
 
 from lowmem_ft import wsl
 from lowmem_ft.errors import DoesNotFitError
-from lowmem_ft.memory import host_memory
-from lowmem_ft.memory.host_copies import STAGING_BYTES
-from lowmem_ft.memory.host_limits import HostLimit
-from lowmem_ft.memory.host_memory import IN_FILES, PAGE_BYTES, HostMemory
-from lowmem_ft.memory.mapped_files import MappedFiles, is_in_file
-from lowmem_ft.memory.storage_tracker import StorageTracker
+from lowmem_ft.host import pinned_memory as host_memory
+from lowmem_ft.host.copy_engine import STAGING_BYTES
+from lowmem_ft.host.mapped_files import MappedFiles, is_in_file
+from lowmem_ft.host.pinned_memory import IN_FILES, PAGE_BYTES, HostMemory
+from lowmem_ft.system.host_limits import HostLimit
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 CPU = torch.device("cpu")

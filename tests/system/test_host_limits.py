@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowmem_ft.memory import host_limits
-from lowmem_ft.memory.host_limits import SPARE_SHARE, tightest_host_limit
+from lowmem_ft.system import host_limits
+from lowmem_ft.system.host_limits import SPARE_SHARE, tightest_host_limit
 from lowmem_ft.units import GIB
 
 

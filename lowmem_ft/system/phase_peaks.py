@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from lowmem_ft.memory.free_memory import return_free_memory
-from lowmem_ft.memory.meter import (
+from lowmem_ft.system.malloc import return_free_memory
+from lowmem_ft.system.memory_meter import (
     before_each_reset,
     begin_phase,
     phase_peak_bytes,

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from lowmem_ft.shards import whole_shape
+from lowmem_ft.tensors.local_shards import whole_shape
 
 
 def logical_numel(parameter: Tensor) -> int:

@@ -1,0 +1,1 @@
+"""Host memory next to a device: pinned memory, mapped files, asynchronous copies."""

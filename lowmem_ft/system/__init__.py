@@ -1,0 +1,1 @@
+"""This process and the system that it runs on: memory held, limits, signals."""
