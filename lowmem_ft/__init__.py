@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from lowmem_ft.lazy_exports import lazy_exports
+from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.budget import Budget
-    from lowmem_ft.errors import DoesNotFitError, Interrupted, UserError
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.estimator.script import estimate_script
+    from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted, UserError
     from lowmem_ft.planner import MemoryPlan, plan, plan_checkpointing
     from lowmem_ft.preflight import train
     from lowmem_ft.recipe import Recipe, load_recipe
@@ -47,9 +47,9 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "Budget": "budget",
-        "DoesNotFitError": "errors",
-        "Interrupted": "errors",
-        "UserError": "errors",
+        "DoesNotFitError": "foundation.errors",
+        "Interrupted": "foundation.errors",
+        "UserError": "foundation.errors",
         "Recipe": "recipe",
         "estimate_memory": "estimator",
         "estimate_script": "estimator.script",

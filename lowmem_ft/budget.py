@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowmem_ft.knob import knob
-from lowmem_ft.units import parse_bytes
+from lowmem_ft.foundation.knob import knob
+from lowmem_ft.foundation.units import parse_bytes
 
 DRIVER_SHARE = 0.05
 """Of a card's nominal memory: a card sold with 24 GB hands out 23.6 GiB, one with 8 GB 7.65 GiB (4.4 % less)."""

@@ -38,7 +38,8 @@ from ladder_clock import lines_of, on_clock
 from ladder_rungs import RUNGS, Rung, settings_of
 from measured_on import measured_on, require_device
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.system.memory_meter import read_device_memory
@@ -46,7 +47,6 @@ from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreamin
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.training.session import Session
-from lowmem_ft.units import format_bytes
 
 TOKENS = 256
 TINY = Path(__file__).parents[1] / "recipes" / "tiny"

@@ -30,9 +30,10 @@ from measured_on import measured_on
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
 from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
 from lowmem_ft.planner.candidates import candidates_of
@@ -42,7 +43,6 @@ from lowmem_ft.planner.space import Settings, space_of, with_settings
 from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.defaults import with_defaults_of_plan
-from lowmem_ft.units import GIB
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "random_combinations"
 

@@ -30,7 +30,8 @@ from transformers import LlamaConfig
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import parse_bytes
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import MemoryPlan, plan
 from lowmem_ft.planner.planning import need_from
@@ -38,7 +39,6 @@ from lowmem_ft.planner.search import NEARLY_AS_FAST, Need
 from lowmem_ft.planner.space import Settings, Space, asks_consent, planned_keys, space_of
 from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
-from lowmem_ft.units import parse_bytes
 
 BUDGETS = (1.0, 1.3, 2.0)
 """Of what the smallest is, none of them more than the card has."""

@@ -24,13 +24,13 @@ from measured_on import measured_on, require_device
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from lowmem_ft.data import Batch
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.loop import TrainingRun
-from lowmem_ft.units import format_bytes
 
 ROWS, TOKENS = 2, 256
 LEARNING_RATE = 1e-4

@@ -25,10 +25,10 @@ from measured_on import measured_on
 from transformers import Trainer, TrainerCallback
 
 from lowmem_ft import hf
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.loop import TrainingRun
-from lowmem_ft.units import format_bytes
 
 ROWS, MICRO_BATCHES, TOKENS = 2, 2, 256
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe.needs import needs_of_shipped_recipes
-from lowmem_ft.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("estimate", "plan", "gpus", "recipes", "models")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import marked_table
 
-from lowmem_ft.errors import RecipeError
-from lowmem_ft.knob import ENGINES, Engine
+from lowmem_ft.foundation.errors import RecipeError
+from lowmem_ft.foundation.knob import ENGINES, Engine
 from lowmem_ft.recipe import load_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "several_gpus.md"

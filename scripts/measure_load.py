@@ -24,12 +24,12 @@ from demo.get_demo_model import default_cache_dir, get_demo_model
 from measured_on import measured_on
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.host.mapped_files import MappedFiles
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, weights_in_files
 from lowmem_ft.system.memory_meter import read_host_memory
 from lowmem_ft.system.process_memory import held_bytes
-from lowmem_ft.units import format_bytes
 
 ALLOWANCE_BYTES = 200 * 10**6
 

@@ -42,9 +42,9 @@ from measured_on import measured_on, require_device
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.target import CPU
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.comparison import estimated_peaks as whole_peaks
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.units import format_bytes
 
 NUM_STEPS = {"cpu": 2, "cuda": 4}
 """A CPU has no cache that some steps have to fill."""

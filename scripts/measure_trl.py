@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.tensors.storage_tracker import StorageTracker
-from lowmem_ft.units import format_bytes
 
 # isort: split
 from transformers import Trainer, TrainerCallback

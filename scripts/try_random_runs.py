@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ground_truth.random_runs import RandomRun, difference_from_plain, has_way_out, random_run
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 
 def main() -> None:

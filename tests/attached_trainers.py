@@ -13,7 +13,7 @@ from tiny_models import tiny_llama
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from lowmem_ft import hf, load_recipe
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 TOKENS = 16

@@ -82,7 +82,7 @@ def forks():
 @pytest.fixture
 def disk_folder(tmp_path):
     """A folder on a disk: temporary ones are in RAM on some machines. What is tested leaves nothing behind."""
-    from lowmem_ft.errors import UserError
+    from lowmem_ft.foundation.errors import UserError
     from lowmem_ft.host.mapped_files import MappedFiles
 
     try:
@@ -198,9 +198,9 @@ def cuda_driver(monkeypatch):
 @pytest.fixture
 def linux_process(monkeypatch):
     """This process, as Linux would show it: the test says what is resident."""
+    from lowmem_ft.foundation.units import MIB
     from lowmem_ft.system import memory_meter as meter
     from lowmem_ft.system import process_memory
-    from lowmem_ft.units import MIB
 
     process = LinuxProcess(held=100 * MIB, of_files=50 * MIB)
     monkeypatch.setattr(process_memory, "_STATUS", process)

@@ -10,11 +10,11 @@ import pytest
 
 from lowmem_ft.catalog.gpus import find_gpu, split_count
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.recipe.needs import CPU, needs_of_shipped_recipes
-from lowmem_ft.units import format_bytes
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))

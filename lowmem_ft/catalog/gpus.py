@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from lowmem_ft.catalog.gpu import Gpu, Price
-from lowmem_ft.errors import UserError, did_you_mean
-from lowmem_ft.units import MIB
+from lowmem_ft.foundation.errors import UserError, did_you_mean
+from lowmem_ft.foundation.units import MIB
 
 
 @functools.cache

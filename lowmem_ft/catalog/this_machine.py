@@ -6,11 +6,11 @@ import dataclasses
 
 import torch
 
-from lowmem_ft.allocator_setting import segments_can_grow
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.foundation.allocator_setting import segments_can_grow
+from lowmem_ft.foundation.packages import triton_lacks
 from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
-from lowmem_ft.packages import triton_lacks
 
 
 def this_machines_gpu(device: torch.device | None = None) -> Gpu:

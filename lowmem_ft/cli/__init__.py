@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import lowmem_ft
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
-from lowmem_ft.errors import UserError, did_you_mean
+from lowmem_ft.foundation.errors import UserError, did_you_mean
 
 COMMANDS = {
     "train": "fine-tune a model: train recipe=NAME|PATH [key=value ...]",

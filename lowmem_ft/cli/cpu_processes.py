@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from lowmem_ft.cli.estimate_files import report_console, write_json
 from lowmem_ft.cli.estimate_options import ALL_GPUS, CPU
 from lowmem_ft.cli.progress import progress_line
-from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
-from lowmem_ft.packages import may_have_gpu
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
     from lowmem_ft.catalog.gpu import Gpu

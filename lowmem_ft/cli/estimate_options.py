@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.cli.parser import Parser
-from lowmem_ft.errors import RecipeError, UserError
+from lowmem_ft.foundation.errors import RecipeError, UserError
 
 ALL_GPUS = "all"
 CPU = "cpu"

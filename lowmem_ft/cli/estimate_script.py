@@ -15,9 +15,9 @@ from lowmem_ft.cli.estimate_files import report_console, write_json, write_pictu
 from lowmem_ft.cli.estimate_options import ALL_GPUS, FOR_THE_PROCESSOR, NO_SNAPSHOT_OF_CPU, parse_for_script
 from lowmem_ft.cli.own_process import in_own_process
 from lowmem_ft.cli.progress import progress_line
-from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError
-from lowmem_ft.packages import may_have_gpu
-from lowmem_ft.script_file import check_script
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.foundation.packages import may_have_gpu
+from lowmem_ft.foundation.script_file import check_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

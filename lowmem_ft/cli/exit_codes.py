@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 from lowmem_ft.cli.stopping import sigterm_as_ctrl_c, stop_behind, stopped_by, was_terminated, words_of
-from lowmem_ft.errors import (
+from lowmem_ft.foundation.errors import (
     Interrupted,
     OtherProcessError,
     UserError,

@@ -11,7 +11,7 @@ from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.tables import print_filled, print_row, print_table
-from lowmem_ft.units import GIB
+from lowmem_ft.foundation.units import GIB
 
 COLUMNS = ("GPU", "memory GiB", "compute", "SMs", "TFLOPS", "GB/s", "PCIe", "$/h from", "at", "offers")
 SPARE = ("at", "offers", "SMs", "compute", "PCIe", "GB/s", "TFLOPS", "$/h from")

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
-from lowmem_ft.user_paths import expand_user
+from lowmem_ft.foundation.user_paths import expand_user
 
 _EXAMPLES = """\
 examples:

@@ -11,7 +11,7 @@ from lowmem_ft.catalog import Architecture, find_architecture, load_architecture
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.tables import print_filled, print_row, print_table
-from lowmem_ft.errors import ModelError, did_you_mean
+from lowmem_ft.foundation.errors import ModelError, did_you_mean
 
 COLUMNS = ("model", "parameters", "layers", "hidden", "vocabulary", "gated", "licence", "hub id")
 SPARE = ("licence", "vocabulary", "hidden", "layers", "gated", "parameters")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.errors import CrashedError
+from lowmem_ft.foundation.errors import CrashedError
 from lowmem_ft.system.startup_signals import SIGNALLED
 
 _GRACE_SECONDS = 2.0

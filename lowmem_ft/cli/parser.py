@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lowmem_ft.cli.help_formatter import HelpFormatter
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):

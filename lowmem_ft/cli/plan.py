@@ -22,8 +22,8 @@ from lowmem_ft.cli.estimate_options import (
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.progress import progress_line
-from lowmem_ft.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
-from lowmem_ft.packages import may_have_gpu
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
+from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
     from lowmem_ft.memory.estimate import StepTime
@@ -199,8 +199,8 @@ def _why_this_card(recipe: Recipe, options: argparse.Namespace) -> str:
 def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None:
     """How long the run takes, or why nobody knows; None where its data is not on this machine, or has no end."""
     from lowmem_ft.data.files import local_files
+    from lowmem_ft.foundation.user_paths import expand_user
     from lowmem_ft.planner.run_length import run_length
-    from lowmem_ft.user_paths import expand_user
 
     path = recipe.data.path
     if path is None or recipe.data.streaming:

@@ -18,7 +18,7 @@ from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.progress import progress_line
 from lowmem_ft.cli.stopping import if_stopped
-from lowmem_ft.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError, raise_together
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError, raise_together
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
-from lowmem_ft.errors import UserError
-from lowmem_ft.user_paths import expand_user
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.user_paths import expand_user
 
 if TYPE_CHECKING:
     from lowmem_ft.reports.run_report import RunRecord

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.parser import Parser
 from lowmem_ft.cli.stopping import if_stopped
-from lowmem_ft.errors import RecipeError, UserError, raise_problems, raise_together
+from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems, raise_together
 from lowmem_ft.system.startup_signals import is_launched
 
 _EXAMPLES = """\
@@ -71,9 +71,9 @@ def _told_to_all_processes() -> Iterator[None]:
 
 
 def _train(recipe_name: str | None, settings: list[str]) -> None:
-    from lowmem_ft.allocator_setting import use_growing_segments
     from lowmem_ft.cli.cpu_processes import start_requested_processes
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.foundation.allocator_setting import use_growing_segments
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.recipe.budget_limits import check_budget_of_run
     from lowmem_ft.recipe.defaults import named_as_planned

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from lowmem_ft.data.row import IGNORED_LABEL
-from lowmem_ft.devices import sent_to
+from lowmem_ft.foundation.devices import sent_to
 
 if TYPE_CHECKING:
     from typing_extensions import Self

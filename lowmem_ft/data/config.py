@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lowmem_ft.errors import DataError
-from lowmem_ft.knob import Effect, knob
+from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.knob import Effect, knob
 
 FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca", "text"]
 LossOn = Literal["completion", "assistant", "all"]

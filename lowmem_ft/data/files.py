@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
-from lowmem_ft.errors import DataError
-from lowmem_ft.user_paths import address_problem, expand_user, neighbours
+from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.user_paths import address_problem, expand_user, neighbours
 
 READER_BY_SUFFIX = {
     ".json": "json",

@@ -21,7 +21,7 @@ from lowmem_ft.data.sources import Source, reading_error
 from lowmem_ft.data.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import DataSummary, Outcome
 from lowmem_ft.data.unused_fields import refuse_bad_answers
-from lowmem_ft.user_paths import expand_user
+from lowmem_ft.foundation.user_paths import expand_user
 
 MOST_BYTES = 64 * 2**20
 """Of files that are read first: about a second. Larger ones would keep what is wrong with a model waiting."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from lowmem_ft.data.config import DataConfig, FormatName, LossOn
-from lowmem_ft.errors import DataError, did_you_mean
+from lowmem_ft.foundation.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from lowmem_ft.data.chat_templates import Message

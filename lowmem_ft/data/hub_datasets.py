@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from lowmem_ft.data.files import is_hub_name
-from lowmem_ft.errors import DataError
-from lowmem_ft.hub import hub_is_reachable
-from lowmem_ft.user_paths import expand_user, neighbours
+from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.hub_connection import hub_is_reachable
+from lowmem_ft.foundation.user_paths import expand_user, neighbours
 
 
 def require_dataset_within_reach(path: str, setting: str) -> None:

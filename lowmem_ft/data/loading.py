@@ -38,7 +38,7 @@ from lowmem_ft.data.summary import (
 )
 from lowmem_ft.data.tokenizing import TOKENIZED, Tokenization
 from lowmem_ft.data.unused_fields import columns_left, columns_to_read, keys_left
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -35,9 +35,9 @@ from lowmem_ft.data.files import (
     wrong_beginning,
 )
 from lowmem_ft.data.hub_datasets import not_to_be_had
-from lowmem_ft.errors import DataError
-from lowmem_ft.hub import hub_is_reachable
-from lowmem_ft.user_paths import expand_user, shown_path
+from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.hub_connection import hub_is_reachable
+from lowmem_ft.foundation.user_paths import expand_user, shown_path
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.sources import Source, open_rows
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 
 def sources_of(config: DataConfig) -> tuple[Source, Source | None]:

@@ -17,7 +17,7 @@ from lowmem_ft.data.collating import Collator
 from lowmem_ft.data.examples import Examples
 from lowmem_ft.data.position import DataPosition
 from lowmem_ft.data.row import Row
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

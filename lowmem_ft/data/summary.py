@@ -13,8 +13,8 @@ import numpy as np
 
 from lowmem_ft.data.row import IGNORED_LABEL, LENGTH_MULTIPLE, TokenizedExample
 from lowmem_ft.data.unused_fields import UnusedField, fields_of
-from lowmem_ft.errors import DataError
-from lowmem_ft.units import counted
+from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from typing import Any
 
 from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.formats import ASSISTANT_ROLES, ExampleFormat, Row
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 
 def _says_something(value: Any) -> bool:

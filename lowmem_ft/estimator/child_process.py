@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import lowmem_ft
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.errors import UserError, is_panic, panic_problem
+from lowmem_ft.foundation.errors import UserError, is_panic, panic_problem
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.recipe import Recipe

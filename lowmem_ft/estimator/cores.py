@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 PROCESSES_VARIABLE = "LOWMEM_FT_TRACE_PROCESSES"
 """The most processes that make traces at once; ``1``: all are made in one. Unset: as many as there are cores."""

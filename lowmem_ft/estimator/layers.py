@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from lowmem_ft.errors import ModelError
-from lowmem_ft.knob import CountedLayers
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.knob import CountedLayers
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import (
     MasterWeights,

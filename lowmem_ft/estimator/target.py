@@ -11,9 +11,9 @@ from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.catalog.this_machine import this_machines_gpu
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import format_bytes, parse_bytes
 from lowmem_ft.memory.estimate import BudgetVerdict
-from lowmem_ft.units import format_bytes, parse_bytes
 from lowmem_ft.virtual_gpu.replay.context_overhead import allocator_cap
 
 CPU = "cpu"

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from lowmem_ft.data.batch import Batch
 from lowmem_ft.data.collating import Collator
 from lowmem_ft.data.row import IGNORED_LABEL, TokenizedExample
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.models import max_positions
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.run_rules import oversized_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowmem_ft.lazy_exports import lazy_exports
+from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.hf.arguments import dpo_config, grpo_config, sft_config, training_arguments

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lowmem_ft.errors import UserError, did_you_mean
+from lowmem_ft.foundation.errors import UserError, did_you_mean
+from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.hf.key_table import IN_TRAINER
 from lowmem_ft.hf.overrides import keep_overrides, plain
-from lowmem_ft.packages import require_package
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.keys import recipe_keys
 

@@ -14,7 +14,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 

@@ -14,9 +14,9 @@ from accelerate.utils import AutocastKwargs
 from transformers import Trainer
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.devices import of_tensors
-from lowmem_ft.errors import UserError
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.devices import of_tensors
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.hf.agreement import Agreement, agree, unread_settings
 from lowmem_ft.hf.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.checkpointing_switch import flags_off, take_switch

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.script_recipe import Script, is_sft, recipe_of, refuse_other_losses
 from lowmem_ft.hf.script_rows import longest_row
 from lowmem_ft.memory.comparison import Row

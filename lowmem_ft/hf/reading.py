@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 logger = logging.getLogger(__name__)
 

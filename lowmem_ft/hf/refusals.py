@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import DataCollatorWithFlattening
 
-from lowmem_ft.devices import of_tensors
+from lowmem_ft.foundation.devices import of_tensors
 from lowmem_ft.hf.key_table import BY_HF_NAME
 from lowmem_ft.hf.overridden import problems_with_overrides
 from lowmem_ft.hf.script_optimizer import names_optimizer, optim_args

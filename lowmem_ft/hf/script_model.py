@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.hf.reading import Reading, script_estimate
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe.keys import recipe_keys
@@ -19,7 +20,6 @@ from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
 from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.tensors.logical_size import logical_numel
-from lowmem_ft.units import format_bytes
 
 _NOT_OF_THE_ARCHITECTURE = {
     "architectures",

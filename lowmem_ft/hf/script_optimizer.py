@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.key_table import BY_HF_NAME
 from lowmem_ft.hf.reading import Reading, script_estimate
 from lowmem_ft.optimizers import ChunkedOptimizer, OptimizerConfig

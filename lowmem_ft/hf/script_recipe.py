@@ -12,8 +12,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.script.trainers import gathers_logits
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.hf.known_models import problem_with_class
 from lowmem_ft.hf.reading import Reading, script_estimate
 from lowmem_ft.hf.script_model import adapter_config, model_config
@@ -25,7 +26,6 @@ from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.config import AdapterConfig, CheckpointingConfig, LossConfig, OffloadConfig
 from lowmem_ft.techniques.modules.base_model import base_model
-from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

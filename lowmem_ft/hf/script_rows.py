@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 MOST_ROWS_READ = 50_000
 """Of one data set; of a longer one that many are looked at, evenly spread."""

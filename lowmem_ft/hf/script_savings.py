@@ -9,8 +9,9 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.script import ScriptEstimate
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.hf.agreement import weights_type
 from lowmem_ft.hf.attaching import attach, is_attached, settled_with
 from lowmem_ft.hf.loss_probe import LossProbe
@@ -21,7 +22,6 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.training.out_of_memory.remediations import Remediation, remediations_for
-from lowmem_ft.units import format_bytes
 
 _SWITCHED_IN_PLACE = (
     "checkpointing.",

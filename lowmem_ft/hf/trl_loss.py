@@ -7,10 +7,10 @@ on all logits of some tokens and holds them in float32 beside a copy in that typ
 
 from __future__ import annotations
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.hf.reading import Reading
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.config import LossConfig
-from lowmem_ft.units import format_bytes
 from lowmem_ft.upstream.patches import existing
 
 _OURS_IN_HALF, _OURS_IN_FLOAT32 = 6, 4

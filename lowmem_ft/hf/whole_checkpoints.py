@@ -19,8 +19,8 @@ from typing import Any
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from lowmem_ft.errors import UserError
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.training.checkpoints.atomic_io import incomplete_name, whole_folder
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.devices import kernels_of
-from lowmem_ft.units import MIB, format_bytes
+from lowmem_ft.foundation.devices import kernels_of
+from lowmem_ft.foundation.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 

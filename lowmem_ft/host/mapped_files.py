@@ -14,8 +14,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from lowmem_ft.errors import DoesNotFitError, UserError
-from lowmem_ft.units import format_bytes
+from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.units import format_bytes
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 """File systems whose files are RAM."""

@@ -15,13 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowmem_ft.devices import is_virtual, kernels_of
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.foundation.devices import is_virtual, kernels_of
+from lowmem_ft.foundation.errors import DoesNotFitError
+from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.foundation.wsl import is_wsl
 from lowmem_ft.host.copy_engine import reserve_staging_buffers
 from lowmem_ft.memory.category import Category
 from lowmem_ft.system.host_limits import tightest_host_limit
-from lowmem_ft.units import format_bytes
-from lowmem_ft.wsl import is_wsl
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.devices import kernels_of
+from lowmem_ft.foundation.devices import kernels_of
 
 
 class SideStream:

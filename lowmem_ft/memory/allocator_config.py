@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.errors import UserError, did_you_mean
-from lowmem_ft.units import MIB
+from lowmem_ft.foundation.errors import UserError, did_you_mean
+from lowmem_ft.foundation.units import MIB
 
 logger = logging.getLogger(__name__)
 

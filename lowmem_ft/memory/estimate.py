@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.race import Race
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import Uncertainty, is_tight
-from lowmem_ft.units import format_bytes
 
 SCHEMA = 1
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowmem_ft.errors import RaceError
+from lowmem_ft.foundation.errors import RaceError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Place
-from lowmem_ft.units import format_bytes
 
 MOST_SHOWN = 10
 """Races in an error's message."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from lowmem_ft.foundation.units import MIB, TIB
 from lowmem_ft.memory.block import Block, BlockPool
-from lowmem_ft.units import MIB, TIB
 
 Action = Literal[
     "alloc",

@@ -44,7 +44,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from lowmem_ft.units import MIB
+from lowmem_ft.foundation.units import MIB
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from lowmem_ft.knob import Effect, knob
-from lowmem_ft.packages import require_package
+from lowmem_ft.foundation.knob import Effect, knob
+from lowmem_ft.foundation.packages import require_package
 
 _IN_16_BITS = Effect(fidelity="unbiased rounding")
 _QUANTIZED = Effect(cost="time", fidelity="other mathematics")

@@ -25,8 +25,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lowmem_ft.errors import MissingPackageError, ModelError, is_panic
-from lowmem_ft.hub import hub_is_reachable
+from lowmem_ft.foundation.errors import MissingPackageError, ModelError, is_panic
+from lowmem_ft.foundation.hub_connection import hub_is_reachable
+from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config, lazy_weights
@@ -41,7 +42,6 @@ from lowmem_ft.models.quantization import (
     quantize_linear_layers,
 )
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
-from lowmem_ft.user_paths import expand_user
 
 logger = logging.getLogger(__name__)
 

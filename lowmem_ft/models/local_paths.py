@@ -7,9 +7,9 @@ import os
 import shlex
 from pathlib import Path
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.user_paths import address_problem, expand_user, neighbours
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.user_paths import address_problem, expand_user, neighbours
 
 GGUF_MAGIC = b"GGUF"
 _GGUF_HEADER_BYTES = 24

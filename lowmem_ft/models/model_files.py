@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.catalog import find_architecture
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.shard_files import MODEL, shard_files
-from lowmem_ft.user_paths import expand_user
 
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lowmem_ft.errors import CheckpointError
-from lowmem_ft.units import GIB
+from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.foundation.units import GIB
 
 if TYPE_CHECKING:
     from torch import Tensor

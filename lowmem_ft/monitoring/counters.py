@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
-from lowmem_ft.devices import kernels_of, with_index
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.devices import kernels_of, with_index
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.monitoring.live_tensors import live_tensors
 from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.monitoring.usage import MemoryUsage

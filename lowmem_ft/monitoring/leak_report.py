@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.monitoring.text_table import WIDTH
-from lowmem_ft.units import format_bytes
 
 Kind = Literal["leak", "cycle", "once"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.monitoring.births import Birth, BirthTracker
 from lowmem_ft.monitoring.holders import holder_in_garbage, holder_of
 from lowmem_ft.monitoring.leak_report import Growth, Kind, LeakReport

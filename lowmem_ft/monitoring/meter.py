@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.monitoring.counters import Counters, counters_of, device_to_measure
 from lowmem_ft.monitoring.text_table import WIDTH, share, size, text_table
 from lowmem_ft.monitoring.usage import MemoryUsage

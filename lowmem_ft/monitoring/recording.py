@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.snapshot import PICKLE_PROTOCOL, memory_snapshot
-from lowmem_ft.units import format_bytes
 from lowmem_ft.virtual_gpu.active import ActiveGpu, active_gpu_or_none
 
 logger = logging.getLogger(__name__)

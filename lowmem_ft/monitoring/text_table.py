@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lowmem_ft.units import format_bytes
+from lowmem_ft.foundation.units import format_bytes
 
 WIDTH = 80
 

@@ -5,7 +5,7 @@ Names resolve on first use, so that reading a recipe (which needs ``OptimizerCon
 
 from typing import TYPE_CHECKING
 
-from lowmem_ft.lazy_exports import lazy_exports
+from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.devices import kernels_of
+from lowmem_ft.foundation.devices import kernels_of
 from lowmem_ft.optimizers.update_rule import Chunk, Step
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lowmem_ft.devices import is_apart, kernels_of
+from lowmem_ft.foundation.devices import is_apart, kernels_of
+from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.host.copy_engine import CopyEvent
 from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
 from lowmem_ft.optimizers.counter_random import CounterRandom
@@ -30,7 +31,6 @@ from lowmem_ft.optimizers.triton_choice import Kernel
 from lowmem_ft.optimizers.triton_trial import in_kernel
 from lowmem_ft.optimizers.triton_update import launch
 from lowmem_ft.optimizers.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
-from lowmem_ft.repetition import rounds
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.local_shards import first_element, is_sharded, local_part
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowmem_ft.knob import Effect, knob
+from lowmem_ft.foundation.knob import Effect, knob
+from lowmem_ft.foundation.packages import require_package
+from lowmem_ft.foundation.wsl import is_wsl
 from lowmem_ft.optimizers.prose import freed_state, values_of
 from lowmem_ft.optimizers.table import (
     DEFAULT_OPTIMIZER,
@@ -20,8 +22,6 @@ from lowmem_ft.optimizers.table import (
     listed,
     optimizers_that,
 )
-from lowmem_ft.packages import require_package
-from lowmem_ft.wsl import is_wsl
 
 _ROUNDED = Effect(cost="time", fidelity="unbiased rounding")
 

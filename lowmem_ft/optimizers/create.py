@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers.trainer_pt_utils import get_parameter_names
 
-from lowmem_ft.devices import kernels_of
-from lowmem_ft.errors import MissingPackageError, UserError
+from lowmem_ft.foundation.devices import kernels_of
+from lowmem_ft.foundation.errors import MissingPackageError, UserError
 from lowmem_ft.optimizers.bitsandbytes_optimizers import (
     build_bitsandbytes,
     keep_embeddings_in_32bit,

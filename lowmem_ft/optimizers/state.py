@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem_ft.errors import CheckpointError
+from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.optimizers.bitsandbytes_optimizers import AllocatesState
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.state_conversion import SavedState, take_state

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowmem_ft.knob import NO_EFFECT, Effect
+from lowmem_ft.foundation.knob import NO_EFFECT, Effect
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.update_rule import UpdateRule, WholeParameterRule

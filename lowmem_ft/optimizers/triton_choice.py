@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowmem_ft.devices import compute_capability, is_virtual, kernels_of
-from lowmem_ft.errors import UserError
-from lowmem_ft.memory.out_of_memory import is_failed_allocation
-from lowmem_ft.packages import is_installed, triton_lacks
+from lowmem_ft.foundation.devices import compute_capability, is_virtual, kernels_of
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
+from lowmem_ft.foundation.packages import is_installed, triton_lacks
 
 logger = logging.getLogger(__name__)
 

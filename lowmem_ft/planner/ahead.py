@@ -16,14 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.cores import PROCESSES_VARIABLE, processes_at_once
 from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner.target import Answer, estimate_in_full
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.host_limits import tightest_host_limit
-from lowmem_ft.units import GIB
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.loading import compute_dtype
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.optimizers.master_formats import master_format

@@ -23,8 +23,9 @@ from typing import Literal
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.target import choose_gpu
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import Choice, Counts, MemoryPlan
 from lowmem_ft.planner.planning import OnProgress, PlanProgress, need_from, only_looking, smallest_card
@@ -34,7 +35,6 @@ from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.conflicts import recipe_problems
 from lowmem_ft.system.ctrl_c import CtrlC
 from lowmem_ft.techniques.config import CheckpointingConfig
-from lowmem_ft.units import format_bytes
 
 Mode = Literal["full", "selective"]
 

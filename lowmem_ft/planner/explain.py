@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.planner.cards import DEALT
 from lowmem_ft.planner.memory_plan import (
@@ -23,7 +24,6 @@ from lowmem_ft.planner.memory_plan import (
 from lowmem_ft.planner.search import NEARLY_AS_FAST, Candidates, Limits, Need, Search, Searched
 from lowmem_ft.planner.space import Combination, Space
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.units import format_bytes
 
 MOST_ALTERNATIVES = 4
 MOST_REJECTED = 8

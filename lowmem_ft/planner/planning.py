@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import tracing
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
@@ -28,7 +29,6 @@ from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
 from lowmem_ft.system.ctrl_c import CtrlC
-from lowmem_ft.units import GIB
 
 MAX_EFFORT = 18
 """Of the search for the fastest, in estimates of common length, of a second or two each; the neighbours of the best are

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.errors import UserError
-from lowmem_ft.knob import COSTS, FIDELITIES, NO_EFFECT, Effect
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.knob import COSTS, FIDELITIES, NO_EFFECT, Effect
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.conflicts import CONFLICTS
 from lowmem_ft.recipe.engine_rules import problems_of_key, settings_work_with_the_strategy

@@ -11,9 +11,10 @@ import torch
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
-from lowmem_ft.errors import DoesNotFitError, UserError
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.target import CPU, limits
+from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan, plan_checkpointing
@@ -26,7 +27,6 @@ from lowmem_ft.training.distributed.distributed_rules import problems_with_proce
 from lowmem_ft.training.distributed.launch import read_launch
 from lowmem_ft.training.run.replaced_run import RECIPE_FILE, run_files
 from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

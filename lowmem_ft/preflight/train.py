@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.allocator_setting import use_growing_segments
+from lowmem_ft.foundation.allocator_setting import use_growing_segments
 from lowmem_ft.preflight.estimate_beside import EstimateBeside
 from lowmem_ft.preflight.plan_first import with_plan
 from lowmem_ft.recipe import Recipe

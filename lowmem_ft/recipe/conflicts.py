@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from lowmem_ft.errors import RecipeError
+from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.recipe import engine_rules, memory_rules, run_rules
 from lowmem_ft.recipe.keys import accepts_none, recipe_groups, recipe_keys
 from lowmem_ft.recipe.rule import Conflict

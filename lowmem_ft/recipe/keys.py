@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lowmem_ft.knob import FIDELITIES, NO_EFFECT, CountedLayers, Effect, Effects
+from lowmem_ft.foundation.knob import FIDELITIES, NO_EFFECT, CountedLayers, Effect, Effects
 from lowmem_ft.recipe.tree import Recipe
 
 SHORT_FORMS = {

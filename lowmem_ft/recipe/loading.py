@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem_ft.errors import RecipeError, did_you_mean
+from lowmem_ft.foundation.errors import RecipeError, did_you_mean
 from lowmem_ft.recipe.conflicts import recipe_problems
 from lowmem_ft.recipe.keys import (
     RecipeKey,

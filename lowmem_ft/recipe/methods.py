@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe.keys import SHORT_FORMS
 from lowmem_ft.recipe.loading import load_recipe
 from lowmem_ft.recipe.tree import Recipe

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from lowmem_ft.units import GIB, format_bytes
-from lowmem_ft.user_paths import recipes_folder
+from lowmem_ft.foundation.units import GIB, format_bytes
+from lowmem_ft.foundation.user_paths import recipes_folder
 
 NEEDS_FILE = "needs.json"
 

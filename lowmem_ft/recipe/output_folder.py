@@ -6,9 +6,9 @@ import glob
 import os
 from pathlib import Path
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.user_paths import address_problem, expand_user
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.user_paths import address_problem, expand_user
 
 RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.jsonl"
 

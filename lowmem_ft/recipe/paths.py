@@ -12,7 +12,9 @@ from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.files import columns_of, local_files, read_chat_template
 from lowmem_ft.data.formats import choose_format
 from lowmem_ft.data.hub_datasets import require_dataset_within_reach
-from lowmem_ft.errors import DataError, UserError, raise_problems, raise_together
+from lowmem_ft.foundation.errors import DataError, UserError, raise_problems, raise_together
+from lowmem_ft.foundation.packages import is_installed
+from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hub_names import require_tokenizer_within_reach, require_within_reach
 from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
@@ -24,13 +26,11 @@ from lowmem_ft.models.model_files import (
     refuse_unfit,
     text_fields,
 )
-from lowmem_ft.packages import is_installed
 from lowmem_ft.recipe.loading import load_recipe
 from lowmem_ft.recipe.output_folder import RECIPE_FILE, refuse_output_folder, run_folder_of
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
-from lowmem_ft.user_paths import expand_user
 
 MODEL_FOLDER = "model"
 """Where in its folder a run leaves the finished model, or its adapters."""

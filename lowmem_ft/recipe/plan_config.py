@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lowmem_ft.knob import knob
+from lowmem_ft.foundation.knob import knob
 
 Consent = Literal["shorter_rows", "lora", "qlora", "plain_bf16", "stochastic_rounding", "bf16_sums"]
 """What a plan may give up of the mathematics, if it is allowed to; each is the ``consent`` of some knob's value."""

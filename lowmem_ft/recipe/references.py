@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowmem_ft.errors import did_you_mean
+from lowmem_ft.foundation.errors import did_you_mean
 
 MOST_CHARACTERS = 1_000_000
 """What all values of a file may come to, with their references written out: a few lines can double it thirty times."""

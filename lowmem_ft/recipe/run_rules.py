@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import parse_bytes
 from lowmem_ft.recipe.keys import recipe_groups, recipe_keys, unknown_key
 from lowmem_ft.recipe.rule import reads
 from lowmem_ft.recipe.schedules import schedule_problems
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.units import parse_bytes
 
 MOST_TOKENS, MOST_MICRO_BATCHES = 2**21, 2**12
 """Of a micro-batch, and of a step: more is a slip of the keyboard, and an estimate really makes the batches."""

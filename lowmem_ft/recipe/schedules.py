@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lowmem_ft.errors import did_you_mean
+from lowmem_ft.foundation.errors import did_you_mean
 
 _MIN_LR = ("min_lr", "min_lr_rate")
 

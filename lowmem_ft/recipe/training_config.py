@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowmem_ft.knob import NO_EFFECT, Effect, knob
-from lowmem_ft.packages import require_package
+from lowmem_ft.foundation.knob import NO_EFFECT, Effect, knob
+from lowmem_ft.foundation.packages import require_package
 
 MOST_EPOCHS = 1_000_000
 

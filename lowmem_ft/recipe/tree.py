@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.knob import knob
+from lowmem_ft.foundation.knob import knob
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.optimizers.config import OptimizerConfig
 from lowmem_ft.recipe.plan_config import PlanConfig

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu import Price
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import PHASES
 from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
 from lowmem_ft.reports.filling import filled, shell_lines
@@ -31,7 +32,6 @@ from lowmem_ft.reports.wording import (
     verdict,
     verdict_colour,
 )
-from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from lowmem_ft.estimator.changes import Change, Changes

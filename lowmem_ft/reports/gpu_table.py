@@ -9,12 +9,12 @@ from rich.text import Text
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.estimator.several_cards import SeveralCards
+from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
 from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
-from lowmem_ft.units import GIB, format_bytes
 
 LEGEND = (
     "GiB that the process needs of the GPU's memory, and on the host. $/hour: the lowest on-demand price known; "

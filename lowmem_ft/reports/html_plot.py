@@ -8,6 +8,7 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import PHASES, Category
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.reports.memory_series import STACKED, MemorySample, phase_bands
@@ -20,7 +21,6 @@ from lowmem_ft.reports.plot_frame import (
     shown_categories,
 )
 from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, module_words, short_name, verdict
-from lowmem_ft.units import format_bytes
 
 WIDTH, HEIGHT = 1000, 420
 LEFT, RIGHT, TOP, BOTTOM = 72, 8, 24, 8

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.packages import require_package
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.replay import replay
-from lowmem_ft.packages import require_package
 from lowmem_ft.reports.html_plot import html_plot
 from lowmem_ft.reports.memory_series import STACKED, MemorySample, phase_bands, sample_memory
 from lowmem_ft.reports.plot_frame import (
@@ -23,7 +24,6 @@ from lowmem_ft.reports.plot_frame import (
     shown_categories,
 )
 from lowmem_ft.reports.wording import CATEGORY_WORDS, short_name, verdict
-from lowmem_ft.units import format_bytes
 
 
 def write_plot(path: Path, estimate: MemoryEstimate, config: AllocatorConfig | None = None) -> None:

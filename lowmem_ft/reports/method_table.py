@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.estimator.methods import MethodEstimate
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe.methods import METHODS, Method
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
@@ -19,7 +20,6 @@ from lowmem_ft.reports.gpu_table import VERDICT, format_gib, speed_cell, verdict
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
 from lowmem_ft.reports.wording import short_name, verdict_colour
-from lowmem_ft.units import format_bytes
 
 _HOURLY = "$/hour: the lowest on-demand price known; `lowmem-ft gpus` says whose, and of what date."
 _TITLES = {"full": "full fine-tuning"}

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
+from lowmem_ft.foundation.units import counted, format_bytes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
 from lowmem_ft.planner.run_length import RunLength
@@ -19,7 +20,6 @@ from lowmem_ft.reports.costs import usd_per_hour
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
 from lowmem_ft.reports.prose import Pairs, Prose
 from lowmem_ft.reports.wording import doubtful, duration, for_each, host_need, verdict
-from lowmem_ft.units import counted, format_bytes
 
 MOST_REJECTED = 4
 

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lowmem_ft.estimator.changes import Change
+from lowmem_ft.foundation.units import counted, format_bytes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.rehearsal.mending import Mend
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, TracedShape
@@ -17,7 +18,6 @@ from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled,
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.uncut_table import UncutTable
 from lowmem_ft.reports.wording import PHASE_WORDS, duration, host_need, module_words, verdict
-from lowmem_ft.units import counted, format_bytes
 
 MOST_WARNINGS = 20
 

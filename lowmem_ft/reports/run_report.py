@@ -14,12 +14,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.comparison import Peaks, Row, compared, peaks_in
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.paths import MODEL_FOLDER
 from lowmem_ft.reports.prose import Prose
-from lowmem_ft.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

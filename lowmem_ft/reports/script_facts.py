@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.reports.wording import CATEGORY_WORDS
-from lowmem_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from lowmem_ft.estimator.script import ScriptEstimate

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE, is_tight
-from lowmem_ft.units import format_bytes
 
 CATEGORY_WORDS: dict[Category, str] = {
     "parameter": "parameters",

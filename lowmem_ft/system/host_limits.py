@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.system.memory_meter import read_host_memory
-from lowmem_ft.units import format_bytes
 
 SPARE_SHARE = 0.05
 """Of what is free, left to the rest of the process and the system: where the last page goes, processes are killed."""

@@ -6,7 +6,7 @@ import ctypes
 import os
 from typing import Any
 
-from lowmem_ft.units import MIB
+from lowmem_ft.foundation.units import MIB
 
 LARGEST_IN_HEAP_BYTES = 4 * MIB
 """Of a block, once :func:`keep_tensors_out_of_the_heap` has been called."""

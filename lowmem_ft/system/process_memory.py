@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from lowmem_ft.units import KIB
+from lowmem_ft.foundation.units import KIB
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.units import KIB, MIB
+from lowmem_ft.foundation.units import KIB, MIB
 
 LIBRARIES_BYTES = 362 * MIB
 """What Python with the libraries of a run holds beside tensors and tokenizer, without pages of files: with a build of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig

@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
-from lowmem_ft.devices import compute_capability as compute_capability_of
-from lowmem_ft.devices import is_virtual, kernels_of
-from lowmem_ft.errors import MissingPackageError, ModelError, UserError
+from lowmem_ft.foundation.devices import compute_capability as compute_capability_of
+from lowmem_ft.foundation.devices import is_virtual, kernels_of
+from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError
 from lowmem_ft.techniques.device_rules import (
     attention_problem,
     flash_attention_obstacle,

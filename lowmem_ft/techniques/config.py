@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lowmem_ft.errors import UserError
-from lowmem_ft.knob import NO_EFFECT, Checkpointed, Effect, knob
-from lowmem_ft.packages import require_package
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.knob import NO_EFFECT, Checkpointed, Effect, knob
+from lowmem_ft.foundation.packages import require_package
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.devices import is_apart
+from lowmem_ft.foundation.devices import is_apart
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.units import format_bytes
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lowmem_ft.devices import has_bfloat16, has_values, name_of
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.devices import has_bfloat16, has_values, name_of
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.device_rules import precision_problems
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.local_shards import local_part

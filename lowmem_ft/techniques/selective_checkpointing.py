@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.handle import Handle
 
 Unscale = Callable[[Tensor], None]
 """Divides a tensor of values that come from gradients by the fp16 loss scale, in place; notes what is not finite."""

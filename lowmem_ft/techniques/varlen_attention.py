@@ -26,8 +26,8 @@ from transformers import AttentionInterface
 from transformers.integrations.flash_attention import get_target_dtype
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lowmem_ft.devices import sent_to
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.foundation.devices import sent_to
+from lowmem_ft.foundation.errors import ModelError, UserError
 
 VARLEN_ATTENTION = "varlen_attn"
 """The value of ``model.attn_implementation``, after torch's function."""

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lowmem_ft.errors import ModelError
-from lowmem_ft.repetition import rounds
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowmem_ft.lazy_exports import lazy_exports
+from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.training.loop import TrainResult, train

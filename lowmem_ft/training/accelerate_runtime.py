@@ -24,7 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.data import Batch
-from lowmem_ft.errors import UserError, user_error
+from lowmem_ft.foundation.errors import UserError, user_error
+from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.host.mapped_files import MappedFiles
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import (
@@ -59,7 +60,6 @@ from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult
-from lowmem_ft.user_paths import expand_user
 
 
 class AccelerateRuntime(MixedPrecision):

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lowmem_ft.devices import has_bfloat16, kernels_of, name_of
-from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.devices import has_bfloat16, kernels_of, name_of
+from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, weights_dtype
 from lowmem_ft.optimizers import (

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lowmem_ft.data import IGNORED_LABEL, Batch
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models import vocab_size
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss

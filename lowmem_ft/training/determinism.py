@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 _OF_CUBLAS, _OF_FLASH_ATTN = "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"
 

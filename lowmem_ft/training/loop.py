@@ -2,7 +2,7 @@
 
 Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoints.checkpoint_folders.Progress`, so that a run that was
 killed goes on as if it had not been. A run ends in one of four ways: done (a model folder), interrupted by a signal (a
-checkpoint, and :class:`~lowmem_ft.errors.Interrupted` says where), stopped because step after step was not finite, or
+checkpoint, and :class:`~lowmem_ft.foundation.errors.Interrupted` says where), stopped because step after step was not finite, or
 with a user error. A signal before the first step ends the process at once, as there is nothing to save.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.data import DataStream, PreparedData, eval_batches
-from lowmem_ft.errors import Interrupted, UserError
-from lowmem_ft.memory.out_of_memory import library_that_did_not_start
+from lowmem_ft.foundation.errors import Interrupted, UserError
+from lowmem_ft.foundation.out_of_memory_errors import library_that_did_not_start
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.system.memory_meter import read_device_memory

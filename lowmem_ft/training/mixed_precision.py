@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.devices import with_index
+from lowmem_ft.foundation.devices import with_index
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training.loss_scaling import unscale
 

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from lowmem_ft.data import PreparedData
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.foundation.errors import DoesNotFitError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.runtime import RunRuntime
-from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.runtime import Runtime

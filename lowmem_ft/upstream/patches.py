@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.upstream.tested import TESTED, install_tested, installed_version, tested_range
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.cuda._utils import _get_device_index
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
 
 

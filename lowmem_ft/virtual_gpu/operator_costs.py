@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Optimizer
 
-from lowmem_ft.errors import LostMemoryError
+from lowmem_ft.foundation.errors import LostMemoryError
 from lowmem_ft.virtual_gpu.fake_results import tensors_in
 
 

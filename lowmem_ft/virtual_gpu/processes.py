@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch.distributed
 from torch.distributed import HashStore
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 
 @contextlib.contextmanager

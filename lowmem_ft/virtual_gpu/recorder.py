@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.memory.category import Category, Place
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.tensors.gradient_sums import is_in_place_unwatched, take_as_much

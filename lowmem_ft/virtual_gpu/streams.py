@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu
 from lowmem_ft.virtual_gpu.device_index import device_index
 from lowmem_ft.virtual_gpu.orderings import Orderings

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 
 REPOSITORY = Path(__file__).parents[2]
 HELDOUT_FILE = REPOSITORY / "recipes" / "demo" / "heldout.jsonl"

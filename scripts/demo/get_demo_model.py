@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.errors import ModelError
-from lowmem_ft.hub import hub_is_reachable
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.hub_connection import hub_is_reachable
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 HUB_ID = f"HuggingFaceTB/{MODEL_NAME}"
@@ -100,7 +100,7 @@ def _from_hub(partial: Path) -> Path | None:
     from huggingface_hub import snapshot_download
 
     # The package is at hand, so a hub out of reach is no reason for a warning.
-    logging.getLogger("lowmem_ft.hub").setLevel(logging.ERROR)
+    logging.getLogger("lowmem_ft.foundation.hub_connection").setLevel(logging.ERROR)
     if not hub_is_reachable():
         print(f"The Hugging Face hub is out of reach, so the model comes from the package {PACKAGE} instead.")
         return None

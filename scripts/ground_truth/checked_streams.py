@@ -27,8 +27,8 @@ from ground_truth.copy_cases import CopyCase, in_small_pieces, make_model
 from torch import Tensor
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.errors import RaceError
 from lowmem_ft.estimator.tracing import trace_layers
+from lowmem_ft.foundation.errors import RaceError
 from lowmem_ft.host.copy_engine import PutOffCopy
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import load_model_config

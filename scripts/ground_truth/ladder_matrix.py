@@ -14,7 +14,7 @@ from typing import get_args
 
 from ground_truth.cpu_matrix import Choice, Levels
 
-from lowmem_ft.knob import Checkpointed, Effect
+from lowmem_ft.foundation.knob import Checkpointed, Effect
 from lowmem_ft.optimizers.table import Capability, optimizers_that
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.recipe.overrides import parse_overrides

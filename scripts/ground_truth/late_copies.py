@@ -141,7 +141,7 @@ class LateDevice(TorchDispatchMode):
                 self.synchronize(DEVICE)
 
     def is_apart(self, tensor: Tensor, device: torch.device) -> bool:
-        """Stands in for :func:`lowmem_ft.devices.is_apart`."""
+        """Stands in for :func:`lowmem_ft.foundation.devices.is_apart`."""
         _check(device)
         return self.host.find(tensor.data_ptr()) is not None
 

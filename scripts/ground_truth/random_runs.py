@@ -19,7 +19,7 @@ from ground_truth.ladder_matrix import is_possible, overrides_of, plain, random_
 from ground_truth.ladder_run import Outcome, Rows, outcome_of, tolerance
 from transformers import AutoConfig
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerRow
 from lowmem_ft.recipe import Recipe, load_recipe
 

@@ -12,9 +12,9 @@ import pytest
 from processes import LIMIT_SECONDS
 
 from lowmem_ft.catalog import find_gpu, load_gpus
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
-from lowmem_ft.units import GIB, MIB
 
 GPUS = load_gpus()
 GEFORCE = [name for name in GPUS if re.fullmatch(r"rtx-\d{4}.*", name) and name != "rtx-6000-ada"]

@@ -8,7 +8,7 @@ import torch
 from lowmem_ft.catalog import this_machine
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
-from lowmem_ft.units import GIB, MIB
+from lowmem_ft.foundation.units import GIB, MIB
 
 RTX_4090 = {"name": "NVIDIA GeForce RTX 4090", "total_memory": 23 * GIB, "major": 8, "minor": 9}
 

@@ -15,8 +15,8 @@ import pytest
 from processes import LIMIT_SECONDS
 
 from lowmem_ft.cli import main
-from lowmem_ft.errors import MissingPackageError
-from lowmem_ft.packages import is_installed
+from lowmem_ft.foundation.errors import MissingPackageError
+from lowmem_ft.foundation.packages import is_installed
 from lowmem_ft.recipe.training_config import require_tracker
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "pyarrow", "pandas"}
@@ -92,7 +92,7 @@ def test_each_is_told_without_them(tmp_path):
 import sys
 from lowmem_ft.cli import main
 from lowmem_ft import packages
-from lowmem_ft.packages import is_installed
+from lowmem_ft.foundation.packages import is_installed
 packages.may_have_gpu = lambda: False
 for command in {COMMANDS!r}:
     code = main(command)
@@ -176,7 +176,7 @@ def test_columns_of_parquet_are_told_before_all_but_its_reader(tmp_path):
     code = f"""
 import sys
 from lowmem_ft.cli import main
-from lowmem_ft.packages import is_installed
+from lowmem_ft.foundation.packages import is_installed
 main(["train", "recipe=tiny", "data=data.parquet"])
 print(*sorted({HEAVY!r} & set(sys.modules)))
 """
@@ -224,7 +224,7 @@ def test_a_package_that_is_not_installed_is_told_without_them(
 
 def test_all_trackers_that_are_not_installed_are_told_at_once(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lowmem_ft.packages.is_installed", lambda package: package == "trackio")
+    monkeypatch.setattr("lowmem_ft.foundation.packages.is_installed", lambda package: package == "trackio")
     assert main(["train", "recipe=tiny", "training.report_to=[tensorboard,trackio,wandb]"]) == 2
     told = capfd.readouterr().err.split()
     assert [word for word in told if word.startswith("training.report_to=")] == [
@@ -235,7 +235,7 @@ def test_all_trackers_that_are_not_installed_are_told_at_once(tmp_path, monkeypa
 
 def test_tensorboardx_stands_in_for_tensorboard_as_it_does_in_accelerate(monkeypatch):
     installed = {"tensorboardX"}
-    monkeypatch.setattr("lowmem_ft.packages.is_installed", lambda package: package in installed)
+    monkeypatch.setattr("lowmem_ft.foundation.packages.is_installed", lambda package: package in installed)
     require_tracker("tensorboard")
     installed.clear()
     with pytest.raises(MissingPackageError, match="the package tensorboard, which is not installed"):

@@ -15,7 +15,7 @@ import lowmem_ft
 from lowmem_ft import preflight
 from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli import train as train_command
-from lowmem_ft.errors import Interrupted, UserError
+from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.needs import needs_of_shipped_recipes
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lowmem_ft.cli.cpu_processes import start_requested_processes
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 
 @pytest.fixture

@@ -21,14 +21,14 @@ from rich.console import Console
 from lowmem_ft.catalog.gpu import Gpu, Price
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
 from lowmem_ft.cli import main
-from lowmem_ft.errors import ModelError, RecipeError, UserError
 from lowmem_ft.estimator.methods import MethodEstimate
 from lowmem_ft.estimator.shipped import ShippedRecipe
+from lowmem_ft.foundation.errors import ModelError, RecipeError, UserError
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.methods import METHODS
-from lowmem_ft.units import GIB
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "estimate.py"
 

@@ -14,7 +14,7 @@ PROGRAM = """
 import os, signal, sys, time
 from lowmem_ft.cli.exit_codes import explains_user_errors
 from lowmem_ft.cli.own_process import in_own_process
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 def work():
     {work}

@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from lowmem_ft.cli import main
 from lowmem_ft.cli import plan as cli_plan
 from lowmem_ft.estimator.target import limits
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.estimate import DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.planner import target
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.units import GIB
 
 KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation]"
 

@@ -7,7 +7,7 @@ import pytest
 
 from lowmem_ft.data import DataConfig
 from lowmem_ft.data.summary import Outcome
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 
 def qa_rows(count=20):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from lowmem_ft.data import first_look, load_data
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.first_look import check_small_local_data
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 

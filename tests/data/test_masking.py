@@ -5,7 +5,7 @@ import pytest
 from lowmem_ft.data.chat_templates import CHATML
 from lowmem_ft.data.formats import Chat, Completion, Document, ExampleFormat
 from lowmem_ft.data.masking import mark_learnt
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

@@ -9,7 +9,7 @@ import pytest
 from datasets.exceptions import DatasetNotFoundError
 
 from lowmem_ft.data.sources import Source, malformed_json, open_rows
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 
 def read(path, **settings):

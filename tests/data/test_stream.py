@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowmem_ft.data import DataPosition, DataStream, eval_batches
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 KINDS = {
     "padded": {},

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from lowmem_ft.data import DataConfig, first_look
 from lowmem_ft.data.unused_fields import ALL, fields_of
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]

@@ -8,7 +8,7 @@ import pytest
 from engine_table import PAGE, ROWS, TESTS, TRACE, is_for_want_of_proof, with_table
 from trained_by_processes import CASES
 
-from lowmem_ft.knob import ENGINES
+from lowmem_ft.foundation.knob import ENGINES
 
 ROOT = Path(__file__).parents[2]
 

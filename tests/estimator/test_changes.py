@@ -9,14 +9,14 @@ from transformers import LlamaConfig
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu, load_gpus
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import changes as changes_module
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.changes import cheapest_changes
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import MIB
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.training.out_of_memory.remediations import remediations_for
-from lowmem_ft.units import MIB
 
 GREEDY = ["training.per_device_train_batch_size=4", "loss.chunk_tokens=null"]
 LEAN = [

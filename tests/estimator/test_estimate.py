@@ -14,6 +14,7 @@ from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
 from lowmem_ft.estimator.host import host_outside, process_bytes_on_cpu
 from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.foundation.units import MIB
 from lowmem_ft.memory.comparison import estimated_peaks
 from lowmem_ft.memory.estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, HEAP_SHARE_OF_RUNS, RESERVED_SHARE
@@ -25,7 +26,6 @@ from lowmem_ft.system.process_size import (
     PROCESS_BESIDE_GPU_BYTES,
     TOKEN_BYTES,
 )
-from lowmem_ft.units import MIB
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 

@@ -9,14 +9,14 @@ from transformers import LlamaConfig
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import find_gpu
-from lowmem_ft.errors import ModelError
 from lowmem_ft.estimator import CannotRun, estimate_memory, estimate_methods
 from lowmem_ft.estimator.estimate import SharedTraces
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.methods import NOT_STREAMED_IN_FLOAT32
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.units import MIB
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.methods import METHODS, methods_with
-from lowmem_ft.units import MIB
 
 FULL = ["adapter.name=none"]
 GPUS = [find_gpu(name) for name in ("t4", "rtx-4090", "h100-80gb")]

@@ -10,16 +10,16 @@ import pytest
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog import find_gpu
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.estimator.tracing import is_cut_unevenly, trace_layers
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.models import load_model_config
 from lowmem_ft.planner import plan
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.cards import on_cards
 from lowmem_ft.tensors.local_shards import rows_of
-from lowmem_ft.units import GIB
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.replay.links import link_between

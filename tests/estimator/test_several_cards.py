@@ -10,10 +10,10 @@ from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.cli.estimate import main
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus, estimate_on_several
 from lowmem_ft.estimator.estimate import SharedTraces
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.cards import on_cards
 from lowmem_ft.reports.gpu_table import several_table
-from lowmem_ft.units import GIB
 
 GPUS = load_gpus()
 

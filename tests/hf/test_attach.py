@@ -13,7 +13,7 @@ from tiny_models import tiny_llama
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from lowmem_ft import hf
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 VERTICAL = (

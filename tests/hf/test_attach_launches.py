@@ -46,7 +46,7 @@ if how == "FSDP":
 import torch
 from attached_trainers import recipe_of, trainer_of
 from lowmem_ft import hf
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 

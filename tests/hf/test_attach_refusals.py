@@ -12,7 +12,7 @@ from tiny_models import tiny_llama
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from lowmem_ft import hf
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.refusals import problems_with_trainer
 
 VERTICAL = ("accumulation.order=vertical", "checkpointing.mode=full")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Printe
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, SFTConfig, SFTTrainer
 
 from lowmem_ft import hf
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.trainer_kinds import ROWS, Refused
 
 STATE = ("offload.optimizer=host", "checkpointing.mode=full", "tiling.mlp=2", "offload.activations=inputs")

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer
 
 from lowmem_ft import hf
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 
 class Words(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from attached_trainers import attached_trainer, problems_of, trainer_of, weights_of
 from transformers import Trainer, TrainerCallback
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.overridden import FOLLOWED, FOLLOWED_MOMENTS, REFUSED, REFUSED_MOMENTS, UNREACHED
 from lowmem_ft.hf.trainer_kinds import KINDS
 

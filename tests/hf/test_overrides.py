@@ -11,7 +11,7 @@ from tiny_models import tiny_llama
 from transformers import Trainer
 
 from lowmem_ft import hf
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 CPU = ("training.use_cpu=true", "training.report_to=[]")
 

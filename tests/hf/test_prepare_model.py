@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
 from lowmem_ft import hf, load_recipe
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.training.loop import TrainingRun
 
 CPU = "training.use_cpu=true"

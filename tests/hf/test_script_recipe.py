@@ -16,7 +16,7 @@ from tiny_models import tiny_llama
 from transformers import AutoTokenizer, TrainerCallback
 
 from lowmem_ft import estimate_memory, hf, load_recipe
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.reading import Reading
 from lowmem_ft.hf.trl_loss import tile_shape, trl_loss
 from lowmem_ft.recipe.keys import recipe_keys

@@ -9,7 +9,7 @@ import pytest
 from attached_trainers import attached_trainer, trainer_of
 from transformers.trainer_utils import get_last_checkpoint
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 

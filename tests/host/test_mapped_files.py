@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowmem_ft.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.host import mapped_files
 from lowmem_ft.host.mapped_files import MappedFiles, is_in_file
-from lowmem_ft.units import GIB, MIB
 
 
 @pytest.fixture

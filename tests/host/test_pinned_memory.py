@@ -9,8 +9,8 @@ import weakref
 import pytest
 import torch
 
-from lowmem_ft import wsl
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.foundation import wsl
+from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.host import pinned_memory as host_memory
 from lowmem_ft.host.copy_engine import STAGING_BYTES
 from lowmem_ft.host.mapped_files import MappedFiles, is_in_file

@@ -19,7 +19,7 @@ from ground_truth.ladder_matrix import (
 from ground_truth.ladder_run import outcome_of, tolerance
 from transformers import AutoConfig
 
-from lowmem_ft.errors import RecipeError, UserError
+from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.recipe import load_recipe
 
 RUNS, EXCLUDED = covering()

@@ -11,7 +11,7 @@ import yaml
 from ground_truth.ladder_run import Rows
 from ground_truth.random_runs import RandomRun, difference_from_plain, has_way_out, random_run
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 
 def _found_runs():

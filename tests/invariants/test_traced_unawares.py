@@ -27,8 +27,8 @@ def names_in(source: str) -> Iterator[str]:
 
 
 def is_of_a_trace(name: str) -> bool:
-    if name.startswith("lowmem_ft.repetition"):
-        return name != "lowmem_ft.repetition.rounds"
+    if name.startswith("lowmem_ft.foundation.repetition"):
+        return name != "lowmem_ft.foundation.repetition.rounds"
     return name == "times" or "FakeTensor" in name or "_subclasses" in name
 
 
@@ -40,5 +40,7 @@ def test_what_a_round_stands_for_and_fake_tensors_are_the_tracers():
         if (names := sorted(set(filter(is_of_a_trace, names_in(path.read_text())))))
     }
     assert found == {}
-    users = [path for path in sources if "lowmem_ft.repetition.rounds" in names_in(path.read_text())]
+    users = [
+        path for path in sources if "lowmem_ft.foundation.repetition.rounds" in names_in(path.read_text())
+    ]
     assert users  # the walk sees what it looks for

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import MIB
 from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.units import MIB
 
 
 def test_nothing_set_means_the_defaults():

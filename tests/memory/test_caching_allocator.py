@@ -2,9 +2,9 @@
 
 import pytest
 
+from lowmem_ft.foundation.units import MIB, TIB
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.caching_allocator import CachingAllocator, OutOfMemory
-from lowmem_ft.units import MIB, TIB
 
 
 def allocator(settings="", **options):

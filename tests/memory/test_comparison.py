@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.comparison import Peaks, compared, typical_seconds
-from lowmem_ft.units import GIB
 
 MEASURED = Peaks(
     peak_bytes=10 * GIB,

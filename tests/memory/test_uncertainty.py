@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE, is_tight, with_headroom
-from lowmem_ft.units import GIB
 
 ROOT = Path(__file__).parents[2]
 PROMISES = {

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models import ModelConfig, load_model_config, load_tokenizer, max_positions
 from lowmem_ft.models.hub_names import hub_id_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models import ModelConfig, load_model_config
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.model_files import ENCODERS

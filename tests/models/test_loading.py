@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, max_positions
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from lowmem_ft.foundation.units import MIB
 from lowmem_ft.host.mapped_files import MappedFiles, is_in_file
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, weights_in_files
-from lowmem_ft.units import MIB
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 96}

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from lowmem_ft.foundation.units import KIB, MIB
 from lowmem_ft.models import ModelConfig, load_master_weights, load_model_config, master_weights
-from lowmem_ft.units import KIB, MIB
 
 SIZES = {
     "hidden_size": 32,

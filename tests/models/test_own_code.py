@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.user_paths import recipes_folder
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer
-from lowmem_ft.user_paths import recipes_folder
 
 OWN_CODE = """
 from pathlib import Path

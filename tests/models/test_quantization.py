@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 pytest.importorskip("bitsandbytes")
 
-from lowmem_ft.errors import MissingPackageError
+from lowmem_ft.foundation.errors import MissingPackageError
 from lowmem_ft.models import ModelConfig, load_model, load_model_config
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 

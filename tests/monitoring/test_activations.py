@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.monitoring import activation_report
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.monitoring import LeakFinder, find_leaks
 from lowmem_ft.monitoring.holders import holder_of
 

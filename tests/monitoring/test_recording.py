@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.monitoring import record_snapshot
 
 

@@ -11,8 +11,8 @@ from ground_truth.families import FAMILIES
 from ground_truth.ladder_run import outcome_of
 from transformers import AutoConfig
 
-from lowmem_ft.errors import RecipeError
-from lowmem_ft.knob import Effect
+from lowmem_ft.foundation.errors import RecipeError
+from lowmem_ft.foundation.knob import Effect
 from lowmem_ft.optimizers import ChunkedOptimizer, config, create_optimizer, table
 from lowmem_ft.recipe import check_recipe, keys, load_recipe
 from lowmem_ft.training.out_of_memory.remediations import remediations_for

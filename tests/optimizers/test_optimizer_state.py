@@ -8,7 +8,7 @@ from devices_to_test_on import on_cuda, on_virtual_gpu, running_on
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lowmem_ft.errors import CheckpointError
+from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.optimizers import (
     OPTIMIZERS,
     OptimizerConfig,

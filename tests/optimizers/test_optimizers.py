@@ -12,8 +12,9 @@ from devices_to_test_on import on_cuda, on_virtual_gpu, running_on
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
-from lowmem_ft import load_recipe, wsl
-from lowmem_ft.errors import UserError
+from lowmem_ft import load_recipe
+from lowmem_ft.foundation import wsl
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.optimizers import (
     OPTIMIZERS,
     OptimizerConfig,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.errors import CheckpointError
+from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.optimizers import (
     OptimizerConfig,
     OptimizerState,

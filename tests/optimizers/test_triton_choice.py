@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft import packages
 from lowmem_ft.catalog.this_machine import this_machines_gpu
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation import packages
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.optimizers import ChunkedOptimizer, triton_choice
 from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.optimizers.triton_choice import uses_kernel

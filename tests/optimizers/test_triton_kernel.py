@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer, triton_choice
 from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.optimizers.lion import Lion

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowmem_ft.catalog.gpus import find_gpu
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.race import RaceError
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.adamw import AdamW

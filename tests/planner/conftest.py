@@ -8,10 +8,10 @@ import pytest
 from transformers import LlamaConfig
 
 from lowmem_ft.estimator.target import limits
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.estimate import MemoryEstimate, Processes, ProcessRange, StepTime
 from lowmem_ft.memory.uncertainty import Uncertainty
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.units import GIB
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,14 @@ import pytest
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.cores import PROCESSES_VARIABLE
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner import ahead as ahead_module
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
 from lowmem_ft.planner.target import Target
 from lowmem_ft.system.host_limits import HostLimit
-from lowmem_ft.units import GIB
 
 BUDGET = Budget(device="4GiB")
 

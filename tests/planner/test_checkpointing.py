@@ -11,9 +11,9 @@ from tiny_models import tiny_llama
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.cli import main
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import plan, plan_checkpointing
 from lowmem_ft.planner.checkpointing import NO_LAYER, chosen_in_words

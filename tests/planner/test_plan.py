@@ -12,8 +12,8 @@ import pytest
 import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.cli.stopping import sigterm_as_ctrl_c
-from lowmem_ft.errors import RecipeError, UserError
 from lowmem_ft.estimator import estimate_memory, tracing
+from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.space import space_of
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml

@@ -10,10 +10,10 @@ import pytest
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner import expectations, plan
 from lowmem_ft.planner.space import with_settings
 from lowmem_ft.planner.target import Target
-from lowmem_ft.units import GIB
 
 SAMPLES = sorted(bench_plans.DATA.glob("*.jsonl"))
 

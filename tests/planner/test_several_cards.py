@@ -10,9 +10,10 @@ import pytest
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import find_gpu
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.models import load_model_config
 from lowmem_ft.models.loading import weights_dtype
 from lowmem_ft.planner import bounds, plan
@@ -20,7 +21,6 @@ from lowmem_ft.planner.cards import numbers_up_to, on_number
 from lowmem_ft.planner.space import Space, space_of
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.cards import on_cards
-from lowmem_ft.units import GIB
 
 STILL = "plan.keep=[model,adapter,data,training,optimizer,offload,accumulation,loss,tiling,checkpointing]"
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lowmem_ft.knob import Effect
+from lowmem_ft.foundation.knob import Effect
 from lowmem_ft.planner.space import ROWS, consent_keys, recipe_rules, space_of, with_settings
 from lowmem_ft.recipe.conflicts import CONFLICTS, recipe_problems
 from lowmem_ft.recipe.keys import recipe_keys

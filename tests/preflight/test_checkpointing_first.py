@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.preflight import estimate_beside, plan_first
 

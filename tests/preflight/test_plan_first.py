@@ -10,12 +10,12 @@ import pytest
 import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
 from lowmem_ft.cli import main
-from lowmem_ft.errors import DoesNotFitError, UserError
 from lowmem_ft.estimator.child_process import EstimatingProcess
+from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner import MemoryPlan
 from lowmem_ft.preflight import plan_first
 from lowmem_ft.preflight.plan_first import with_plan
-from lowmem_ft.units import GIB
 
 CHOSEN = {"optimizer.state": "8bit", "checkpointing.mode": "none"}
 SHORT = (

@@ -15,7 +15,6 @@ import torch
 
 import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
-from lowmem_ft.errors import DoesNotFitError, ModelError
 from lowmem_ft.estimator import tracing
 from lowmem_ft.estimator.child_process import (
     ChildFailedError,
@@ -23,6 +22,7 @@ from lowmem_ft.estimator.child_process import (
     _environment,
     estimate_without_timeline,
 )
+from lowmem_ft.foundation.errors import DoesNotFitError, ModelError
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.preflight.estimate_beside import EstimateBeside
 

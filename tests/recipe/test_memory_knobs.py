@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from lowmem_ft.knob import NO_EFFECT, Effect, knob
+from lowmem_ft.foundation.knob import NO_EFFECT, Effect, knob
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.keys import recipe_keys
 

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from lowmem_ft.errors import RecipeError
+from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe, load_recipe, schedules
 from lowmem_ft.recipe.conflicts import CONFLICTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from lowmem_ft.errors import RecipeError
+from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 
 SECRET = "hunter2"

@@ -10,8 +10,8 @@ import pytest
 
 from lowmem_ft.catalog import find_gpu
 from lowmem_ft.cli import main
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.training import train

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lowmem_ft.foundation.units import KIB
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.rehearsal.host import RehearsedHost
@@ -11,7 +12,6 @@ from lowmem_ft.system.host_limits import HostLimit
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.training.out_of_memory import budget_cap
 from lowmem_ft.training.run import progress
-from lowmem_ft.units import KIB
 
 
 def test_budgets_are_held_against_the_host_it_is_for(recipe, monkeypatch):

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lowmem_ft.catalog.gpu import Price
 from lowmem_ft.estimator.changes import Change, Changes
+from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.memory.estimate import BudgetVerdict, ProcessRange
 from lowmem_ft.memory.uncertainty import Uncertainty
 from lowmem_ft.reports.estimate_table import (
@@ -18,7 +19,6 @@ from lowmem_ft.reports.estimate_table import (
     price_per_million_tokens,
 )
 from lowmem_ft.training.out_of_memory.remediations import Remediation
-from lowmem_ft.units import GIB, MIB
 
 PRICE = Price(provider="somebody", usd_per_hour=0.72, date="2026-10-01", source="https://example.org")
 

@@ -6,9 +6,9 @@ import pytest
 
 from lowmem_ft.catalog.gpu import Gpu, Price
 from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit
 from lowmem_ft.reports.gpu_table import by_cost, gpu_table
-from lowmem_ft.units import GIB
 
 
 def make_gpu(name: str, gib: int, usd_per_hour: float | None) -> Gpu:

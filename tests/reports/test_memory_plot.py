@@ -9,7 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lowmem_ft.errors import MissingPackageError, UserError
+from lowmem_ft.foundation.errors import MissingPackageError, UserError
+from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.estimate import DeviceLimit
 from lowmem_ft.memory.replay import replay
@@ -17,7 +18,6 @@ from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.reports.memory_plot import check_plot_path, write_plot
 from lowmem_ft.reports.memory_series import sample_memory
 from lowmem_ft.reports.plot_frame import PlotFrame, band_label
-from lowmem_ft.units import GIB, MIB
 
 
 class Page(HTMLParser):

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
+from lowmem_ft.foundation.units import MIB
 from lowmem_ft.memory.analysis import peak_by_phase
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.reports.memory_series import STACKED, phase_bands, sample_memory
-from lowmem_ft.units import MIB
 
 
 def random_timeline(num_allocations: int) -> Timeline:

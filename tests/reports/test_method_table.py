@@ -6,10 +6,10 @@ import pytest
 
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.estimator.methods import MethodEstimate
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, StepTime
 from lowmem_ft.recipe.methods import METHODS
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
-from lowmem_ft.units import GIB
 
 NEEDS_GIB = {"full": 5, "lora": 18, "qlora": 7.6}
 GPUS = {name: load_gpus()[name] for name in ("t4", "rtx-3070", "rtx-4090", "rtx-pro-6000-blackwell")}

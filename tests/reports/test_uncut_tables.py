@@ -9,6 +9,7 @@ import pytest
 
 from lowmem_ft.catalog.gpus import load_gpus
 from lowmem_ft.estimator.methods import MethodEstimate
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, StepTime
 from lowmem_ft.recipe.methods import METHODS
 from lowmem_ft.reports.filling import filled, shell_lines
@@ -16,7 +17,6 @@ from lowmem_ft.reports.gpu_table import gpu_table
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
 from lowmem_ft.reports.prose import Pairs
 from lowmem_ft.reports.uncut_table import UncutTable
-from lowmem_ft.units import GIB
 
 GPUS = load_gpus()
 LONG = "training.per_device_train_batch_size=16"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "demo"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "trl"

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.system import host_limits
 from lowmem_ft.system.host_limits import SPARE_SHARE, tightest_host_limit
-from lowmem_ft.units import GIB
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ PROGRAM = textwrap.dedent("""
     import ctypes
     import torch
     from lowmem_ft.system.malloc import keep_tensors_out_of_the_heap
-    from lowmem_ft.units import MIB
+    from lowmem_ft.foundation.units import MIB
 
     class Counts(ctypes.Structure):  # mallinfo(3)
         _fields_ = [(name, ctypes.c_size_t) for name in "arena b c d mapped f g h i j".split()]

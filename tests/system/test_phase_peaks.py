@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.system import phase_peaks
 from lowmem_ft.system.memory_meter import read_device_memory, read_host_memory
 from lowmem_ft.system.phase_peaks import PhasePeaks
-from lowmem_ft.units import GIB, MIB
 
 CPU = torch.device("cpu")
 

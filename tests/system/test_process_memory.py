@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from lowmem_ft.foundation.units import MIB
 from lowmem_ft.system import process_memory
 from lowmem_ft.system.process_memory import (
     held_bytes,
@@ -15,7 +16,6 @@ from lowmem_ft.system.process_memory import (
     reset_peak,
     resident_file_bytes,
 )
-from lowmem_ft.units import MIB
 
 PROGRAM = """
 import sys

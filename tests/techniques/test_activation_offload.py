@@ -10,7 +10,7 @@ from tiny_models import tiny_llama
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques import activation_offload
 from lowmem_ft.techniques.activation_offload import enable_activation_offload

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as hf
 
-from lowmem_ft.errors import MissingPackageError, ModelError, UserError
+from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError
 from lowmem_ft.techniques import attention
 from lowmem_ft.techniques.attention import choose_attention
 from lowmem_ft.virtual_gpu import VirtualGPU

@@ -10,7 +10,7 @@ from tiny_models import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.selective_checkpointing import KeepAttentionOutputs
 from lowmem_ft.tensors.storage_tracker import StorageTracker

@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import OPTIMIZERS, OptimizerConfig, create_optimizer
 from lowmem_ft.techniques import optimizer_in_backward as module

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.host import pinned_memory as host_memory
 from lowmem_ft.host.pinned_memory import PAGE_BYTES, HostMemory
 from lowmem_ft.optimizers import OPTIMIZERS, OptimizerConfig, create_optimizer

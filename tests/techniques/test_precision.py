@@ -11,7 +11,7 @@ from bitsandbytes.optim import AdamW as BitsandbytesAdamW
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
 from lowmem_ft.virtual_gpu import VirtualGPU

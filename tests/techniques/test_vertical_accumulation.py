@@ -9,7 +9,7 @@ from ground_truth.families import FAMILIES, VOCABULARY
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.vertical_accumulation import (
     check_vertical_accumulation,

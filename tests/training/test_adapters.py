@@ -17,7 +17,7 @@ pytest.importorskip("bitsandbytes")
 
 import peft
 
-from lowmem_ft.errors import CheckpointError, Interrupted, RecipeError
+from lowmem_ft.foundation.errors import CheckpointError, Interrupted, RecipeError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
 from lowmem_ft.training.export.merging import merge_into_base

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, OPTConfig
 
-from lowmem_ft.errors import ModelError, UserError
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.training import train
 
 OWN_CODE = """

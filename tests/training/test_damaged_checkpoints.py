@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from lowmem_ft.errors import CheckpointError
+from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_manifest

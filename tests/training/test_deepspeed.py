@@ -12,7 +12,7 @@ from trained_by_processes import CASES as OF_ENGINES
 from trained_by_processes import assert_alike, trained
 from transformers import AutoModelForCausalLM
 
-from lowmem_ft.errors import RecipeError
+from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.training import train
 
 needs_deepspeed = pytest.mark.skipif(

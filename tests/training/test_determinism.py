@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import modeling_flash_attention_utils as flash_attention
 
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import loop, train
 from lowmem_ft.training.determinism import deterministic_kernels

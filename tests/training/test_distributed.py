@@ -109,7 +109,7 @@ BREAK_RANK_1 = """
 import os, signal, sys
 from lowmem_ft.cli.train import main
 from lowmem_ft.data import DataStream
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.training import session_files
 
 what, rank = sys.argv.pop(1), os.environ["RANK"]

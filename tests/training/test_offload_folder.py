@@ -13,9 +13,9 @@ from transformers import LlamaConfig
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.catalog.gpus import find_gpu
-from lowmem_ft.errors import RecipeError
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.host.copy_engine import PutOffCopy
 from lowmem_ft.host.mapped_files import is_in_file
 from lowmem_ft.host.pinned_memory import HostMemory

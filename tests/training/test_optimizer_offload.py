@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.host import pinned_memory as host_memory
 from lowmem_ft.system.host_limits import HostLimit
 from lowmem_ft.training import train

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import load_master_weights, load_model, load_model_config
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state

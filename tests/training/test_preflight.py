@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.memory.estimate import (
     BudgetVerdict,
     DeviceLimit,

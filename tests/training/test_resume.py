@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_ft.errors import CheckpointError, Interrupted, UserError
+from lowmem_ft.foundation.errors import CheckpointError, Interrupted, UserError
 from lowmem_ft.training import train
 from lowmem_ft.training.run.run_folder import RunFolder
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.training import train
 from lowmem_ft.training.run.run_folder import RunFolder
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
 from lowmem_ft.training.run.run_folder import RunFolder

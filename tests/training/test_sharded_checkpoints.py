@@ -11,7 +11,7 @@ from roundings import LOSS, SMOOTH_ADAMW, of_updates
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lowmem_ft.errors import CheckpointError
+from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
 from lowmem_ft.training.checkpoints.checkpoint_folders import find_checkpoint, read_manifest

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowmem_ft import packages
-from lowmem_ft.errors import CheckpointError, MissingPackageError, UserError
+from lowmem_ft.foundation import packages
+from lowmem_ft.foundation.errors import CheckpointError, MissingPackageError, UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import loop, train
 from lowmem_ft.training.schedule import num_warmup_steps

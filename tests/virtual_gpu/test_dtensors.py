@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.units import MIB
+from lowmem_ft.foundation.units import MIB
 from lowmem_ft.virtual_gpu.processes import one_of_several
 
 NUM_PROCESSES = 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu import VirtualGPU, register_operator_cost
 
 ROWS, WIDTH = 256, 512

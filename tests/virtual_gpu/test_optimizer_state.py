@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.errors import LostMemoryError
-from lowmem_ft.units import MIB
+from lowmem_ft.foundation.errors import LostMemoryError
+from lowmem_ft.foundation.units import MIB
 
 
 class MakesStateUnseen(torch.optim.Optimizer):

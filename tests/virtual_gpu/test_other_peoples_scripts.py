@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils.import_utils import is_torch_cuda_available
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch.multiprocessing
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.upstream.on_import import when_imported
 from lowmem_ft.upstream.patches import existing, replace
 

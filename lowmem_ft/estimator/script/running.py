@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 import lowmem_ft
-from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.estimator.script.data import DataCut
 from lowmem_ft.estimator.script.files import FilesKeptAway
 from lowmem_ft.estimator.script.refusals import refuse_what_cannot_be
 from lowmem_ft.estimator.script.steps import Enough, StepWatch
 from lowmem_ft.estimator.script.trainers import ShortTraining
 from lowmem_ft.estimator.script.weights import weights_from_configs
+from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.code_places import PeakPlace
 from lowmem_ft.virtual_gpu.machine import VirtualMachine

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.errors import UserError, did_you_mean
+from lowmem_ft.foundation.errors import UserError, did_you_mean
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 

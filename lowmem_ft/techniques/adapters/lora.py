@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem_ft.errors import CheckpointError, UserError, did_you_mean
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.errors import CheckpointError, UserError, did_you_mean
+from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.modules.patching import set_attribute

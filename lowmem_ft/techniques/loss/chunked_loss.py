@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowmem_ft.devices import has_values
-from lowmem_ft.errors import ModelError, UserError
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.devices import has_values
+from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.config import LossConfig, TilingConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowmem_ft.repetition import rounds
+from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 
 
 def decoder_layers(model: nn.Module, way_out: str = "checkpointing.mode=none") -> nn.ModuleList:

@@ -26,7 +26,7 @@ def set_attribute(target: Any, name: str, value: object) -> Callable[[], None]:
         value: what it is from now on.
 
     Returns:
-        What to hand to a :class:`lowmem_ft.handle.Handle`.
+        What to hand to a :class:`lowmem_ft.foundation.handle.Handle`.
     """
     return _put_on(target, name, _Override(value))
 
@@ -43,7 +43,7 @@ def wrap_method(
             called instead.
 
     Returns:
-        What to hand to a :class:`lowmem_ft.handle.Handle`.
+        What to hand to a :class:`lowmem_ft.foundation.handle.Handle`.
     """
     override = _Override(None)
 

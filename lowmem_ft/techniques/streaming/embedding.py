@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.errors import ModelError
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.handle import Handle
+from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.host.copy_engine import CopyEvent
-from lowmem_ft.repetition import rounds
 from lowmem_ft.techniques.gradients.blocks import rows_per_block
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.streaming.tensors import stand_in

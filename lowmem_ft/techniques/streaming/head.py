@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.modules.patching import set_attribute

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig
@@ -25,7 +26,6 @@ from lowmem_ft.techniques.streaming.head import StreamedHead
 from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream, SupportsDeferredUpdates
 from lowmem_ft.techniques.streaming.tensors import move_the_rest
 from lowmem_ft.techniques.technique import Technique, WeightMemory
-from lowmem_ft.units import format_bytes
 
 log = logging.getLogger(__name__)
 

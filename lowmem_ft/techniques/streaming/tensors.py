@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowmem_ft.devices import has_values
+from lowmem_ft.foundation.devices import has_values
 
 
 @dataclass(frozen=True)

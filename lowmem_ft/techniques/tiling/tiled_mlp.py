@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.devices import has_values
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.foundation.devices import has_values
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.techniques.config import TilingConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute

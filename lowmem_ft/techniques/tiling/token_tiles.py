@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
 from lowmem_ft.techniques.modules.patching import set_attribute
 

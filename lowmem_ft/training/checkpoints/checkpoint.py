@@ -31,7 +31,8 @@ from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.errors import CheckpointError
+from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models.shard_files import OPTIMIZER, shard_files
 from lowmem_ft.training.checkpoints.atomic_io import (
     abandon_folder,
@@ -50,7 +51,6 @@ from lowmem_ft.training.checkpoints.saved_files import MANIFEST
 from lowmem_ft.training.random_state import export_random_state
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
-from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.data.position import DataPosition
-from lowmem_ft.errors import CheckpointError
+from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.models.model_files import damage
 from lowmem_ft.models.shard_files import MODEL, OPTIMIZER, checkpoint_of, shard_files
 from lowmem_ft.training.checkpoints.saved_files import MANIFEST, delete_saved

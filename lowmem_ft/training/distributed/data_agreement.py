@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 
 from lowmem_ft.data import PreparedData
-from lowmem_ft.errors import DataError
+from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.training.distributed.rendezvous import Arrival, differences
 from lowmem_ft.training.runtime import RunRuntime
 

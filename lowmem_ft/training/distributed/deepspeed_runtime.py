@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from lowmem_ft.packages import require_package
+from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.knob import Engine
+from lowmem_ft.foundation.knob import Engine
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.engine_rules import problems_with_engine
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed
 
-from lowmem_ft.errors import Interrupted, OtherProcessError, UserError
+from lowmem_ft.foundation.errors import Interrupted, OtherProcessError, UserError
 
 LOOK_EVERY_SECONDS = 1.0
 GRACE_SECONDS = 5.0

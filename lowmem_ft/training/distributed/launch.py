@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lowmem_ft.errors import RecipeError, UserError
+from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.techniques.config import DistributedConfig, Strategy
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.training.distributed.launch import Launch, processes_here
 
 _DRIVER = Path("/proc/driver/nvidia/version")

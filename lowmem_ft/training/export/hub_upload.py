@@ -8,8 +8,8 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-from lowmem_ft.errors import UserError
-from lowmem_ft.hub import hub_is_reachable
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.hub_connection import hub_is_reachable
 from lowmem_ft.recipe import TrainingConfig
 
 logger = logging.getLogger(__name__)

@@ -18,13 +18,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from lowmem_ft.data.files import is_hub_name
+from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.memory.comparison import Row
 from lowmem_ft.models import hub_id_of
 from lowmem_ft.models.local_paths import looks_like_a_path
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.references import escape_references
 from lowmem_ft.training.evaluation import EvaluationResult
-from lowmem_ft.user_paths import expand_user
 
 _OF_THIS_MACHINE = {
     "name",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
-from lowmem_ft.devices import has_bfloat16
-from lowmem_ft.errors import DoesNotFitError
+from lowmem_ft.foundation.devices import has_bfloat16
+from lowmem_ft.foundation.errors import DoesNotFitError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
@@ -21,7 +22,6 @@ from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried,
 from lowmem_ft.training.run.replaced_run import allocator_file
 from lowmem_ft.training.runtime import RunRuntime
 from lowmem_ft.training.session import Session
-from lowmem_ft.units import format_bytes
 
 _NUM_TENSORS = 4
 

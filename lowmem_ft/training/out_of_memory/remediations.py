@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowmem_ft.knob import COSTS, FIDELITIES
+from lowmem_ft.foundation.knob import COSTS, FIDELITIES
 from lowmem_ft.optimizers.table import OPTIMIZERS, Capability, OptimizerRow
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.keys import recipe_keys

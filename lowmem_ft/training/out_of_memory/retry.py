@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from lowmem_ft.data import Batch, LabelledRows, half_of, half_of_rows
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.memory_meter import free_device_bytes
@@ -49,7 +50,6 @@ from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
 from lowmem_ft.training.out_of_memory.step_rollback import BeforeWindow
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult, WindowGradients, WindowPass, apply_gradients
-from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.training.run.replaced_run import RECIPE_FILE
 

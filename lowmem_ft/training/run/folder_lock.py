@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 LOCK_FILE = ".lock"
 

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.tensors.local_shards import local_part

@@ -15,8 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.training.run.time_left import TimeLeft
-from lowmem_ft.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

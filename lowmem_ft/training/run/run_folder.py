@@ -9,7 +9,8 @@ import operator
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.foundation.errors import CheckpointError, UserError
+from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.output_folder import inputs_of, refuse_output_folder, run_folder_of
 from lowmem_ft.recipe.paths import MODEL_FOLDER
@@ -34,7 +35,6 @@ from lowmem_ft.training.run.replaced_run import (
     replaced_runs,
     run_files,
 )
-from lowmem_ft.user_paths import expand_user
 
 logger = logging.getLogger(__name__)
 

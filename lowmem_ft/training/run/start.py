@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data import DataPosition, DataStream, PreparedData, load_data
-from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.foundation.errors import CheckpointError, UserError
+from lowmem_ft.foundation.units import counted
 from lowmem_ft.models import max_positions, vocab_size
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import Plan
@@ -19,7 +20,6 @@ from lowmem_ft.training.distributed.data_agreement import refuse_other_data
 from lowmem_ft.training.distributed.launched_gpus import expected_gpu
 from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
 from lowmem_ft.training.runtime import RunRuntime
-from lowmem_ft.units import counted
 from lowmem_ft.upstream.tested import warn_if_untested
 
 logger = logging.getLogger(__name__)

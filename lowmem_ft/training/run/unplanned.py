@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.errors import RecipeError
+from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.recipe import Recipe
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lowmem_ft.allocator_setting import SETTING_OF_RUNS, allocator_setting
 from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
 from lowmem_ft.memory.allocator_config import AllocatorConfig
 from lowmem_ft.memory.estimate import (
     BudgetVerdict,

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _random as dtensor_random
 from torch.utils._device import _device_constructors
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu
 from lowmem_ft.virtual_gpu.device import VirtualBackend
@@ -56,7 +56,7 @@ _MAKE_OF_VALUES = (
 """They copy an array to the device by ``Tensor.to`` in C++, which asks CUDA itself for the index of ``cuda``."""
 
 _OURS = ("stands_for", "register_host_memory", "host_may_use")
-"""What a virtual device has and CUDA has not: for lowmem_ft.devices, host/pinned_memory.py and streamed weights."""
+"""What a virtual device has and CUDA has not: for lowmem_ft.foundation.devices, host/pinned_memory.py and streamed weights."""
 
 _REMEMBER_ANSWERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
 """Modules that ask once whether there is a GPU, and remember."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.upstream.patches import replace
 
 _HANDLES = (

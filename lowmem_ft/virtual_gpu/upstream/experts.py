@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.integrations import moe
 
-from lowmem_ft.devices import compute_capability, is_virtual
+from lowmem_ft.foundation.devices import compute_capability, is_virtual
 from lowmem_ft.upstream.patches import existing, replace
 
 _AMPERE = (8, 0)

@@ -18,7 +18,7 @@ from torch.nn.attention import varlen
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as upstream
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.upstream.patches import existing, replace
 from lowmem_ft.virtual_gpu.active import active_gpu
 

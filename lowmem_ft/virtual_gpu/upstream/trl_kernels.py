@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.devices import is_virtual
+from lowmem_ft.foundation.devices import is_virtual
 from lowmem_ft.upstream.on_import import when_imported
 from lowmem_ft.upstream.patches import existing, replace
 from lowmem_ft.virtual_gpu.operator_costs import register_operator_cost

@@ -22,7 +22,7 @@ from types import FrameType
 
 import torch
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.values.control_flow import answer_that_passes, innermost_loop, returns_answer
 
 MOST_ROUNDS = 1000

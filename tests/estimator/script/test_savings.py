@@ -5,8 +5,8 @@ from stock_scripts import trainer_of
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from lowmem_ft import hf, load_recipe
-from lowmem_ft.errors import UserError
 from lowmem_ft.estimator.script import estimate_script
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.script_savings import Savings, TrainerSeen
 
 TRAINER = """

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_ft.errors import Interrupted, UserError
 from lowmem_ft.estimator.script import ScriptError, estimate_script
-from lowmem_ft.units import MIB
+from lowmem_ft.foundation.errors import Interrupted, UserError
+from lowmem_ft.foundation.units import MIB
 
 PARAMETERS = 64 * 64 + 64
 

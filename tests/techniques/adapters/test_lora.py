@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 
 import peft
 
-from lowmem_ft.errors import CheckpointError, UserError
+from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.techniques.adapters.lora import enable_lora, merge_adapter
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.config import AdapterConfig, CheckpointingConfig, LossConfig

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers import modeling_flash_attention_utils as flash_attention
 
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.recipe.keys import recipe_keys
 from lowmem_ft.techniques.config import TilingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss

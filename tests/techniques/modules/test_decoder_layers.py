@@ -6,7 +6,7 @@ import transformers as hf
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.checkpointing import enable_checkpointing

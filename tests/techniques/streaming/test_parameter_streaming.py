@@ -10,7 +10,7 @@ import torch
 from ground_truth.families import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_ft.errors import DoesNotFitError, ModelError, UserError
+from lowmem_ft.foundation.errors import DoesNotFitError, ModelError, UserError
 from lowmem_ft.host.copy_engine import CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing

@@ -10,7 +10,7 @@ from tiny_models import FAMILY_SIZES, model_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.config import CheckpointingConfig, TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp

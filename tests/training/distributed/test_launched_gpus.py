@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.training.distributed.launch import Launch
 from lowmem_ft.training.distributed.launched_gpus import expected_gpu, own_gpu
 from lowmem_ft.training.distributed.rendezvous import Arrival, shared_gpus

@@ -81,7 +81,7 @@ def test_a_process_without_the_model_is_told_of_by_all(run_two, tmp_path):
 def test_weights_that_one_process_cannot_read_are_told_of_by_all(run_two):
     """They are read long after the processes have met."""
     damaged = """
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.training import accelerate_runtime
 def load_model(*args, **options):
     raise ModelError("model-00002.safetensors ends early.")

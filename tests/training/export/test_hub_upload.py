@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.training import train
 from lowmem_ft.training.export import hub_upload
 

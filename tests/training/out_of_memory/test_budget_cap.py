@@ -10,14 +10,14 @@ from accelerate.state import AcceleratorState, PartialState
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpus import load_gpus
-from lowmem_ft.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.system.host_limits import HostLimit
 from lowmem_ft.system.memory_meter import MemoryReading
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.out_of_memory import budget_cap
 from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap
-from lowmem_ft.units import GIB
 from lowmem_ft.virtual_gpu.replay.context_overhead import BITSANDBYTES_BYTES, NCCL_BYTES_OF_TWO
 
 CPU = torch.device("cpu")

@@ -6,12 +6,12 @@ import pytest
 import torch
 from gpu_runs import running_out_while_loading
 
-from lowmem_ft.errors import DoesNotFitError
-from lowmem_ft.memory.out_of_memory import LIBRARY_BYTES, library_that_did_not_start
+from lowmem_ft.foundation.errors import DoesNotFitError
+from lowmem_ft.foundation.out_of_memory_errors import LIBRARY_BYTES, library_that_did_not_start
+from lowmem_ft.foundation.units import GIB
 from lowmem_ft.system.memory_meter import MemoryReading
 from lowmem_ft.training import loop, train
 from lowmem_ft.training.out_of_memory.error import does_not_fit, is_out_of_memory
-from lowmem_ft.units import GIB
 
 MEMORY = MemoryReading(now_bytes=2**30, peak_bytes=3 * 2**30)
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_ft.errors import DoesNotFitError, Interrupted, UserError
-from lowmem_ft.memory import out_of_memory
+from lowmem_ft.foundation import out_of_memory_errors as out_of_memory
+from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted, UserError
+from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import evaluation, loop, train
@@ -23,7 +24,6 @@ from lowmem_ft.training.out_of_memory import diagnosis as out_of_memory_report
 from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
 from lowmem_ft.training.run.replaced_run import allocator_file
 from lowmem_ft.training.step import WindowPass
-from lowmem_ft.units import GIB, MIB
 
 CUDA = torch.device("cuda:0")
 SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null", "data.eval_size=null")

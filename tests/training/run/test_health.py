@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.data import DataPosition
-from lowmem_ft.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models import ModelConfig
 from lowmem_ft.techniques.adapters.lora import Lora
 from lowmem_ft.training import loop, train

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_ft.errors import Interrupted, UserError
+from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.training import loop, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.run import health, interruption, start

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.kernels.attention_choice import choose_sdpa
 from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.errors import RaceError
+from lowmem_ft.foundation.errors import RaceError
 from lowmem_ft.virtual_gpu.processes import one_of_several
 
 LARGE, SMALL = 2**20, 2**10

@@ -9,10 +9,10 @@ import pytest
 
 from lowmem_ft.catalog.gpu import Gpu
 from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.foundation.units import GIB, MIB, format_bytes
 from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate, ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
-from lowmem_ft.units import GIB, MIB, format_bytes
 from lowmem_ft.virtual_gpu.replay.estimate import OTHERS, Surroundings, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside, HostTensors
 from lowmem_ft.virtual_gpu.trace import Trace

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.attention import flex_attention
 from torch.utils._device import _device_constructors
 
-from lowmem_ft.devices import is_virtual, kernels_of
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.devices import is_virtual, kernels_of
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.device import VirtualBackend
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 NUM_ELEMENTS = 2**18

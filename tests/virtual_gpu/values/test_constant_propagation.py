@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowmem_ft.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.values.constant_propagation import MOST_ELEMENTS, known_values
 

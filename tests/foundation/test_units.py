@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowmem_ft.errors import UserError
-from lowmem_ft.units import format_bytes, parse_bytes
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 
-from lowmem_ft.wsl import is_wsl
+from lowmem_ft.foundation.wsl import is_wsl
 
 SETTING_OF_RUNS = "expandable_segments:True"
 

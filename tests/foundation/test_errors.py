@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_ft.errors import DoesNotFitError, Interrupted, MissingPackageError, RecipeError, UserError
+from lowmem_ft.foundation.errors import (
+    DoesNotFitError,
+    Interrupted,
+    MissingPackageError,
+    RecipeError,
+    UserError,
+)
 from lowmem_ft.upstream.patches import UpstreamChangedError
 
 MADE_OTHERWISE = {

@@ -8,8 +8,8 @@ import sysconfig
 
 import pytest
 
-from lowmem_ft import packages
-from lowmem_ft.packages import triton_lacks
+from lowmem_ft.foundation import packages
+from lowmem_ft.foundation.packages import triton_lacks
 
 
 @pytest.fixture

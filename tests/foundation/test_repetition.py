@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.repetition import abridged_for, rounds
+from lowmem_ft.foundation.repetition import abridged_for, rounds
 
 
 class LastOnly:

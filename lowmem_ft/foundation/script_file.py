@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from lowmem_ft.errors import UserError
-from lowmem_ft.user_paths import expand_user, neighbours
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.user_paths import expand_user, neighbours
 
 _PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 """What launchers set to the number of processes that they start."""

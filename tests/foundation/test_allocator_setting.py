@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
-from lowmem_ft import allocator_setting, wsl
-from lowmem_ft.allocator_setting import use_growing_segments
 from lowmem_ft.catalog.gpus import find_gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
+from lowmem_ft.foundation import allocator_setting, wsl
+from lowmem_ft.foundation.allocator_setting import use_growing_segments
 from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_environment, allocator_config_of_runs
 
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"

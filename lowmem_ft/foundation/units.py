@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowmem_ft.errors import UserError
+from lowmem_ft.foundation.errors import UserError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lowmem_ft.handle import Handle
+from lowmem_ft.foundation.handle import Handle
 
 
 def test_undoing_runs_in_reverse_and_only_once():

@@ -10,7 +10,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from lowmem_ft.errors import MissingPackageError
+from lowmem_ft.foundation.errors import MissingPackageError
 
 
 def is_installed(package: str) -> bool:

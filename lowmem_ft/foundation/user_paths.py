@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from lowmem_ft.errors import did_you_mean
+from lowmem_ft.foundation.errors import did_you_mean
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
@@ -38,7 +38,7 @@ _ON_THE_HUB = re.compile(
 
 def recipes_folder() -> Path:
     """Where the recipes are that come with this package."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside_wheel, in_source_tree = package / "recipes", package.parent / "recipes"
     return inside_wheel if inside_wheel.is_dir() else in_source_tree
 

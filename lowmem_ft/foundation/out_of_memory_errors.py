@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from lowmem_ft.units import MIB, format_bytes
+from lowmem_ft.foundation.units import MIB, format_bytes
 
 _MESSAGES = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"

@@ -1,0 +1,1 @@
+"""What every room may use: units, errors, handles, knobs, paths, and what is installed."""
