@@ -180,10 +180,10 @@ def _estimator(mode: str) -> Any:
     """The estimate in question, as a function of recipe and GPU that returns the model's parameters."""
     import functools
 
-    from lowmem_ft.catalog.gpus import find_gpu, load_gpus
+    from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
     from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
     from lowmem_ft.estimator.tracing import trace_recipe
-    from lowmem_ft.memory.estimate import MemoryEstimate
+    from lowmem_ft.memory.memory_estimate import MemoryEstimate
     from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
     def on_one(recipe: Any, gpu: str) -> int:

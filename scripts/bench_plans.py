@@ -29,12 +29,12 @@ from marked_table import with_table
 from measured_on import measured_on
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
 from lowmem_ft.planner.candidates import candidates_of
 from lowmem_ft.planner.planning import need_from, only_looking

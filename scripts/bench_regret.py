@@ -29,7 +29,7 @@ from measured_on import measured_on
 from transformers import LlamaConfig
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import parse_bytes
 from lowmem_ft.memory.uncertainty import with_headroom

@@ -25,9 +25,9 @@ import torch
 from measured_on import measured_on
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models import load_model_config
 from lowmem_ft.recipe import load_recipe
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe.needs import needs_of_shipped_recipes
 

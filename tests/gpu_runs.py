@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes

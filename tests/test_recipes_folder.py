@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_ft.catalog.gpus import find_gpu, split_count
+from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE

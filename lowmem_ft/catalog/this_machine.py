@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.allocator_setting import segments_can_grow
 from lowmem_ft.foundation.packages import triton_lacks
 from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from lowmem_ft.estimator.changes import Change, Changes
     from lowmem_ft.estimator.shipped import ShippedRecipe
-    from lowmem_ft.memory.estimate import MemoryEstimate
+    from lowmem_ft.memory.memory_estimate import MemoryEstimate
     from lowmem_ft.recipe import Recipe
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
     """What can be told of a device that is named; torch alone knows what this machine has."""
-    from lowmem_ft.catalog.gpus import find_gpu
+    from lowmem_ft.catalog.gpu_catalog import find_gpu
     from lowmem_ft.recipe.device_checks import check_device_of_estimate
 
     if options.gpu == CPU or (options.gpu is None and recipe.training.use_cpu):
@@ -109,7 +109,7 @@ def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
 
 
 def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
-    from lowmem_ft.catalog.gpus import load_gpus
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.estimator.target import choose_gpu
@@ -162,10 +162,10 @@ def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
 
 
 def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
-    from lowmem_ft.catalog.gpus import load_gpus
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.estimator import estimate_on_gpus, estimate_on_several
     from lowmem_ft.estimator.kept_traces import KeptTraces
-    from lowmem_ft.memory.estimate import SCHEMA, MemoryEstimate
+    from lowmem_ft.memory.memory_estimate import SCHEMA, MemoryEstimate
     from lowmem_ft.reports.costs import with_cost
     from lowmem_ft.reports.gpu_table import by_cost, gpu_table, several_table
 

@@ -14,8 +14,8 @@ from lowmem_ft.foundation.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lowmem_ft.memory.allocator_config import AllocatorConfig
-    from lowmem_ft.memory.estimate import MemoryEstimate
+    from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+    from lowmem_ft.memory.memory_estimate import MemoryEstimate
 
 
 def report_console(options: argparse.Namespace) -> Console:

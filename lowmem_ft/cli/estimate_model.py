@@ -15,7 +15,7 @@ from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
 from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
-    from lowmem_ft.catalog.gpu import Gpu
+    from lowmem_ft.catalog.gpu_spec import Gpu
     from lowmem_ft.estimator import MethodEstimate
     from lowmem_ft.recipe import Recipe
 
@@ -47,7 +47,7 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
     Raises:
         UserError: if a picture, several cards or chosen layers are asked for, or no method goes with the settings.
     """
-    from lowmem_ft.catalog.gpus import find_gpu, split_count
+    from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
     from lowmem_ft.models.model_files import limit_of_positions, text_fields
     from lowmem_ft.recipe.device_checks import check_device_of_estimate
     from lowmem_ft.recipe.methods import check_methods, values_of
@@ -94,7 +94,7 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
 
 def gpus_asked_for(recipe: Recipe, options: argparse.Namespace) -> list[Gpu]:
     """All of the catalogue, or one; none if it is this machine's processor."""
-    from lowmem_ft.catalog.gpus import load_gpus, split_count
+    from lowmem_ft.catalog.gpu_catalog import load_gpus, split_count
     from lowmem_ft.estimator.target import choose_gpu
 
     if options.gpu == ALL_GPUS:
@@ -121,7 +121,7 @@ def estimate_model(
     Raises:
         UserError: if no method can be estimated on any GPU.
     """
-    from lowmem_ft.catalog.gpus import load_gpus
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.estimator import estimate_methods
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.reports.filling import shell_lines
@@ -165,7 +165,7 @@ _MODEL_NAME = ("model", "model.name_or_path")
 
 
 def _write_json(results: Sequence[MethodEstimate], options: argparse.Namespace) -> None:
-    from lowmem_ft.memory.estimate import SCHEMA
+    from lowmem_ft.memory.memory_estimate import SCHEMA
     from lowmem_ft.reports.costs import with_cost
 
     values = {

@@ -101,7 +101,7 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
 
 def _several_cards(gpu: str) -> str:
     """The name of a card of which a number is asked for; empty: of none."""
-    from lowmem_ft.catalog.gpus import split_count
+    from lowmem_ft.catalog.gpu_catalog import split_count
 
     number, name = split_count(gpu)
     return "" if number is None else name
@@ -167,13 +167,13 @@ def gpu_problems(gpu: str | None) -> Sequence[str]:
         return ()
     if "," in gpu or " " in gpu.strip():
         names = [name for name in gpu.replace(",", " ").split() if name]
-        from lowmem_ft.catalog.gpus import load_gpus
+        from lowmem_ft.catalog.gpu_catalog import load_gpus
 
         if len(names) > 1 and any(name in load_gpus() for name in names):
             return (
                 f"--gpu takes one name, or all, got {gpu}. Ask for one after the other, or for --gpu all.",
             )
-    from lowmem_ft.catalog.gpus import find_gpu, split_count
+    from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
 
     try:
         find_gpu(split_count(gpu)[1])

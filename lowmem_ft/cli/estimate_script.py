@@ -125,7 +125,7 @@ def _on_one(
 def _report_one(
     found: ScriptEstimate, savings: Savings | None, problems: Sequence[str], options: argparse.Namespace
 ) -> int:
-    from lowmem_ft.catalog.gpus import load_gpus
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.reports.prose import Prose
     from lowmem_ft.reports.script_facts import script_facts, ways_to_fit
@@ -160,7 +160,7 @@ def _attach_facts(savings: Savings | None, problems: Sequence[str]) -> Iterator[
 def _on_all(
     path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
-    from lowmem_ft.catalog.gpus import load_gpus
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.estimator import CannotRun
     from lowmem_ft.estimator.script import estimate_script_on_gpus
 
@@ -180,8 +180,8 @@ def _on_all(
 def _report_all(
     found: Sequence[ScriptEstimate], cannot_run: dict[str, str], options: argparse.Namespace
 ) -> int:
-    from lowmem_ft.catalog.gpus import load_gpus
-    from lowmem_ft.memory.estimate import SCHEMA
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.memory.memory_estimate import SCHEMA
     from lowmem_ft.reports.gpu_table import gpu_table
     from lowmem_ft.reports.prose import Prose
     from lowmem_ft.reports.script_facts import ways_to_fit

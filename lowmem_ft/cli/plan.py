@@ -26,7 +26,7 @@ from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_toge
 from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
-    from lowmem_ft.memory.estimate import StepTime
+    from lowmem_ft.memory.memory_estimate import StepTime
     from lowmem_ft.planner import MemoryPlan, PlanProgress
     from lowmem_ft.planner.run_length import RunLength
     from lowmem_ft.recipe import Recipe
@@ -144,7 +144,7 @@ def _words(progress: PlanProgress) -> str:
 def _report(
     plan: MemoryPlan, recipe: Recipe, command: Sequence[str] | None, options: argparse.Namespace
 ) -> int:
-    from lowmem_ft.catalog.gpus import load_gpus
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.recipe import recipe_to_yaml
     from lowmem_ft.reports.costs import with_cost
     from lowmem_ft.reports.filling import shell_lines

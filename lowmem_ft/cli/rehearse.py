@@ -75,7 +75,7 @@ def _rehearse(arguments: list[str]) -> int:
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report says what happened
     recipe, options.gpu = on_cards(load_recipe(recipe_name, settings), options.gpu)
-    from lowmem_ft.catalog.gpus import find_gpu
+    from lowmem_ft.catalog.gpu_catalog import find_gpu
     from lowmem_ft.recipe.device_checks import check_device_of_estimate
 
     gpu = None if options.gpu is None else find_gpu(options.gpu)

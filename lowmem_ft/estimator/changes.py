@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import estimate_memory
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.out_of_memory.remediations import Remediation, remediations_for
 

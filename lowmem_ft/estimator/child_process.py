@@ -23,9 +23,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import lowmem_ft
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError, is_panic, panic_problem
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.recipe import Recipe
 

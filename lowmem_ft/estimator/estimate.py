@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.host import host_outside
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.target import budget_beyond, capped_bytes, choose_gpu, limits, processor_name
 from lowmem_ft.estimator.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.tracing import is_cut_unevenly, trace_recipe
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.memory.estimate import MemoryEstimate, Processes
+from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.cards import on_cards

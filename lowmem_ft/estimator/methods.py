@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.estimator.several_cards import room_bytes
 from lowmem_ft.foundation.errors import ModelError, UserError
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models import load_model_config, max_positions
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.recipe import Recipe, load_recipe

@@ -10,7 +10,7 @@ from lowmem_ft.estimator.estimate import estimate_memory
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.made_for_cards import made_for
 

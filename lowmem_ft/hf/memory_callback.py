@@ -15,7 +15,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.script_recipe import Script, is_sft, recipe_of, refuse_other_losses
 from lowmem_ft.hf.script_rows import longest_row
 from lowmem_ft.memory.comparison import Row
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.preflight.estimate_beside import EstimateBeside
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.memory_meter import read_device_memory

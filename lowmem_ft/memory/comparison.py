@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 
 STEP_PHASES = ("forward", "backward", "optimizer_step")
 """What a run measures as one: its counters are not reset inside of a step."""

@@ -7,11 +7,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.block import Block
-from lowmem_ft.memory.caching_allocator import CachingAllocator, Segment
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.block import Block
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator, Segment
+from lowmem_ft.memory.allocator.segments import TraceEntry
 from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.memory.segments import TraceEntry
 from lowmem_ft.memory.timeline import Allocation, Timeline
 
 # The viewer reads protocols 2 to 4 and no other.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.cores import PROCESSES_VARIABLE, processes_at_once
 from lowmem_ft.estimator.kept_traces import KeptTraces

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.loading import compute_dtype
 from lowmem_ft.models.saving import MAX_SHARD_BYTES

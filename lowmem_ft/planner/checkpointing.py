@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import Choice, Counts, MemoryPlan
 from lowmem_ft.planner.planning import OnProgress, PlanProgress, need_from, only_looking, smallest_card
 from lowmem_ft.planner.search import Limits, Need

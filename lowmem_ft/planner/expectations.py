@@ -7,7 +7,7 @@ hand against estimates of Llama-3.1-8B in budgets of 12 to 80 GiB; a wrong one c
 
 from __future__ import annotations
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.planner import bounds
 from lowmem_ft.planner.bounds import ModelShape
 from lowmem_ft.recipe import Recipe

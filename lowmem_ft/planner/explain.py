@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.planner.cards import DEALT
 from lowmem_ft.planner.memory_plan import (
     NOT_ESTIMATED,

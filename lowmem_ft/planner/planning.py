@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import tracing
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
 from lowmem_ft.planner.candidates import Bytes, candidates_of, expected_bytes, prior_of

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lowmem_ft.data import load_data
-from lowmem_ft.memory.estimate import StepTime
+from lowmem_ft.memory.memory_estimate import StepTime
 from lowmem_ft.models import load_model_config, load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe
 

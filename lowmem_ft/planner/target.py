@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import estimate_memory
 from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.target import CPU, choose_gpu, limits
 from lowmem_ft.estimator.worst_batch import row_length
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.models import load_model_config
 from lowmem_ft.models.loading import weights_dtype

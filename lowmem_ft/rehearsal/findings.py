@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.target import capped_bytes, limits
-from lowmem_ft.memory.caching_allocator import CachingAllocator
-from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
-from lowmem_ft.memory.replay import replay
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import replay
+from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, RunTime, TracedShape

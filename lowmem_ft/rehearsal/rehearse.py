@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.estimate import estimate_of_trace
 from lowmem_ft.estimator.kept_traces import KeptTraces
@@ -19,7 +19,7 @@ from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.estimator.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.tracing import copied_weight_bytes, mark_weight_memory
 from lowmem_ft.foundation.errors import Interrupted, ModelError, RaceError, UserError
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models import load_tokenizer, vocab_size
 from lowmem_ft.optimizers.triton_choice import said_of_virtual_gpus
 from lowmem_ft.recipe import Recipe, check_recipe

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.memory.category import Phase
 from lowmem_ft.memory.comparison import estimated_peaks
-from lowmem_ft.memory.estimate import MemoryEstimate, Verdict
+from lowmem_ft.memory.memory_estimate import MemoryEstimate, Verdict
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.rehearsal.runtime import Saved
 from lowmem_ft.rehearsal.shapes import WindowShape

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.estimate_table import price_per_million_tokens
 
 

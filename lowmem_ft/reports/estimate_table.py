@@ -13,10 +13,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_ft.catalog.gpu import Price
+from lowmem_ft.catalog.gpu_spec import Price
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import PHASES
-from lowmem_ft.memory.estimate import MemoryEstimate, StepTime
+from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
 from lowmem_ft.reports.filling import filled, shell_lines
 from lowmem_ft.reports.prose import Prose
 from lowmem_ft.reports.wording import (

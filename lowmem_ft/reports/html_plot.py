@@ -10,7 +10,7 @@ from string import Template
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import PHASES, Category
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.memory_series import STACKED, MemorySample, phase_bands
 from lowmem_ft.reports.plot_frame import (
     COLOURS,

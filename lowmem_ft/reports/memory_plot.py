@@ -9,10 +9,10 @@ from typing import Any
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.caching_allocator import CachingAllocator
-from lowmem_ft.memory.estimate import MemoryEstimate
-from lowmem_ft.memory.replay import replay
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import replay
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.html_plot import html_plot
 from lowmem_ft.reports.memory_series import STACKED, MemorySample, phase_bands, sample_memory
 from lowmem_ft.reports.plot_frame import (

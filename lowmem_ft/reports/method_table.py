@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.methods import MethodEstimate
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe.methods import METHODS, Method

@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lowmem_ft.catalog.gpus import find_gpu, load_gpus
+from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.foundation.units import counted, format_bytes
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
 from lowmem_ft.planner.run_length import RunLength
 from lowmem_ft.recipe import Recipe

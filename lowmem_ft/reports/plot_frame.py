@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowmem_ft.foundation.units import GIB, KIB, MIB, TIB, format_bytes
 from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.memory_series import STACKED, MemorySample
 from lowmem_ft.reports.wording import PHASE_WORDS, module_words
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE, is_tight
 
 CATEGORY_WORDS: dict[Category, str] = {

@@ -15,7 +15,7 @@ import torch
 from lowmem_ft.data import PreparedData
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.runtime import RunRuntime
 

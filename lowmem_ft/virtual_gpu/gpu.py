@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
+from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.memory.race import Race, race_error
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu_or_none
 from lowmem_ft.virtual_gpu.kernels.cuda_checks import CudaChecks

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.repetition import abridged_for
 from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.memory.estimate import ModelSize
+from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.tensors.storage_resizing import storage_resizes_seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from lowmem_ft.memory.estimate import ModelSize
+from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END, Work
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3MoeConf
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.target import CPU
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import load_recipe
 
 SMOLLM2 = LlamaConfig(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowmem_ft.catalog import this_machine
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.units import GIB, MIB
 

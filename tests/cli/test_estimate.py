@@ -18,14 +18,14 @@ import pytest
 from processes import LIMIT_SECONDS
 from rich.console import Console
 
-from lowmem_ft.catalog.gpu import Gpu, Price
-from lowmem_ft.catalog.gpus import find_gpu, load_gpus
+from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.cli import main
 from lowmem_ft.estimator.methods import MethodEstimate
 from lowmem_ft.estimator.shipped import ShippedRecipe
 from lowmem_ft.foundation.errors import ModelError, RecipeError, UserError
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
+from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.methods import METHODS
@@ -128,7 +128,7 @@ def estimator(monkeypatch: pytest.MonkeyPatch):
     for asked in ("estimate_memory", "estimate_on_gpus", "estimate_methods"):
         monkeypatch.setattr(f"lowmem_ft.estimator.{asked}", getattr(fake, asked))
     monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", fake.estimate_changed)
-    monkeypatch.setattr("lowmem_ft.catalog.gpus.load_gpus", lambda: GPUS)
+    monkeypatch.setattr("lowmem_ft.catalog.gpu_catalog.load_gpus", lambda: GPUS)
     monkeypatch.setattr("lowmem_ft.recipe.paths.require_within_reach", lambda config: None)
     logger = logging.getLogger("lowmem_ft")
     level = logger.level

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.cli import main
 from lowmem_ft.estimator.script import ScriptError, estimate_script
 

@@ -9,7 +9,7 @@ import pytest
 from ground_truth.comparison import METRICS, compare, estimated_peaks, summarize, table
 from measure_memory import recipe_of
 
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 
 FOLDER = Path(__file__).parents[1] / "data" / "measured"

@@ -8,7 +8,7 @@ from ground_truth.cpu_matrix import covering, name_of, overrides_of
 from ground_truth.families import FAMILIES, write_families
 from ground_truth.real_run import run_for_real
 
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.memory.analysis import peak_by_phase

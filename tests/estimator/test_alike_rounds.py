@@ -13,9 +13,9 @@ import transformers
 from ladder_rungs import RUNGS, settings_of
 from transformers import PretrainedConfig
 
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import tracing
-from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate
+from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import optimizer_in_backward

@@ -7,14 +7,14 @@ import pytest
 from transformers import LlamaConfig
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.catalog.gpus import find_gpu, load_gpus
+from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import changes as changes_module
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.changes import cheapest_changes
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import MIB
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.training.out_of_memory.remediations import remediations_for
 

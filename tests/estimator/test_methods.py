@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from transformers import LlamaConfig
 
-from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import CannotRun, estimate_memory, estimate_methods
 from lowmem_ft.estimator.estimate import SharedTraces
 from lowmem_ft.estimator.kept_traces import KeptTraces

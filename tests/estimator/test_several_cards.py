@@ -6,7 +6,7 @@ import pytest
 import transformers as hf
 from rich.console import Console
 
-from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.cli.estimate import main
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus, estimate_on_several
 from lowmem_ft.estimator.estimate import SharedTraces
@@ -93,7 +93,7 @@ def test_a_line_of_several_is_of_all_of_them(large):
 
 def test_the_command_says_it_in_text_and_json(large, capsys, monkeypatch):
     monkeypatch.setattr(
-        "lowmem_ft.catalog.gpus.load_gpus", lambda: {"l4": card("l4", 4.1), "a10": card("a10", 99)}
+        "lowmem_ft.catalog.gpu_catalog.load_gpus", lambda: {"l4": card("l4", 4.1), "a10": card("a10", 99)}
     )
     command = ["estimate", "recipe=tiny", f"model={large}", "data.max_length=64", "training.use_cpu=false"]
     assert main([*command[1:], "--gpu", "all", "--json", "-"]) == 0

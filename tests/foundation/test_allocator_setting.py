@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation import allocator_setting, wsl
 from lowmem_ft.foundation.allocator_setting import use_growing_segments

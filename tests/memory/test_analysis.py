@@ -1,10 +1,10 @@
 """Who holds the memory at a moment, and how much each phase needs."""
 
 from lowmem_ft.foundation.units import MIB
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import replay
 from lowmem_ft.memory.analysis import allocation_at, categories_at, peak_by_phase
-from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.category import CATEGORIES
-from lowmem_ft.memory.replay import replay
 from lowmem_ft.memory.timeline import Allocation, Timeline
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.race import RaceError
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer

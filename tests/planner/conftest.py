@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from lowmem_ft.estimator.target import limits
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.estimate import MemoryEstimate, Processes, ProcessRange, StepTime
+from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes, ProcessRange, StepTime
 from lowmem_ft.memory.uncertainty import Uncertainty
 from lowmem_ft.recipe import Recipe, load_recipe
 
@@ -93,7 +93,7 @@ def _processes(recipe: Recipe) -> Processes | None:
 
 
 def plain_estimate() -> MemoryEstimate:
-    from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, ModelSize
+    from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, ModelSize
 
     return MemoryEstimate(
         model=ModelSize(name="tiny", parameters=10_000_000, trainable_parameters=10_000_000),

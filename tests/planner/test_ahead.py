@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator.cores import PROCESSES_VARIABLE
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB

@@ -7,7 +7,7 @@ import random
 import pytest
 from transformers import LlamaConfig
 
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.models import load_model_config

@@ -146,11 +146,11 @@ def test_where_nothing_fits_the_nearest_and_a_card_are_named(make_recipe, at_onc
     assert not result.fits
     assert rows(result.recipe) == 1
     assert result.missing_device_bytes == math.ceil(31 * 2**30 / 0.94 - 20 * 2**30)
-    gpu = lowmem_ft.catalog.gpus.find_gpu(result.smallest_gpu)
+    gpu = lowmem_ft.catalog.gpu_catalog.find_gpu(result.smallest_gpu)
     assert gpu.memory_bytes * 0.94 >= 31 * 2**30
     smaller = [
         card
-        for card in lowmem_ft.catalog.gpus.load_gpus().values()
+        for card in lowmem_ft.catalog.gpu_catalog.load_gpus().values()
         if card.has_bfloat16 and 31 * 2**30 / 0.94 <= card.memory_bytes < gpu.memory_bytes
     ]
     assert not smaller

@@ -9,7 +9,7 @@ import bench_plans
 import pytest
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner import expectations, plan
 from lowmem_ft.planner.space import with_settings

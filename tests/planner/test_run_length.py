@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowmem_ft.memory.estimate import StepTime
+from lowmem_ft.memory.memory_estimate import StepTime
 from lowmem_ft.planner.run_length import run_length
 from lowmem_ft.recipe import load_recipe
 

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.foundation.errors import UserError

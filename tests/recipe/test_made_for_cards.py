@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lowmem_ft.catalog import find_gpu
-from lowmem_ft.catalog.gpus import split_count
+from lowmem_ft.catalog.gpu_catalog import split_count
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.made_for_cards import made_for
 from lowmem_ft.recipe.needs import needs_of_shipped_recipes

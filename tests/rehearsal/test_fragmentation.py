@@ -11,7 +11,7 @@ from rich.console import Console
 from lowmem_ft.catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.rehearsal import Rehearsal, rehearse
 from lowmem_ft.reports.rehearsal_table import rehearsal_table
 

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from lowmem_ft.foundation.units import GIB, MIB
-from lowmem_ft.memory.caching_allocator import CachingAllocator
-from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
-from lowmem_ft.memory.replay import replay
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import replay
+from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
 
 

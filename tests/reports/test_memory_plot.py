@@ -11,9 +11,9 @@ import pytest
 
 from lowmem_ft.foundation.errors import MissingPackageError, UserError
 from lowmem_ft.foundation.units import GIB, MIB
-from lowmem_ft.memory.caching_allocator import CachingAllocator
-from lowmem_ft.memory.estimate import DeviceLimit
-from lowmem_ft.memory.replay import replay
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import replay
+from lowmem_ft.memory.memory_estimate import DeviceLimit
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.reports.memory_plot import check_plot_path, write_plot
 from lowmem_ft.reports.memory_series import sample_memory

@@ -7,9 +7,9 @@ import pytest
 from torch.cuda import _memory_viz as viz
 
 from lowmem_ft.foundation.units import MIB
-from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.caching_allocator import CachingAllocator
-from lowmem_ft.memory.replay import replay
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import replay
 from lowmem_ft.memory.snapshot import memory_snapshot, write_snapshot
 from lowmem_ft.memory.timeline import Allocation, Timeline
 

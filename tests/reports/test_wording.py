@@ -6,7 +6,7 @@ import pytest
 
 from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.memory.category import CATEGORIES, PHASES
-from lowmem_ft.memory.estimate import BudgetVerdict, DeviceLimit, ProcessRange
+from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, ProcessRange
 from lowmem_ft.memory.uncertainty import Uncertainty
 from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, caution, module_words, verdict
 

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.catalog.gpus import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.host.copy_engine import PutOffCopy
 from lowmem_ft.host.mapped_files import is_in_file
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.memory.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import build, train

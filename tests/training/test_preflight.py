@@ -9,7 +9,7 @@ import pytest
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.foundation.errors import DoesNotFitError
-from lowmem_ft.memory.estimate import (
+from lowmem_ft.memory.memory_estimate import (
     BudgetVerdict,
     DeviceLimit,
     MemoryEstimate,

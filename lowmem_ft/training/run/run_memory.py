@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, peaks_in, typical_seconds
-from lowmem_ft.memory.estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.system.malloc import keep_few_kernels, keep_tensors_out_of_the_heap
 from lowmem_ft.system.phase_peaks import PhasePeaks
 from lowmem_ft.techniques.technique import Techniques

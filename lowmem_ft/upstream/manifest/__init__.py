@@ -10,10 +10,10 @@ there only once it is made. What operators take is read off their schemas as it 
 from __future__ import annotations
 
 from lowmem_ft.upstream.manifest.other_names import ACCELERATE, BITSANDBYTES, DATASETS, DEEPSPEED, PEFT, TRL
-from lowmem_ft.upstream.manifest.row import UpstreamName
 from lowmem_ft.upstream.manifest.torch_names import TORCH
 from lowmem_ft.upstream.manifest.torch_operators import OPERATORS
 from lowmem_ft.upstream.manifest.transformers_names import TRANSFORMERS
+from lowmem_ft.upstream.manifest.upstream_name import UpstreamName
 
 __all__ = ["NAMES", "UpstreamName"]
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.attention.varlen  # noqa: F401 - brings its operators
 from torch import Tensor
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 from lowmem_ft.virtual_gpu.operator_costs import registered_cost
 

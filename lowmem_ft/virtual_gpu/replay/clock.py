@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.replay.dma_engine import DmaEngine
 from lowmem_ft.virtual_gpu.replay.links import SECONDS_PER_COLLECTIVE, Link, link_between, pcie_rate
 from lowmem_ft.virtual_gpu.replay.logged_rounds import LoggedRound, rounds_of

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
-from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.estimate import (
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.memory_estimate import (
     BudgetVerdict,
     DeviceLimit,
     MemoryEstimate,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.block import Block
-from lowmem_ft.memory.caching_allocator import SMALL_SIZE, CachingAllocator
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.block import Block
+from lowmem_ft.memory.allocator.caching_allocator import SMALL_SIZE, CachingAllocator
 from lowmem_ft.memory.timeline import Timeline
 
 _POOLS = ("all", "large_pool", "small_pool")

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lowmem_ft.memory.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import Replay, Replaying, replay
 from lowmem_ft.memory.analysis import allocation_at, categories_at, peak_by_phase
-from lowmem_ft.memory.caching_allocator import CachingAllocator
 from lowmem_ft.memory.category import Category, Phase, Place
-from lowmem_ft.memory.replay import Replay, Replaying, replay
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.replay.clock import Clock
 from lowmem_ft.virtual_gpu.replay.host_peak import HostTensors

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowmem_ft.memory.estimate import ModelSize
+from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.memory.timeline import Allocation, Event, Timeline
 from lowmem_ft.virtual_gpu.replay.layer_extrapolation import GrowingSize, GrowingWork, Repetition
 from lowmem_ft.virtual_gpu.replay.sweeps import Layers

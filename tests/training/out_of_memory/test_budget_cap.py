@@ -9,7 +9,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import TrainingConfig

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from lowmem_ft.catalog.gpu import Gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.replay import clock
 from lowmem_ft.virtual_gpu.replay.clock import Clock, host_link_rate, matmul_rate, time_of
 from lowmem_ft.virtual_gpu.replay.dma_engine import DmaEngine

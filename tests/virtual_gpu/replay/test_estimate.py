@@ -7,10 +7,10 @@ import importlib.util
 
 import pytest
 
-from lowmem_ft.catalog.gpu import Gpu
-from lowmem_ft.catalog.gpus import load_gpus
+from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.units import GIB, MIB, format_bytes
-from lowmem_ft.memory.estimate import BudgetVerdict, MemoryEstimate, ModelSize
+from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate, ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
 from lowmem_ft.virtual_gpu.replay.estimate import OTHERS, Surroundings, estimate_on_cpu, estimate_on_gpu

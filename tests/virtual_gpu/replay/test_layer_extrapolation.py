@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from lowmem_ft.memory.category import Phase
-from lowmem_ft.memory.estimate import ModelSize
+from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.replay.repetition_proof import extend
 from lowmem_ft.virtual_gpu.replay.sweeps import Layers, NotRegularError

@@ -1,6 +1,6 @@
-from lowmem_ft.memory.caching_allocator import CachingAllocator
-from lowmem_ft.memory.estimate import ModelSize
-from lowmem_ft.memory.replay import replay
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import replay
+from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.replay.steady_state import NUM_REPETITIONS, with_repeated_step
 from lowmem_ft.virtual_gpu.trace import Trace

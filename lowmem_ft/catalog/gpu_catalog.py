@@ -13,7 +13,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from lowmem_ft.catalog.gpu import Gpu, Price
+from lowmem_ft.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 from lowmem_ft.foundation.units import MIB
 

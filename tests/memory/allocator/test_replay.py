@@ -1,9 +1,9 @@
 """A timeline replayed by the allocator: counters after every event, peaks and the event that does not fit."""
 
 from lowmem_ft.foundation.units import MIB
-from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.caching_allocator import CachingAllocator
-from lowmem_ft.memory.replay import Replaying, replay
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import Replaying, replay
 from lowmem_ft.memory.timeline import Allocation, Timeline
 
 

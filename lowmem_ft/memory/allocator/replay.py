@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowmem_ft.memory.block import Block
-from lowmem_ft.memory.caching_allocator import CachingAllocator, OutOfMemory
+from lowmem_ft.memory.allocator.block import Block
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
 from lowmem_ft.memory.category import Place
 from lowmem_ft.memory.timeline import Timeline
 

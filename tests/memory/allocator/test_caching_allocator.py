@@ -3,8 +3,8 @@
 import pytest
 
 from lowmem_ft.foundation.units import MIB, TIB
-from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.caching_allocator import CachingAllocator, OutOfMemory
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
 
 
 def allocator(settings="", **options):

@@ -6,7 +6,7 @@ import pytest
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import MIB
-from lowmem_ft.memory.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
 
 
 def test_nothing_set_means_the_defaults():

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from lowmem_ft.foundation.units import MIB, TIB
-from lowmem_ft.memory.block import Block, BlockPool
+from lowmem_ft.memory.allocator.block import Block, BlockPool
 
 Action = Literal[
     "alloc",

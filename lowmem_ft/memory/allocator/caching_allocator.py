@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowmem_ft.foundation.units import MIB, format_bytes
-from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.block import Block, BlockPool
-from lowmem_ft.memory.segments import Driver, ExpandableSegments, FixedSegments, TraceEntry
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.block import Block, BlockPool
+from lowmem_ft.memory.allocator.segments import Driver, ExpandableSegments, FixedSegments, TraceEntry
 
 MIN_BLOCK_SIZE = 512  # all sizes are rounded up to it
 SMALL_SIZE = 1 * MIB  # the largest request for the small pool

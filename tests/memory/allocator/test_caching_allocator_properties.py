@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_ft.foundation.units import MIB
-from lowmem_ft.memory.allocator_config import AllocatorConfig
-from lowmem_ft.memory.caching_allocator import CachingAllocator, OutOfMemory
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
 
 SIZES = st.one_of(
     st.integers(0, 4096),
