@@ -23,7 +23,7 @@ from measured_on import measured_on
 from lowmem_ft.budget import Budget
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.defaults import with_defaults_of_plan
+from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ from lowmem_ft.planner.search import Limits
 from lowmem_ft.planner.space import Settings, space_of, with_settings
 from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.recipe.defaults import with_defaults_of_plan
+from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "random_combinations"
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("estimate", "plan", "gpus", "recipes", "models")

@@ -15,7 +15,7 @@ from pathlib import Path
 import marked_table
 
 from lowmem_ft.foundation.knob import ENGINES, Effect
-from lowmem_ft.recipe.keys import RecipeKey, recipe_keys
+from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
 HEADER = "| knob | frees | costs | paid with; the numbers; only with |\n|---|---|---|---|\n"

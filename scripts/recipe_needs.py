@@ -17,7 +17,7 @@ import json
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.user_paths import recipes_folder
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.needs import CPU, NEEDS_FILE, RecipeNeeds, needs_of_shipped_recipes
+from lowmem_ft.recipe.shipped.needs import CPU, NEEDS_FILE, RecipeNeeds, needs_of_shipped_recipes
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.recipe import load_recipe, shipped_recipes
-from lowmem_ft.recipe.keys import recipe_keys
-from lowmem_ft.recipe.needs import CPU, needs_of_shipped_recipes
+from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.shipped.needs import CPU, needs_of_shipped_recipes
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))

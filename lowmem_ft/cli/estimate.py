@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.budget_limits import refuse_budget_beyond_all
-    from lowmem_ft.recipe.cards import on_cards
-    from lowmem_ft.recipe.methods import of_model_alone
-    from lowmem_ft.recipe.paths import check_model_files, check_packages, check_sizes_of_model
+    from lowmem_ft.recipe.gpu_count import on_cards
+    from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
+    from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
+    from lowmem_ft.recipe.shipped.fine_tuning_methods import of_model_alone
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
     """What can be told of a device that is named; torch alone knows what this machine has."""
     from lowmem_ft.catalog.gpu_catalog import find_gpu
-    from lowmem_ft.recipe.device_checks import check_device_of_estimate
+    from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
 
     if options.gpu == CPU or (options.gpu is None and recipe.training.use_cpu):
         if options.snapshot is not None:
@@ -113,7 +113,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.estimator.target import choose_gpu
-    from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+    from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
     from lowmem_ft.reports.costs import with_cost
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_runs

@@ -28,7 +28,7 @@ OF_DEFAULTS = (
 
 def is_for_processor(settings: Sequence[str], options: argparse.Namespace) -> bool:
     """Whether settings without a recipe are surely for this machine's processor; torch alone knows of its GPU."""
-    from lowmem_ft.recipe.methods import values_of
+    from lowmem_ft.recipe.shipped.fine_tuning_methods import values_of
 
     values = values_of(settings)
     if options.gpu == CPU or values.get("training.use_cpu", "").lower() in ("true", "yes", "on"):
@@ -49,9 +49,9 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
     """
     from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
     from lowmem_ft.models.model_files import limit_of_positions, text_fields
-    from lowmem_ft.recipe.device_checks import check_device_of_estimate
-    from lowmem_ft.recipe.methods import check_methods, values_of
-    from lowmem_ft.recipe.paths import check_sizes_of_model
+    from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
+    from lowmem_ft.recipe.rules.path_checks import check_sizes_of_model
+    from lowmem_ft.recipe.shipped.fine_tuning_methods import check_methods, values_of
 
     model = recipe.model.name_or_path
     named = shlex.join(["recipe=7b-lora", f"model={model}"])

@@ -136,7 +136,7 @@ def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str |
     settings = [argument for argument in arguments if not argument.startswith("recipe=")]
     names_model = any(setting.startswith(("model=", "model.name_or_path=")) for setting in settings)
     if choices == ["recipe="] or len(choices) > 1 or (not choices and not names_model):
-        from lowmem_ft.recipe.recipe_files import meant_by
+        from lowmem_ft.recipe.reading.recipe_files import meant_by
 
         seen = " ".join(choices or arguments) or "nothing"
         raise RecipeError(

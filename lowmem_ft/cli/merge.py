@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe.paths import check_merge
+    from lowmem_ft.recipe.rules.path_checks import check_merge
 
     set_up_logging()
     adapter, target = expand_user(arguments.adapter), expand_user(arguments.target)

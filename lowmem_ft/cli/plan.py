@@ -71,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.budget_limits import check_budget_of_plan
-    from lowmem_ft.recipe.cards import on_cards
-    from lowmem_ft.recipe.defaults import named_as_planned, with_defaults_of_plan
-    from lowmem_ft.recipe.paths import check_model_files, check_packages, check_sizes_of_model
+    from lowmem_ft.recipe.gpu_count import on_cards
+    from lowmem_ft.recipe.reading.defaults import named_as_planned, with_defaults_of_plan
+    from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
+    from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
 
     set_up_logging()
     asked = settings if recipe_name is not None else with_defaults_of_plan(settings)

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_list() -> None:
     """Each recipe with what it needs on the card that it names, and what it is, indented below."""
     from lowmem_ft.recipe import load_recipe, shipped_recipes
-    from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+    from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 
     needs = needs_of_shipped_recipes()
     for name in shipped_recipes():

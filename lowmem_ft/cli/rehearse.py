@@ -68,15 +68,15 @@ def _rehearse(arguments: list[str]) -> int:
 
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.budget_limits import refuse_budget_beyond_all
-    from lowmem_ft.recipe.cards import on_cards
-    from lowmem_ft.recipe.paths import check_paths_of_rehearsal
+    from lowmem_ft.recipe.gpu_count import on_cards
+    from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
+    from lowmem_ft.recipe.rules.path_checks import check_paths_of_rehearsal
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report says what happened
     recipe, options.gpu = on_cards(load_recipe(recipe_name, settings), options.gpu)
     from lowmem_ft.catalog.gpu_catalog import find_gpu
-    from lowmem_ft.recipe.device_checks import check_device_of_estimate
+    from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
 
     gpu = None if options.gpu is None else find_gpu(options.gpu)
     raise_together(
@@ -152,7 +152,7 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType
 
 def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     """Leave what was found in the run's folder, for ``lowmem-ft report``; what to say of that."""
-    from lowmem_ft.recipe.output_folder import run_folder_of
+    from lowmem_ft.recipe.rules.output_folder import run_folder_of
     from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
     from lowmem_ft.training.run.replaced_run import REHEARSAL_FILE
 
@@ -172,7 +172,7 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
     choices = [argument for argument in arguments if argument.startswith("recipe=")]
     settings = [argument for argument in arguments if not argument.startswith("recipe=")]
     if len(choices) != 1 or choices == ["recipe="]:
-        from lowmem_ft.recipe.recipe_files import meant_by
+        from lowmem_ft.recipe.reading.recipe_files import meant_by
 
         raise RecipeError(
             f"A rehearsal needs one recipe=NAME|PATH, got {' '.join(choices or arguments) or 'nothing'}."

@@ -75,10 +75,10 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.foundation.allocator_setting import use_growing_segments
     from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.budget_limits import check_budget_of_run
-    from lowmem_ft.recipe.defaults import named_as_planned
-    from lowmem_ft.recipe.device_checks import check_device_of_run
-    from lowmem_ft.recipe.paths import check_paths_of_run
+    from lowmem_ft.recipe.reading.defaults import named_as_planned
+    from lowmem_ft.recipe.rules.budget_limits import check_budget_of_run
+    from lowmem_ft.recipe.rules.device_checks import check_device_of_run
+    from lowmem_ft.recipe.rules.path_checks import check_paths_of_run
     from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
     from lowmem_ft.training.distributed.launch import as_launched, read_launch
     from lowmem_ft.training.run.run_folder import RunFolder
@@ -131,10 +131,10 @@ def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
         return named[0], settings
     keys = {setting.partition("=")[0] for setting in settings}
     if not choices and all(keys & names for names in _ENOUGH_FOR_A_PLAN):
-        from lowmem_ft.recipe.defaults import with_defaults_of_plan
+        from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 
         return None, ["plan.mode=auto", *with_defaults_of_plan(settings)]
-    from lowmem_ft.recipe.recipe_files import meant_by
+    from lowmem_ft.recipe.reading.recipe_files import meant_by
 
     seen = " ".join(choices or arguments) or "nothing"
     meant = meant_by(settings) or " Write for instance recipe=demo;"

@@ -21,8 +21,8 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.cards import on_cards
-from lowmem_ft.recipe.keys import memory_knobs
+from lowmem_ft.recipe.gpu_count import on_cards
+from lowmem_ft.recipe.reading.keys import memory_knobs
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

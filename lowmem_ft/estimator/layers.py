@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.knob import CountedLayers
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.sweeps import Layers
 

@@ -19,8 +19,15 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models import load_model_config, max_positions
 from lowmem_ft.optimizers.master_formats import master_format
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.recipe.cards import on_cards
-from lowmem_ft.recipe.methods import Method, methods_with, of_model_alone, recipe_of, untyped, values_of
+from lowmem_ft.recipe.gpu_count import on_cards
+from lowmem_ft.recipe.shipped.fine_tuning_methods import (
+    Method,
+    methods_with,
+    of_model_alone,
+    recipe_of,
+    untyped,
+    values_of,
+)
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 
 _NO_HELD_OUT_DATA = {"data.eval_split": "null", "training.eval_steps": "null"}

@@ -13,7 +13,7 @@ from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.target import limits
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.engine_rules import problems_with_engine
+from lowmem_ft.recipe.rules.engine_rules import problems_with_engine
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 

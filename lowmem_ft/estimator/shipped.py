@@ -12,7 +12,7 @@ from lowmem_ft.estimator.target import choose_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.recipe.made_for_cards import made_for
+from lowmem_ft.recipe.shipped.recipes_by_gpu import made_for
 
 MOST_TRIED = 2
 """Each is an estimate of seconds."""

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 import lowmem_ft
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 
 FORMAT = 1
 """Of kept files; raised when they change in a way that their source code does not tell."""

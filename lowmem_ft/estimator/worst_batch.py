@@ -14,7 +14,7 @@ from lowmem_ft.data.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.models import max_positions
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.run_rules import oversized_steps
+from lowmem_ft.recipe.rules.run_rules import oversized_steps
 
 DOCUMENTS_PER_PACKED_ROW = 4
 """How many documents share a packed row does not change its memory, as long as there are several."""

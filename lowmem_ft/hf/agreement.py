@@ -21,9 +21,9 @@ from lowmem_ft.hf.script_model import numbers_by_type, quantization_of
 from lowmem_ft.hf.script_optimizer import names_optimizer, optim_args
 from lowmem_ft.hf.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.recipe import Recipe, TrainingConfig
-from lowmem_ft.recipe.conflicts import recipe_problems
-from lowmem_ft.recipe.keys import as_typed, recipe_keys
 from lowmem_ft.recipe.plan_config import PlanConfig
+from lowmem_ft.recipe.reading.keys import as_typed, recipe_keys
+from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.techniques.modules.base_model import base_model
 
 _BY_TRAINER = ("data", "training", "plan")

@@ -12,7 +12,7 @@ from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.hf.key_table import IN_TRAINER
 from lowmem_ft.hf.overrides import keep_overrides, plain
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

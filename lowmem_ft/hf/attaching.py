@@ -29,7 +29,7 @@ from lowmem_ft.hf.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
 from lowmem_ft.hf.whole_checkpoints import save_whole
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Techniques

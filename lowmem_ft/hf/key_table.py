@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.output_folder import run_folder_of
+from lowmem_ft.recipe.rules.output_folder import run_folder_of
 
 Carrier = Literal["arguments", "attach", "prepare_model", "callback", "script", "plan", "our loop", "nothing"]
 """Who sees to a key.

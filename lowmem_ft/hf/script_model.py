@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.hf.reading import Reading, script_estimate
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
 from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.modules.base_model import base_model

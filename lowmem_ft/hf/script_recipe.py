@@ -23,7 +23,7 @@ from lowmem_ft.hf.script_rows import longest_row, row_length
 from lowmem_ft.hf.trl_loss import trl_loss
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.config import AdapterConfig, CheckpointingConfig, LossConfig, OffloadConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 

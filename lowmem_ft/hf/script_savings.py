@@ -19,7 +19,7 @@ from lowmem_ft.hf.reading import Reading
 from lowmem_ft.hf.script_optimizer import optimizer_config
 from lowmem_ft.hf.trainer_kinds import Kind, kind_of, refused_defaults
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.training.out_of_memory.remediations import Remediation, remediations_for
 

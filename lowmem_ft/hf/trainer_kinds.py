@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 
 Kind = Literal["Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

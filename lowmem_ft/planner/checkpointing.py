@@ -32,7 +32,7 @@ from lowmem_ft.planner.planning import OnProgress, PlanProgress, need_from, only
 from lowmem_ft.planner.search import Limits, Need
 from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.recipe.conflicts import recipe_problems
+from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.system.ctrl_c import CtrlC
 from lowmem_ft.techniques.config import CheckpointingConfig
 

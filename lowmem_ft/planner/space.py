@@ -17,10 +17,10 @@ from typing import Any
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.knob import COSTS, FIDELITIES, NO_EFFECT, Effect
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.conflicts import CONFLICTS
-from lowmem_ft.recipe.engine_rules import problems_of_key, settings_work_with_the_strategy
-from lowmem_ft.recipe.keys import RecipeKey, recipe_groups, recipe_keys
 from lowmem_ft.recipe.plan_config import INCLUDED, PlanConfig
+from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_groups, recipe_keys
+from lowmem_ft.recipe.rules.conflicts import CONFLICTS
+from lowmem_ft.recipe.rules.engine_rules import problems_of_key, settings_work_with_the_strategy
 from lowmem_ft.training.out_of_memory.remediations import Remediation
 
 ROWS = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")

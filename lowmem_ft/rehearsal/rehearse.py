@@ -23,7 +23,7 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models import load_tokenizer, vocab_size
 from lowmem_ft.optimizers.triton_choice import said_of_virtual_gpus
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.recipe.cards import on_cards
+from lowmem_ft.recipe.gpu_count import on_cards
 from lowmem_ft.rehearsal.findings import Findings
 from lowmem_ft.rehearsal.result import Rehearsal
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime

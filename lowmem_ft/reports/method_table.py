@@ -12,7 +12,7 @@ from rich.text import Text
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.methods import MethodEstimate
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.recipe.methods import METHODS, Method
+from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS, Method
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.filling import shell_lines

@@ -1,7 +1,7 @@
 """Every technique of the memory ladder with every other: few runs in which any two choices that go together meet.
 
 What an optimizer can do is read from its row, and what a technique asks of checkpointing from its knob. What else does
-not go together is said twice: by the recipe's own rules (``recipe/conflicts.py``), which refuse it, and here by
+not go together is said twice: by the recipe's own rules (``recipe/rules/conflicts.py``), which refuse it, and here by
 ``NEEDS``, which steers the search. A test holds the two against each other.
 """
 
@@ -16,8 +16,8 @@ from ground_truth.cpu_matrix import Choice, Levels
 
 from lowmem_ft.foundation.knob import Checkpointed, Effect
 from lowmem_ft.optimizers.table import Capability, optimizers_that
-from lowmem_ft.recipe.keys import recipe_keys
-from lowmem_ft.recipe.overrides import parse_overrides
+from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.reading.overrides import parse_overrides
 from lowmem_ft.techniques.config import CheckpointingConfig
 
 FACTORS: dict[str, dict[str, Choice]] = {

@@ -17,7 +17,7 @@ from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli import train as train_command
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.recipe import load_recipe, shipped_recipes
-from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
 
@@ -148,7 +148,7 @@ STOPPED = {
     "lowmem_ft.recipe.load_recipe": ["train", "recipe=tiny"],
     "lowmem_ft.estimator.estimate_memory": ["estimate", "recipe=tiny", "--gpu", "l4"],
     "lowmem_ft.planner.plan": ["plan", "recipe=tiny", "--gpu", "l4"],
-    "lowmem_ft.recipe.paths.check_merge": ["merge", "adapter", "out"],
+    "lowmem_ft.recipe.rules.path_checks.check_merge": ["merge", "adapter", "out"],
     "importlib.import_module": ["recipes"],
 }
 

@@ -28,7 +28,7 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.methods import METHODS
+from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "estimate.py"
 
@@ -129,7 +129,7 @@ def estimator(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(f"lowmem_ft.estimator.{asked}", getattr(fake, asked))
     monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", fake.estimate_changed)
     monkeypatch.setattr("lowmem_ft.catalog.gpu_catalog.load_gpus", lambda: GPUS)
-    monkeypatch.setattr("lowmem_ft.recipe.paths.require_within_reach", lambda config: None)
+    monkeypatch.setattr("lowmem_ft.recipe.rules.path_checks.require_within_reach", lambda config: None)
     logger = logging.getLogger("lowmem_ft")
     level = logger.level
     yield fake

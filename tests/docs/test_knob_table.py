@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from knob_table import PAGE, with_table
 
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 
 WAY_OUT = f"{PAGE.name} does not have the present table: run `python scripts/knob_table.py`"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer_table import PAGE, with_table
 
 from lowmem_ft.hf.trainer_kinds import KINDS, ROWS, Refused
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 
 DETAILS = {
     "checkpointing.every_n_layers": "checkpointing.mode",

@@ -23,7 +23,7 @@ from lowmem_ft.estimator.trace_key import TraceKey
 from lowmem_ft.estimator.traced_recipe import ShortTrace
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 
 NUM_LAYERS = 14

@@ -16,7 +16,7 @@ from lowmem_ft.estimator.methods import NOT_STREAMED_IN_FLOAT32
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.methods import METHODS, methods_with
+from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS, methods_with
 
 FULL = ["adapter.name=none"]
 GPUS = [find_gpu(name) for name in ("t4", "rtx-4090", "h100-80gb")]

@@ -18,7 +18,7 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.models import load_model_config
 from lowmem_ft.planner import plan
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.cards import on_cards
+from lowmem_ft.recipe.gpu_count import on_cards
 from lowmem_ft.tensors.local_shards import rows_of
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine

@@ -6,7 +6,7 @@ import pytest
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe, shipped_recipes
-from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 
 FEW = {"tiny", "demo-8bit"}
 """Estimated in seconds."""

@@ -12,7 +12,7 @@ from lowmem_ft.estimator import estimate_memory, estimate_on_gpus, estimate_on_s
 from lowmem_ft.estimator.estimate import SharedTraces
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.cards import on_cards
+from lowmem_ft.recipe.gpu_count import on_cards
 from lowmem_ft.reports.gpu_table import several_table
 
 GPUS = load_gpus()

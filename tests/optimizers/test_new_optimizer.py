@@ -14,7 +14,8 @@ from transformers import AutoConfig
 from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.foundation.knob import Effect
 from lowmem_ft.optimizers import ChunkedOptimizer, config, create_optimizer, table
-from lowmem_ft.recipe import check_recipe, keys, load_recipe
+from lowmem_ft.recipe import check_recipe, load_recipe
+from lowmem_ft.recipe.reading import keys
 from lowmem_ft.training.out_of_memory.remediations import remediations_for
 
 

@@ -17,8 +17,8 @@ from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.space import space_of
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
-from lowmem_ft.recipe.defaults import with_defaults_of_plan
-from lowmem_ft.recipe.keys import recipe_groups
+from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
+from lowmem_ft.recipe.reading.keys import recipe_groups
 from lowmem_ft.training import train
 
 KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation.dtype]"

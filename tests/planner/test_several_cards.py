@@ -20,7 +20,7 @@ from lowmem_ft.planner import bounds, plan
 from lowmem_ft.planner.cards import numbers_up_to, on_number
 from lowmem_ft.planner.space import Space, space_of
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.cards import on_cards
+from lowmem_ft.recipe.gpu_count import on_cards
 
 STILL = "plan.keep=[model,adapter,data,training,optimizer,offload,accumulation,loss,tiling,checkpointing]"
 

@@ -8,7 +8,7 @@ import pytest
 
 from lowmem_ft.foundation.knob import NO_EFFECT, Effect, knob
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 
 MEMORY_KNOBS = [path for path, key in recipe_keys().items() if key.effects is not None]
 

@@ -8,9 +8,10 @@ import pytest
 
 from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe, load_recipe, schedules
-from lowmem_ft.recipe.conflicts import CONFLICTS
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe, load_recipe
+from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.rules import schedules
+from lowmem_ft.recipe.rules.conflicts import CONFLICTS
 
 STREAMED = [
     "offload.parameters=stream",

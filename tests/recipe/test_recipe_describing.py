@@ -5,7 +5,7 @@ import dataclasses
 from omegaconf import OmegaConf
 
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
-from lowmem_ft.recipe.keys import recipe_groups, recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_groups, recipe_keys
 
 
 def test_every_field_of_every_group_is_a_key_with_an_explanation():

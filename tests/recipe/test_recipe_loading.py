@@ -9,7 +9,13 @@ from processes import LIMIT_SECONDS
 
 from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
-from lowmem_ft.recipe.keys import SHORT_FORMS, UPSTREAM_NAMES, describe_type, keys_meant_by, recipe_keys
+from lowmem_ft.recipe.reading.keys import (
+    SHORT_FORMS,
+    UPSTREAM_NAMES,
+    describe_type,
+    keys_meant_by,
+    recipe_keys,
+)
 
 MINIMAL = "model: {name_or_path: some/model}\n"
 

@@ -8,7 +8,7 @@ from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.estimator.methods import MethodEstimate
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, StepTime
-from lowmem_ft.recipe.methods import METHODS
+from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
 
 NEEDS_GIB = {"full": 5, "lora": 18, "qlora": 7.6}

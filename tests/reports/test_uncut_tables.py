@@ -11,7 +11,7 @@ from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.estimator.methods import MethodEstimate
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, StepTime
-from lowmem_ft.recipe.methods import METHODS
+from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS
 from lowmem_ft.reports.filling import filled, shell_lines
 from lowmem_ft.reports.gpu_table import gpu_table
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus

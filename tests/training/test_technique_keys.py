@@ -11,7 +11,7 @@ from ground_truth.ladder_run import outcome_of
 from transformers import AutoConfig
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques import config
 
 KEYS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowmem_ft.foundation.knob import Engine
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.engine_rules import problems_with_engine
+from lowmem_ft.recipe.rules.engine_rules import problems_with_engine
 
 
 def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:

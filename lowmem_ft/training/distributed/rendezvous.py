@@ -24,7 +24,7 @@ import torch.distributed as dist
 import lowmem_ft
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.keys import as_typed, recipe_keys
+from lowmem_ft.recipe.reading.keys import as_typed, recipe_keys
 from lowmem_ft.training.run.interruption import signals_end_at_once
 
 PATIENCE = timedelta(minutes=10)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, save_model
-from lowmem_ft.recipe.paths import check_merge, recipe_beside
+from lowmem_ft.recipe.rules.path_checks import check_merge, recipe_beside
 from lowmem_ft.techniques.adapters.lora import merge_adapter
 from lowmem_ft.training.checkpoints.atomic_io import whole_folder
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors

@@ -23,7 +23,7 @@ from lowmem_ft.memory.comparison import Row
 from lowmem_ft.models import hub_id_of
 from lowmem_ft.models.local_paths import looks_like_a_path
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.references import escape_references
+from lowmem_ft.recipe.reading.references import escape_references
 from lowmem_ft.training.evaluation import EvaluationResult
 
 _OF_THIS_MACHINE = {

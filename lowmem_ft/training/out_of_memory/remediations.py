@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lowmem_ft.foundation.knob import COSTS, FIDELITIES
 from lowmem_ft.optimizers.table import OPTIMIZERS, Capability, OptimizerRow
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 
 CHUNK_TOKENS = 1024

@@ -15,8 +15,8 @@ from pathlib import Path
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.output_folder import METRICS_FILE, RECIPE_FILE, holds_a_run
-from lowmem_ft.recipe.paths import MODEL_FOLDER
+from lowmem_ft.recipe.rules.output_folder import METRICS_FILE, RECIPE_FILE, holds_a_run
+from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
 from lowmem_ft.training.checkpoints.atomic_io import incomplete_name
 from lowmem_ft.training.checkpoints.checkpoint_folders import SUSPECT, is_own_checkpoint
 from lowmem_ft.training.checkpoints.saved_files import delete_saved, move_saved

@@ -12,8 +12,8 @@ from typing import Any
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
-from lowmem_ft.recipe.output_folder import inputs_of, refuse_output_folder, run_folder_of
-from lowmem_ft.recipe.paths import MODEL_FOLDER
+from lowmem_ft.recipe.rules.output_folder import inputs_of, refuse_output_folder, run_folder_of
+from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
 from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
 from lowmem_ft.training.checkpoints.checkpoint_folders import (
     Progress,

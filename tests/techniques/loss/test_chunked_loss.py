@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers import modeling_flash_attention_utils as flash_attention
 
 from lowmem_ft.foundation.errors import ModelError, UserError
-from lowmem_ft.recipe.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.config import TilingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers

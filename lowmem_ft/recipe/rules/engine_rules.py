@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowmem_ft.foundation.knob import Effect, Engine
-from lowmem_ft.recipe.keys import RecipeKey, memory_knobs, recipe_keys
-from lowmem_ft.recipe.rule import reads
+from lowmem_ft.recipe.reading.keys import RecipeKey, memory_knobs, recipe_keys
+from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
 

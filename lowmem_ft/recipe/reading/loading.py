@@ -14,8 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowmem_ft.foundation.errors import RecipeError, did_you_mean
-from lowmem_ft.recipe.conflicts import recipe_problems
-from lowmem_ft.recipe.keys import (
+from lowmem_ft.recipe.reading.keys import (
     RecipeKey,
     describe_type,
     not_a_group,
@@ -24,10 +23,11 @@ from lowmem_ft.recipe.keys import (
     unknown_key,
     without_none,
 )
-from lowmem_ft.recipe.overrides import parse_overrides
-from lowmem_ft.recipe.recipe_files import RecipeFile, read_recipe_files
-from lowmem_ft.recipe.references import escape_references, recipe_key_of
-from lowmem_ft.recipe.replaced_sources import Replaced, replaced_by
+from lowmem_ft.recipe.reading.overrides import parse_overrides
+from lowmem_ft.recipe.reading.recipe_files import RecipeFile, read_recipe_files
+from lowmem_ft.recipe.reading.references import escape_references, recipe_key_of
+from lowmem_ft.recipe.reading.replaced_sources import Replaced, replaced_by
+from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.recipe.tree import Recipe
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from lowmem_ft.foundation.errors import RecipeError
-from lowmem_ft.recipe import engine_rules, memory_rules, run_rules
-from lowmem_ft.recipe.keys import accepts_none, recipe_groups, recipe_keys
-from lowmem_ft.recipe.rule import Conflict
+from lowmem_ft.recipe.reading.keys import accepts_none, recipe_groups, recipe_keys
+from lowmem_ft.recipe.rules import engine_rules, memory_rules, run_rules
+from lowmem_ft.recipe.rules.rule import Conflict
 from lowmem_ft.recipe.tree import Recipe
 
 LARGEST_WHOLE_NUMBER = 2**32 - 1

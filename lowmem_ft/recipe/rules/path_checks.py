@@ -26,8 +26,8 @@ from lowmem_ft.models.model_files import (
     refuse_unfit,
     text_fields,
 )
-from lowmem_ft.recipe.loading import load_recipe
-from lowmem_ft.recipe.output_folder import RECIPE_FILE, refuse_output_folder, run_folder_of
+from lowmem_ft.recipe.reading.loading import load_recipe
+from lowmem_ft.recipe.rules.output_folder import RECIPE_FILE, refuse_output_folder, run_folder_of
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config

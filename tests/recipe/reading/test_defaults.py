@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.defaults import named_as_planned, with_defaults_of_plan
+from lowmem_ft.recipe.reading.defaults import named_as_planned, with_defaults_of_plan
 
 ROWS = "training.gradient_accumulation_steps=16"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import parse_bytes
-from lowmem_ft.recipe.keys import recipe_groups, recipe_keys, unknown_key
-from lowmem_ft.recipe.rule import reads
-from lowmem_ft.recipe.schedules import schedule_problems
+from lowmem_ft.recipe.reading.keys import recipe_groups, recipe_keys, unknown_key
+from lowmem_ft.recipe.rules.rule import reads
+from lowmem_ft.recipe.rules.schedules import schedule_problems
 from lowmem_ft.recipe.tree import Recipe
 
 MOST_TOKENS, MOST_MICRO_BATCHES = 2**21, 2**12

@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lowmem_ft.recipe.keys import RecipeKey, recipe_groups, recipe_keys
-from lowmem_ft.recipe.references import escape_references
+from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_groups, recipe_keys
+from lowmem_ft.recipe.reading.references import escape_references
 from lowmem_ft.recipe.tree import Recipe
 
 _WIDTH = 78

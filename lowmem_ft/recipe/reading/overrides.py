@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem_ft.recipe.keys import (
+from lowmem_ft.recipe.reading.keys import (
     SHORT_FORMS,
     describe_type,
     keys_meant_by,

@@ -5,8 +5,8 @@ import pytest
 from lowmem_ft.catalog import find_gpu
 from lowmem_ft.catalog.gpu_catalog import split_count
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.made_for_cards import made_for
-from lowmem_ft.recipe.needs import needs_of_shipped_recipes
+from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
+from lowmem_ft.recipe.shipped.recipes_by_gpu import made_for
 
 
 def settings_for(gpu: str, *words: str) -> list[str]:

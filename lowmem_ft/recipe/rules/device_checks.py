@@ -8,9 +8,9 @@ from lowmem_ft.catalog import Gpu
 from lowmem_ft.foundation.errors import DataError, UserError
 from lowmem_ft.foundation.wsl import is_wsl
 from lowmem_ft.models.model_files import architecture_fields, limit_of_positions, text_fields
-from lowmem_ft.recipe.budget_limits import above_device
-from lowmem_ft.recipe.made_for_cards import made_for
-from lowmem_ft.recipe.run_rules import oversized_steps
+from lowmem_ft.recipe.rules.budget_limits import above_device
+from lowmem_ft.recipe.rules.run_rules import oversized_steps
+from lowmem_ft.recipe.shipped.recipes_by_gpu import made_for
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.device_rules import attention_problem, float16_problems, precision_problems
 

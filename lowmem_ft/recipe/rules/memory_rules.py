@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowmem_ft.optimizers.table import DEFAULT_OPTIMIZER, listed, optimizers_that
-from lowmem_ft.recipe.keys import knobs_that_need_checkpointing, memory_knobs
-from lowmem_ft.recipe.rule import reads
+from lowmem_ft.recipe.reading.keys import knobs_that_need_checkpointing, memory_knobs
+from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
 WHERE_BFLOAT16_IS = "on a GPU of 2020 (Ampere) or newer"

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowmem_ft.catalog import find_architecture
 from lowmem_ft.foundation.errors import RecipeError, did_you_mean
 from lowmem_ft.foundation.user_paths import address_problem, expand_user, neighbours, recipes_folder
-from lowmem_ft.recipe.references import TooLongError, resolve_references
+from lowmem_ft.recipe.reading.references import TooLongError, resolve_references
 
 MOST_NAMED = 5
 """Files of a folder that an error names."""

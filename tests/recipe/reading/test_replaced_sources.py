@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.keys import recipe_keys
-from lowmem_ft.recipe.replaced_sources import OF_A_SOURCE
+from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.reading.replaced_sources import OF_A_SOURCE
 
 BASE = """
 model: {name_or_path: some/model, revision: abc, trust_remote_code: true}

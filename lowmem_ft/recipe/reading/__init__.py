@@ -1,0 +1,1 @@
+"""Reading recipes: files, references, ``key=value`` settings, keys, and errors in them."""

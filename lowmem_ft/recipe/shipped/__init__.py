@@ -1,0 +1,1 @@
+"""The shipped recipes: what each needs, and which one fits a model or a GPU."""
