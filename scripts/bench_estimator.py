@@ -107,7 +107,7 @@ def time_estimates(model: str, gpu: str, mode: str) -> dict[str, Any]:
 def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
     """Seconds of a recipe's first estimate, of a variant, and of both once more by another reader of the same files.
 
-    And of a first one that asks torch about every operator, not only about new ones (``virtual_gpu/fake_results.py``).
+    And of a first one that asks torch about every operator, not only about new ones (``virtual_gpu/recording/fake_results.py``).
     """
     import tempfile
     from pathlib import Path
@@ -116,7 +116,7 @@ def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.estimator.kept_traces import KeptTraces
     from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.virtual_gpu.fake_results import FakeResults
+    from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults
 
     recipe = load_recipe(recipe_name)
     rows = recipe.training.per_device_train_batch_size + 2

@@ -19,10 +19,10 @@ from lowmem_ft.memory.memory_estimate import StepTime
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, allocator_config_of_runs, step_time
-from lowmem_ft.virtual_gpu.replay.replays import Replays
-from lowmem_ft.virtual_gpu.trace import Trace
-from lowmem_ft.virtual_gpu.work import Work
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
+from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, allocator_config_of_runs, step_time
 
 RESIDENT = next(rung for rung in RUNGS if rung.name == "+ step in backward")
 """The last rung that keeps everything on the GPU; those below it compute the same updates."""

@@ -116,7 +116,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
     from lowmem_ft.reports.costs import with_cost
     from lowmem_ft.reports.estimate_table import estimate_table
-    from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_runs
+    from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs
 
     target, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
     if target is None and options.snapshot is not None:

@@ -129,7 +129,7 @@ def _report_one(
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.reports.prose import Prose
     from lowmem_ft.reports.script_facts import script_facts, ways_to_fit
-    from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_environment
+    from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_environment
 
     if found.estimate.is_of_cpu and options.snapshot is not None:
         raise UserError(NO_SNAPSHOT_OF_CPU)

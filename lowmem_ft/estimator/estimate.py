@@ -29,14 +29,14 @@ from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
-from lowmem_ft.virtual_gpu.replay.estimate import (
+from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
+from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
+from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     Surroundings,
     allocator_config_of_runs,
     estimate_on_cpu,
     estimate_on_gpu,
 )
-from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
-from lowmem_ft.virtual_gpu.replay.replays import Replays
 
 
 def estimate_memory(

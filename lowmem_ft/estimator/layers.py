@@ -16,7 +16,7 @@ from lowmem_ft.foundation.knob import CountedLayers
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
-from lowmem_ft.virtual_gpu.replay.sweeps import Layers
+from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 
 LONGEST_PERIOD = 8
 """Layers: 6 in Gemma 3 (five with a sliding window, one without), 4 in Llama 4."""

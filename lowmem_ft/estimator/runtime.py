@@ -33,9 +33,9 @@ from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.tensors.local_shards import rows_of
 from lowmem_ft.training.distributed.gradient_averaging import copy_from_main_process, ddp_takes, sum_gradients
 from lowmem_ft.training.mixed_precision import MixedPrecision
-from lowmem_ft.virtual_gpu.data_parallel import TracedDataParallel
+from lowmem_ft.virtual_gpu.distributed.data_parallel import TracedDataParallel
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.recorder import Recorder
+from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 
 
 def model_on_meta(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from lowmem_ft.virtual_gpu.replay.layer_extrapolation import Repetition
-from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,11 +41,11 @@ from lowmem_ft.training.determinism import deterministic_kernels
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
+from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.processes import one_of_several
-from lowmem_ft.virtual_gpu.replay.layer_extrapolation import Repetition
-from lowmem_ft.virtual_gpu.replay.repetition_proof import prove
-from lowmem_ft.virtual_gpu.replay.sweeps import NotRegularError, structure_of
+from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
+from lowmem_ft.virtual_gpu.replay.depth.repetition_proof import prove
+from lowmem_ft.virtual_gpu.replay.depth.sweeps import NotRegularError, structure_of
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.techniques.activation_offload import SMALLEST_BYTES
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
-from lowmem_ft.virtual_gpu.replay.clock import host_link_rate, matmul_rate
+from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate, matmul_rate
 
 BYTES_KEYS = ("model", "adapter", "optimizer", "offload", "accumulation", "training", "distributed")
 """Groups that bounds of the device's bytes read; those of seconds, of the host and of activations read the next too."""

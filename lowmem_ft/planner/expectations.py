@@ -11,8 +11,8 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.planner import bounds
 from lowmem_ft.planner.bounds import ModelShape
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.virtual_gpu.replay.clock import host_link_rate
-from lowmem_ft.virtual_gpu.replay.links import link_between
+from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate
+from lowmem_ft.virtual_gpu.replay.timing.links import link_between
 
 _KEPT_SHARE = 2.2
 """Of what its matrices give, that a layer keeps for its backward pass."""

@@ -17,11 +17,11 @@ from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, RunTime, TracedShape
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime, Traced
 from lowmem_ft.rehearsal.shapes import Counted, WindowShape
-from lowmem_ft.virtual_gpu.replay.clock import Times
+from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
-from lowmem_ft.virtual_gpu.replay.estimate import allocator_config_of_runs
-from lowmem_ft.virtual_gpu.replay.replays import Replays
-from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
+from lowmem_ft.virtual_gpu.replay.timing.clock import Times
+from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs
 
 if TYPE_CHECKING:
     from lowmem_ft.rehearsal.rehearse import RehearsedRun

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 import lowmem_ft
+from lowmem_ft.virtual_gpu.recording.work import WorkLog
 from lowmem_ft.virtual_gpu.values.questions import asking_frames, shown_file
-from lowmem_ft.virtual_gpu.work import WorkLog
 
 _NOT_THE_PROGRAM = tuple(
     str(folder)

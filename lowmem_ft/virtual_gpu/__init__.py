@@ -11,9 +11,11 @@ from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-    from lowmem_ft.virtual_gpu.operator_costs import register_operator_cost
+    from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
 
 __all__ = ["VirtualGPU", "register_operator_cost"]
 
 # An optimizer that states what its operators cost is no reason to load the tracer.
-__getattr__ = lazy_exports(__name__, {"VirtualGPU": "gpu", "register_operator_cost": "operator_costs"})
+__getattr__ = lazy_exports(
+    __name__, {"VirtualGPU": "gpu", "register_operator_cost": "recording.operator_costs"}
+)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.virtual_gpu.recorder import Recorder
+from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 
 DEVICE_TYPE = "vgpu"

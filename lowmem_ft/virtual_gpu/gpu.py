@@ -16,18 +16,18 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.memory.race import Race, race_error
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu_or_none
+from lowmem_ft.virtual_gpu.device.registration import register_virtual_device
+from lowmem_ft.virtual_gpu.device.streams import number_anew
 from lowmem_ft.virtual_gpu.kernels.cuda_checks import CudaChecks
 from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.registration import register_virtual_device
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
-from lowmem_ft.virtual_gpu.replay.estimate import (
+from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
+from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     Surroundings,
     allocator_config_of_environment,
     estimate_on_gpu,
 )
-from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
-from lowmem_ft.virtual_gpu.streams import number_anew
 from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.upstream.flash_attention import flash_attention_as_on_cuda
 from lowmem_ft.virtual_gpu.upstream.trl_kernels import trl_kernels_as_on_cuda

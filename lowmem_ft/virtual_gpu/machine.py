@@ -19,13 +19,14 @@ from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.tensors.storage_resizing import storage_resizes_seen
 from lowmem_ft.upstream.tested import warn_if_untested
-from lowmem_ft.virtual_gpu.attribution import Attribution
-from lowmem_ft.virtual_gpu.fake_results import Check, FakeResults
+from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.interrupts import interrupts_wait_for_backward
-from lowmem_ft.virtual_gpu.optimizer_state import check_state, state_tensors
-from lowmem_ft.virtual_gpu.placement import place_module
-from lowmem_ft.virtual_gpu.recorder import Recorder
-from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.recording.attribution import Attribution
+from lowmem_ft.virtual_gpu.recording.fake_results import Check, FakeResults
+from lowmem_ft.virtual_gpu.recording.optimizer_state import check_state, state_tensors
+from lowmem_ft.virtual_gpu.recording.recorder import Recorder
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.recording.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import statistics_of
 from lowmem_ft.virtual_gpu.upstream.cuda_names import on_virtual_device
@@ -36,7 +37,6 @@ from lowmem_ft.virtual_gpu.upstream.other_threads import followed_thread
 from lowmem_ft.virtual_gpu.upstream.weight_files import checkpoints_without_values
 from lowmem_ft.virtual_gpu.values.constant_propagation import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.values.questions import Questions
-from lowmem_ft.virtual_gpu.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
 
 if TYPE_CHECKING:
     from typing_extensions import Self

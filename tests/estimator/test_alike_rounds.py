@@ -23,9 +23,9 @@ from lowmem_ft.techniques.streaming import embedding as streamed_embedding
 from lowmem_ft.virtual_gpu import machine
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.replay import clock
-from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
-from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.replay.timing import clock
+from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
 
 GPU = find_gpu("a100-80gb")
 BUDGET = BudgetVerdict(device_bytes=GPU.memory_bytes, host_bytes=None)

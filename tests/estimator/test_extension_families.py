@@ -21,8 +21,8 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.training.session import Session
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
-from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
 
 GPU = find_gpu("a100-80gb")
 BUDGET = BudgetVerdict(device_bytes=GPU.memory_bytes, host_bytes=None)

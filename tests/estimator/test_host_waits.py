@@ -9,7 +9,7 @@ from ladder_rungs import RUNGS, settings_of
 from lowmem_ft.estimator.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.work import STEP_END
+from lowmem_ft.virtual_gpu.recording.work import STEP_END
 
 
 def waits_of_a_step(*settings, gpu="rtx-4090"):

@@ -15,7 +15,7 @@ from lowmem_ft.host.pinned_memory import PAGE_BYTES
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.clock import time_of
+from lowmem_ft.virtual_gpu.replay.timing.clock import time_of
 
 FORMATS = ("model.dtype=bfloat16", "optimizer.state=8bit", "optimizer.master=split24")
 BYTES_A_PARAMETER = 1 + 2 * (1 + 4 / 256)

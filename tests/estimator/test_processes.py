@@ -22,7 +22,7 @@ from lowmem_ft.recipe.gpu_count import on_cards
 from lowmem_ft.tensors.local_shards import rows_of
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.replay.links import link_between
+from lowmem_ft.virtual_gpu.replay.timing.links import link_between
 
 SETTINGS = (
     "data.eval_size=null",

@@ -12,7 +12,7 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
-from lowmem_ft.virtual_gpu.recorder import Recorder
+from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 
 
 def estimated(*settings: str) -> MemoryEstimate:

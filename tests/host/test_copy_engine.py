@@ -13,7 +13,7 @@ from lowmem_ft.host import copy_engine as host_copies
 from lowmem_ft.host.copy_engine import SOURCES_KEPT, CopyEngine
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.clock import HOST_COPY_RATE, time_of
+from lowmem_ft.virtual_gpu.replay.timing.clock import HOST_COPY_RATE, time_of
 
 MIB = 2**20
 

@@ -17,7 +17,7 @@ from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu import machine
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay import clock
+from lowmem_ft.virtual_gpu.replay.timing import clock
 
 OWN_OPTIMIZERS = optimizers_that("takes_formats")
 MASTERS = ("fp32", "split16", "split24", "stochastic_rounding", "none")

@@ -8,7 +8,7 @@ from lowmem_ft.optimizers.operators import BLOCK, IMPLEMENTATIONS
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
-from lowmem_ft.virtual_gpu.operator_costs import registered_cost
+from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
 
 N = 64 * BLOCK
 

@@ -222,8 +222,12 @@ def test_several_processes_and_processors_are_refused(recipe):
 def test_races_are_found_in_a_rehearsal(recipe, monkeypatch):
     streamed = recipe(*ALIKE, *STREAMED)
     assert rehearse(streamed, "rtx-4090", steps=3).estimate.races == ()
-    monkeypatch.setattr("lowmem_ft.virtual_gpu.streams.VirtualStream.wait_event", lambda self, event: None)
-    monkeypatch.setattr("lowmem_ft.virtual_gpu.streams.VirtualEvent.wait", lambda self, stream=None: None)
+    monkeypatch.setattr(
+        "lowmem_ft.virtual_gpu.device.streams.VirtualStream.wait_event", lambda self, event: None
+    )
+    monkeypatch.setattr(
+        "lowmem_ft.virtual_gpu.device.streams.VirtualEvent.wait", lambda self, stream=None: None
+    )
     assert rehearse(streamed, "rtx-4090", steps=3).to_json()["races"]
 
 

@@ -18,7 +18,7 @@ from lowmem_ft.techniques import optimizer_offload
 from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.clock import time_of
+from lowmem_ft.virtual_gpu.replay.timing.clock import time_of
 
 CPU = torch.device("cpu")
 CHUNK = 512

@@ -23,8 +23,8 @@ from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import build, train
-from lowmem_ft.virtual_gpu.replay.estimate import Surroundings, step_time
-from lowmem_ft.virtual_gpu.replay.replays import Replays
+from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
+from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, step_time
 
 HOST_STATE = ("offload.optimizer=host",)
 STREAMED = (

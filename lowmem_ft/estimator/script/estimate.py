@@ -21,21 +21,21 @@ from lowmem_ft.foundation.script_file import check_script
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
-from lowmem_ft.virtual_gpu.code_places import CodePlace, Running
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.recording.code_places import CodePlace, Running
+from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
-from lowmem_ft.virtual_gpu.replay.estimate import (
+from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
+from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
+from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
+from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     Surroundings,
     allocator_config_of_environment,
     estimate_on_cpu,
     estimate_on_gpu,
 )
-from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
-from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
-from lowmem_ft.virtual_gpu.replay.replays import Replays
-from lowmem_ft.virtual_gpu.trace import Trace
 
 NUM_STEPS = 3
 """State is made in the first step, so the second is the first to hold all of it; by the third the caching allocator

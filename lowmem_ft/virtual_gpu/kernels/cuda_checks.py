@@ -7,9 +7,9 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from lowmem_ft.virtual_gpu.fake_results import tensors_in
-from lowmem_ft.virtual_gpu.kernels.device_checks import check_devices, check_generator
+from lowmem_ft.virtual_gpu.kernels.device_mismatches import check_devices, check_generator
 from lowmem_ft.virtual_gpu.kernels.dtype_checks import Capability, check_dtypes
+from lowmem_ft.virtual_gpu.recording.fake_results import tensors_in
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
-from lowmem_ft.virtual_gpu.operator_costs import registered_cost
+from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
 
 aten = torch.ops.aten
 

@@ -31,7 +31,7 @@ from lowmem_ft.virtual_gpu.races.stream_order import StreamOrder
 from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
 
 if TYPE_CHECKING:
-    from lowmem_ft.virtual_gpu.recorder import Recorder
+    from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 
 _PASSED_OVER = (
     f"{__file__.rpartition('virtual_gpu')[0]}virtual_gpu",

@@ -6,7 +6,7 @@ import dataclasses
 
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.kernels.workspaces import CUBLAS_WORKSPACES_BYTES
-from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.recording.trace import Trace
 
 
 def with_workspaces(trace: Trace, cublas_bytes: int) -> Trace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowmem_ft.memory.timeline import Timeline
-from lowmem_ft.virtual_gpu.trace import Trace
+from lowmem_ft.virtual_gpu.recording.trace import Trace
 
 NUM_REPETITIONS = 2
 """Of the last traced step. In the recipes tried, what is reserved stands still from the third step on."""

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.memory.timeline import Allocation, Event, Timeline
-from lowmem_ft.virtual_gpu.replay.layer_extrapolation import GrowingSize, GrowingWork, Repetition
-from lowmem_ft.virtual_gpu.replay.sweeps import Layers
-from lowmem_ft.virtual_gpu.trace import Trace
-from lowmem_ft.virtual_gpu.work import Work
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import GrowingSize, GrowingWork, Repetition
+from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
-from lowmem_ft.virtual_gpu.device_index import device_index
-from lowmem_ft.virtual_gpu.streams import VirtualEvent, VirtualStream
+from lowmem_ft.virtual_gpu.device.device_index import device_index
+from lowmem_ft.virtual_gpu.device.streams import VirtualEvent, VirtualStream
 
 _Generator = torch.Generator
 _TENSORS = {

@@ -23,8 +23,8 @@ from torch.utils._device import _device_constructors
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu
-from lowmem_ft.virtual_gpu.device import VirtualBackend
-from lowmem_ft.virtual_gpu.device_index import device_index
+from lowmem_ft.virtual_gpu.device.device import VirtualBackend
+from lowmem_ft.virtual_gpu.device.device_index import device_index
 from lowmem_ft.virtual_gpu.upstream.cuda_classes import classes_of_cuda
 from lowmem_ft.virtual_gpu.upstream.cuda_refusals import cuda_without_hardware
 from lowmem_ft.virtual_gpu.upstream.inference_mode import inference_mode_as_no_grad

@@ -19,7 +19,7 @@ from torch import Tensor
 from lowmem_ft.foundation.devices import is_virtual
 from lowmem_ft.upstream.on_import import when_imported
 from lowmem_ft.upstream.patches import existing, replace
-from lowmem_ft.virtual_gpu.operator_costs import register_operator_cost
+from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
 
 _KERNELS = {
     "trl.kernels.chunked_logprob": ("_forward_kernel", "_backward_kernel"),

@@ -19,8 +19,8 @@ from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_lo
 from lowmem_ft.techniques.streaming.parameter_streaming import enable_parameter_streaming
 from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.placement import place_module
 
 LAYERS = 5
 CPU = torch.device("cpu")

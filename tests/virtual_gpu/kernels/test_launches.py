@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels import launches as rules
 from lowmem_ft.virtual_gpu.kernels.launches import launches_of
-from lowmem_ft.virtual_gpu.replay.clock import Clock
-from lowmem_ft.virtual_gpu.work import Work
+from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 aten = torch.ops.aten
 HEADER = Path(torch.__file__).parent / "include/ATen/native/cuda/MultiTensorApply.cuh"

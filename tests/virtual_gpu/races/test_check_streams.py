@@ -9,7 +9,7 @@ import torch
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import RaceError
-from lowmem_ft.virtual_gpu.processes import one_of_several
+from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
 
 LARGE, SMALL = 2**20, 2**10
 """Elements, of the caching allocator's large pool and of its small one."""

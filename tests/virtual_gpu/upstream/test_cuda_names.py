@@ -15,7 +15,7 @@ from torch.utils._device import _device_constructors
 
 from lowmem_ft.foundation.devices import is_virtual, kernels_of
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.virtual_gpu.device import VirtualBackend
+from lowmem_ft.virtual_gpu.device.device import VirtualBackend
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 MIB = 2**20

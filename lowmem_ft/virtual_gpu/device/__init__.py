@@ -1,0 +1,1 @@
+"""The device ``vgpu``: registration with torch, placement, streams, events, copies."""

@@ -1,0 +1,328 @@
+"""The device ``vgpu``: fake tensors live on it and autograd works on it, but nothing is computed.
+
+torch lets Python stand in for its PrivateUse1 backend: a device guard, and a module with the functions that
+``torch.cuda`` has. Tensors on it exist under ``FakeTensorMode`` only: shapes, types and storages without bytes.
+
+The module, ``torch.vgpu``, answers for whatever :class:`VirtualGPU` is being traced.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu, active_gpu_or_none
+from lowmem_ft.virtual_gpu.device.device_index import device_index
+from lowmem_ft.virtual_gpu.device.host_registration import HostRegistration
+from lowmem_ft.virtual_gpu.device.streams import (
+    VirtualEvent,
+    VirtualStream,
+    VirtualStreamContext,
+    current_stream,
+    orderings_for,
+    set_stream,
+)
+
+RNG_STATE_BYTES = 16
+"""Of a CUDA generator: its seed and its offset (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)."""
+
+
+class _Properties(SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        known = ", ".join(vars(self))
+        raise AttributeError(f"A virtual GPU has no property {name}; it knows {known}.")
+
+
+class VirtualDeviceContext:
+    """``torch.cuda.device``: there is one device, so this changes nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = device_index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = 0
+
+    def __exit__(self, *exception: object) -> None:
+        """Back to the same one."""
+
+
+class VirtualDeviceOf(VirtualDeviceContext):
+    """``torch.cuda.device_of``: of a tensor or a storage, on any device."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__(0 if obj.device.type == DEVICE_TYPE else None)
+
+
+class VirtualBackend:
+    """What ``torch.cuda`` is to a GPU: the functions by which programs ask the device about itself."""
+
+    stands_for = "cuda"
+    _initialized = False  # or torch.utils.checkpoint would fetch the state of the device's random numbers
+    Stream = VirtualStream
+    Event = VirtualEvent
+    StreamContext = VirtualStreamContext
+    device = VirtualDeviceContext
+    device_of = VirtualDeviceOf
+
+    # torch calls these while it registers the device and when it is asked for its devices.
+    def is_initialized(self) -> bool:  # noqa: D102
+        return True
+
+    def is_available(self) -> bool:  # noqa: D102
+        return active_gpu_or_none() is not None
+
+    def device_count(self) -> int:  # noqa: D102
+        return 1
+
+    def current_device(self) -> int:  # noqa: D102
+        return 0
+
+    def set_device(self, device: Any) -> None:  # noqa: D102
+        device_index(device, optional=False)
+
+    def init(self) -> None:
+        """There is nothing to make ready."""
+
+    def ipc_collect(self) -> None:
+        """No other process shares memory with this one."""
+
+    def initial_seed(self) -> int:  # noqa: D102
+        return torch.default_generator.initial_seed()
+
+    def seed(self) -> None:  # noqa: D102
+        pass
+
+    seed_all = seed
+
+    def get_sync_debug_mode(self) -> int:  # noqa: D102
+        return active_gpu().recorder.orderings.sync_debug_mode
+
+    def set_sync_debug_mode(self, debug_mode: int | str) -> None:
+        """Warn from now on where the host waits for the device, or refuse to.
+
+        Raises:
+            RuntimeError: if there is no such mode.
+        """
+        names = {"default": 0, "warn": 1, "error": 2}
+        if debug_mode not in (*names, *names.values()):
+            known = "`default`, `warn`, `error`" if isinstance(debug_mode, str) else "0,1,2"
+            raise RuntimeError(f"invalid value of debug_mode, expected one of {known}")
+        mode = names[debug_mode] if isinstance(debug_mode, str) else debug_mode
+        active_gpu().recorder.orderings.sync_debug_mode = mode
+
+    def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
+        """No GPU is its own peer, and there is no other."""
+        device_index(device)
+        device_index(peer_device, optional=False)
+        return False
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed(self, seed: int) -> None:  # noqa: D102
+        int(seed)
+
+    manual_seed_all = manual_seed
+
+    def is_current_stream_capturing(self) -> bool:
+        """CUDA graphs are not modelled."""
+        return False
+
+    # torch.random.fork_rng asks for these in whatever runs in this process from now on.
+    def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:  # noqa: D102
+        device_index(device)
+        return torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8, device="cpu")
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
+        """Only looked at: nothing is drawn.
+
+        Raises:
+            TypeError: if it is no state, as CUDA's generator has it.
+            RuntimeError: if it is another generator's, likewise.
+        """
+        device_index(device)
+        if not (new_state.is_cpu and new_state.dtype == torch.uint8):
+            raise TypeError("RNG state must be a torch.ByteTensor")
+        if new_state.numel() != RNG_STATE_BYTES:
+            raise RuntimeError("RNG state is wrong size")
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:  # noqa: D102
+        return [self.get_rng_state()]
+
+    def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:  # noqa: D102
+        for index, state in enumerate(new_states):
+            self.set_rng_state(state, index)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:  # noqa: D102
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    # What the GPU is.
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        """Its compute capability."""
+        device_index(device)
+        return active_gpu().spec.compute_capability
+
+    def has_triton(self) -> bool:
+        """Whether Triton is installed where it is; not a question of torch's."""
+        return active_gpu().spec.has_triton
+
+    def get_device_name(self, device: Any = None) -> str:
+        """Its maker's name for it."""
+        device_index(device)
+        return active_gpu().spec.full_name
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """Whether it computes with bfloat16: in hardware since compute capability 8.0, emulated before."""
+        return including_emulation or active_gpu().spec.has_bfloat16
+
+    def is_tf32_supported(self) -> bool:
+        """Whether it has tensor cores for TF32."""
+        return self.get_device_capability() >= (8, 0)
+
+    def get_arch_list(self) -> list[str]:
+        """The architecture of the GPU itself: any build for it will do."""
+        major, minor = self.get_device_capability()
+        return [f"sm_{major}{minor}"]
+
+    def get_gencode_flags(self) -> str:
+        """As for a build for this GPU alone."""
+        (name,) = self.get_arch_list()
+        return f"-gencode compute={name.replace('sm_', 'compute_')},code={name}"
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        """The properties that programs read most."""
+        device_index(device)
+        spec = active_gpu().spec
+        major, minor = spec.compute_capability
+        return _Properties(
+            name=spec.full_name,
+            major=major,
+            minor=minor,
+            total_memory=spec.memory_bytes,
+            multi_processor_count=spec.num_multiprocessors,
+            warp_size=32,
+            is_integrated=False,
+            is_multi_gpu_board=False,
+        )
+
+    # Its memory, as far as the trace has come.
+    def memory_allocated(self, device: Any = None) -> int:
+        """Bytes of live storages, unrounded."""
+        device_index(device)
+        return active_gpu().recorder.live_bytes
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """The most bytes of live storages since the last reset, unrounded."""
+        device_index(device)
+        return active_gpu().recorder.peak_bytes
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Start new peaks for the counters; the report keeps the whole timeline."""
+        device_index(device)
+        active_gpu().recorder.reset_peak()
+        active_gpu().counters.reset_peaks()
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        """Count what is allocated and freed anew."""
+        device_index(device)
+        active_gpu().counters.reset_sums()
+
+    def memory_reserved(self, device: Any = None) -> int:
+        """Bytes that the caching allocator holds."""
+        return self.memory_stats(device)["reserved_bytes.all.current"]
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        """The most that it has held since the last reset."""
+        return self.memory_stats(device)["reserved_bytes.all.peak"]
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """The counters of the caching allocator, as if it had no limit."""
+        device_index(device)
+        return active_gpu().counters.stats()
+
+    def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
+        """The same, part by part."""
+        nested: dict[str, Any] = {}
+        for name, value in self.memory_stats(device).items():
+            *outer, last = name.split(".")
+            within = nested
+            for part in outer:
+                within = within.setdefault(part, {})
+            within[last] = value
+        return nested
+
+    def get_allocator_backend(self) -> str:
+        """The allocator that torch takes if nobody asks for another."""
+        return "native"
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Free and total bytes."""
+        device_index(device)
+        total = active_gpu().spec.memory_bytes
+        return max(0, total - self.memory_allocated()), total
+
+    def empty_cache(self) -> None:
+        """Give cached memory back to the driver."""
+        active_gpu().recorder.timeline.empty_cache()
+
+    def empty_host_cache(self) -> None:
+        """Nothing: pinned host memory is given back as soon as it is free."""
+
+    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        """Lower the cap of the caching allocator."""
+        if device is not None:
+            device_index(device, optional=False)
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        gpu = active_gpu()
+        gpu.cap_bytes = int(fraction * gpu.spec.memory_bytes)
+
+    def get_per_process_memory_fraction(self, device: Any = None) -> float:
+        """The cap as a share of the memory."""
+        if device is not None:
+            device_index(device, optional=False)
+        gpu = active_gpu()
+        return 1.0 if gpu.cap_bytes is None else gpu.cap_bytes / gpu.spec.memory_bytes
+
+    # Its streams.
+    def current_stream(self, device: Any = None) -> VirtualStream:
+        """The stream that work and memory go to."""
+        device_index(device)
+        return current_stream()
+
+    def default_stream(self, device: Any = None) -> VirtualStream:
+        """Stream 0."""
+        device_index(device)
+        return VirtualStream(stream_id=0)
+
+    def set_stream(self, stream: VirtualStream) -> None:
+        """Send further work to a stream."""
+        set_stream(stream)
+
+    def stream(self, stream: VirtualStream | None) -> VirtualStreamContext:
+        """Send the work of a block to a stream."""
+        return VirtualStreamContext(stream)
+
+    def register_host_memory(self, pages: torch.Tensor) -> HostRegistration:
+        """What ``cudaHostRegister`` is to a GPU: pin whole pages that somebody else has allocated."""
+        return HostRegistration(active_gpu().recorder, pages)
+
+    def host_may_use(self, memory: torch.Tensor) -> None:
+        """From here on the host may read and write memory in ways that a trace does not see, as by its files."""
+        checker = active_gpu().recorder.checker
+        if checker is not None:
+            checker.host_may_use(memory)
+
+    def synchronize(self, device: Any = None) -> None:
+        """Let the host wait for all streams."""
+        device_index(device)
+        orderings_for("synchronize").synchronize()

@@ -1,0 +1,1 @@
+"""One of several processes on a virtual GPU: collectives, DDP."""

@@ -1,0 +1,72 @@
+"""Where a program is: the line of its own code that runs, and the line of a library that it has called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowmem_ft.virtual_gpu.recording.recorder import Recorder
+from lowmem_ft.virtual_gpu.values.questions import asking_frames, is_of_library, shown_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodePlace:
+    """A line of code.
+
+    Args:
+        file: its path.
+        line: its number.
+        function: the function that it is in; ``<module>`` outside any.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """For people: files of packages without the folder of all packages, others as seen from here."""
+        within = "" if self.function == "<module>" else f" in {self.function}"
+        return f"{shown_file(self.file)}:{self.line}{within}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """What runs at a moment.
+
+    Args:
+        own: the innermost line of the program's own code; None: none is running.
+        library: the innermost line of all, if that is a library's.
+    """
+
+    own: CodePlace | None
+    library: CodePlace | None
+
+
+class PeakPlace:
+    """Remembers what ran when the most memory of a recorder's device was in use.
+
+    Args:
+        recorder: of a machine; it is told of each new peak from now on.
+        script: a file whose code counts as the program's own, wherever it lies.
+    """
+
+    def __init__(self, recorder: Recorder, script: str) -> None:
+        self.running = Running(own=None, library=None)
+        self._most = 0
+        self._script = script
+        recorder.on_peak = self._at_peak
+
+    def _at_peak(self, live_bytes: int) -> None:
+        if live_bytes > self._most:  # programs reset the recorder's own peak
+            self._most = live_bytes
+            self.running = _running(self._script)
+
+
+def _running(script: str) -> Running:
+    innermost: CodePlace | None = None
+    for frame in asking_frames():
+        file = frame.f_code.co_filename
+        place = CodePlace(file=file, line=frame.f_lineno, function=frame.f_code.co_name)
+        if file == script or not is_of_library(file):
+            return Running(own=place, library=innermost)
+        innermost = innermost or place
+    return Running(own=None, library=innermost)

@@ -1,0 +1,507 @@
+"""Sees every operator of a program and writes down what memory it takes and what work it is.
+
+The recorder lies on top of ``FakeTensorMode``: every operator passes through it after autograd and autocast have had
+their say, as a kernel launch would. A storage is born with the operator that first returns it and dies with its last
+reference, exactly when the caching allocator would get it back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorDeviceMismatchError,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.memory.category import Category, Place
+from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.tensors.gradient_sums import is_in_place_unwatched, take_as_much
+from lowmem_ft.tensors.storage_resizing import storage_resized_by
+from lowmem_ft.virtual_gpu.device.host_copies import HostCopies
+from lowmem_ft.virtual_gpu.device.orderings import Orderings
+from lowmem_ft.virtual_gpu.distributed.collectives import COLLECTIVE_LIBRARIES, WAIT_FOR_RESULT, purposes_of
+from lowmem_ft.virtual_gpu.races.checker import StreamChecker
+from lowmem_ft.virtual_gpu.races.operands import tensors_in
+from lowmem_ft.virtual_gpu.recording.attribution import Attribution, ProgramState
+from lowmem_ft.virtual_gpu.recording.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
+from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults, SeenCall, without_pinning
+from lowmem_ft.virtual_gpu.recording.optimizer_state import plain_tensors
+from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
+from lowmem_ft.virtual_gpu.recording.visiting_owners import Tenants
+from lowmem_ft.virtual_gpu.recording.work import Work, WorkLog
+from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode
+from lowmem_ft.virtual_gpu.values.constant_propagation import (
+    answer_from_values,
+    compute_values,
+    read_value,
+    result_of_unknown_size,
+)
+from lowmem_ft.virtual_gpu.values.questions import Questions, asking_line
+
+aten = torch.ops.aten
+
+# Looked up once: each dot takes time, and a trace asks for them with every operator.
+_DEVICE = torch.ops.prim.device.default
+_READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
+_IS_PINNED, _COPY_EACH = aten.is_pinned.default, aten._foreach_copy_.default
+_SUM, _COPY, _TO_COPY = aten.add.Tensor, aten.copy_.default, aten._to_copy.default
+
+_USUAL_TYPES = frozenset({FakeTensor, Tensor, torch.nn.Parameter})
+
+
+class Recorder(TorchDispatchMode):
+    """A timeline of the storages on one device (and on the host beside it), and a log of the work.
+
+    Args:
+        device_type: the device whose storages count as its own; ``cpu`` makes the host the device.
+        attribution: says what the program is doing.
+        questions: answers for values that are not known; None: nobody hears of them.
+        results: runs operators.
+        fake_mode: that it lies on.
+        workspace_rule: buffers of kernels; None for devices without such rules.
+        workspaces: buffers of libraries; None as well.
+        check_streams: whether to look for races.
+
+    Attributes:
+        is_closed: whether the trace has ended.
+        checker: finds them; None: nobody looks.
+        orderings: is told what waits for what.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        attribution: Attribution,
+        questions: Questions | None = None,
+        *,
+        results: FakeResults,
+        fake_mode: FakeMode,
+        workspace_rule: WorkspaceRule | None = None,
+        workspaces: Workspaces | None = None,
+        check_streams: bool = False,
+    ) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.attribution = attribution
+        self.timeline = Timeline()
+        self.work = WorkLog(self.timeline)
+        self.stream = 0
+        self.alike = AlikeRounds(self.work)
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.is_closed = False
+        self.on_peak: Callable[[int], None] = lambda live_bytes: None  # called at each new peak
+        self.largest_assumed: set[str] = set()  # operators whose result was taken at its largest
+        self._questions = questions or Questions(lambda choice: None)
+        self._results = results
+        self._fake_mode = fake_mode
+        self._costs = CallCosts(device_type, workspace_rule, workspaces)
+        self._reference: weakref.ref[Recorder] = weakref.ref(self)
+        self._index_of: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._births: dict[int, ProgramState] = {}
+        self._padding: dict[int, int] = {}
+        self._tenants = Tenants()
+        self.checker = StreamChecker(self) if check_streams else None
+        self.orderings = Orderings(self)
+        self._host_copies = HostCopies(self, self._questions.say)
+
+    # --- what others tell the recorder -------------------------------------------------------------------------------
+
+    def mark(self, tensor: Tensor, category: Category, module: str | None = None) -> None:
+        """Say what the storage of a tensor is for, and for which module; of a wrapper, the storages within."""
+        for index in map(self.index_of, plain_tensors(tensor)):
+            if index is None:
+                continue
+            allocation = self.timeline.allocations[index]
+            allocation.category = category
+            if module is not None and not self._tenants.is_shared(index):
+                allocation.module = module
+            if index in self._padding:
+                padding = self.timeline.allocations[self._padding[index]]
+                padding.category, padding.module = category, allocation.module
+            self._births.pop(index, None)
+
+    def mark_shared(self, tensor: Tensor, category: Category) -> None:
+        """Say that the storage of a tensor is used in turn: whoever's parameters lie in it, it is no module's own."""
+        self.mark(tensor, category, "")
+        if (index := self.index_of(tensor)) is not None:
+            self._tenants.share(index)
+
+    def mark_place(self, tensor: Tensor, place: Place) -> None:
+        """Say that the storage of a tensor lies elsewhere than its device tells, as paged memory does."""
+        index = self._index_of.get(tensor.untyped_storage()._cdata)
+        if index is not None and self.timeline.allocations[index].place != place:
+            allocation = self.timeline.allocations[index]
+            if allocation.place == "device":
+                self.live_bytes -= allocation.size_bytes
+            allocation.place = place
+
+    def pin(self, tensor: Tensor) -> None:
+        """Say that torch's own allocator has pinned a new tensor's memory: a power of two of bytes.
+
+        What it has once taken it keeps for the next that asks for as much; that is not shown.
+        Source: pytorch 2.13, aten/src/ATen/core/CachingHostAllocator.h, ``allocate``.
+        """
+        self.mark_place(tensor, "pinned")
+        index = self.index_of(tensor)
+        if index is None or index in self._padding:
+            return
+        one = self.timeline.allocations[index]
+        if one.size_bytes:
+            # Of no bytes, too, where it is a power of two: traces of other lengths are alike but for sizes.
+            whole_bytes = 1 << (one.size_bytes - 1).bit_length()
+            padding = dataclasses.replace(one, size_bytes=whole_bytes - one.size_bytes)
+            self._padding[index] = self._malloc(padding)
+            self._goes_with(tensor.untyped_storage(), self._padding[index])
+
+    def index_of(self, tensor: Tensor) -> int | None:
+        """The number of the allocation that a tensor lies in; None if it is unknown."""
+        return self._index_of.get(tensor.untyped_storage()._cdata)
+
+    def booked_bytes(self, tensor: Tensor) -> int | None:
+        """The size of the allocation that a tensor lies in; None if it is unknown."""
+        index = self.index_of(tensor)
+        return None if index is None else self.timeline.allocations[index].size_bytes
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Where a tensor lies; None if it is unknown."""
+        index = self.index_of(tensor)
+        return None if index is None else self.timeline.allocations[index].place
+
+    def module_of(self, tensor: Tensor) -> str | None:
+        """The module that the storage of a tensor belongs to; None if it is unknown."""
+        index = next(map(self.index_of, plain_tensors(tensor)), None)
+        if index is None:
+            return None
+        return self._tenants.of(index) or self.timeline.allocations[index].module
+
+    def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
+        """Record memory that no tensor stands for; the index by which ``timeline.free`` ends it."""
+        module = self.attribution.module if category == "temporary" else ""
+        index = self._malloc(self._allocation(size_bytes, category, module, place))
+        if self.checker is not None:
+            self.checker.buffer(index)
+        return index
+
+    def let_go(self, index: int) -> None:
+        """End what :meth:`hold` began."""
+        self._free(index)
+
+    def stays(self, tensor: Tensor) -> None:
+        """Count a new tensor's memory once for each round that the present one stands for, as long as it lives.
+
+        Pinned memory fills whole pages; what the tensor asked for is noted.
+        """
+        storage, times = tensor.untyped_storage(), self.alike.times
+        index = self._index_of.get(storage._cdata)
+        if index is None:
+            return
+        one = self.timeline.allocations[index]
+        one.asked_bytes = tensor.nbytes if one.place == "pinned" else 0
+        if times == 1:
+            return
+        padding = self._padding.get(index)
+        padded = one.size_bytes + (0 if padding is None else self.timeline.allocations[padding].size_bytes)
+        others = dataclasses.replace(one, size_bytes=padded * (times - 1), asked_bytes=0)
+        self._goes_with(storage, self._malloc(others))
+
+    def _goes_with(self, storage: torch.UntypedStorage, other: int) -> None:
+        """Let another allocation end with that of a storage."""
+        key = -1 - other  # no storage's address
+        self._index_of[key] = other
+        weakref.finalize(storage, _release, self._reference, key).atexit = False
+
+    def ask(self, dtype: torch.dtype) -> float | int | bool:
+        """What stands for a value that nobody knows."""
+        _, is_in_forward = self.attribution.moment
+        return self._questions.answer(dtype, is_in_forward=is_in_forward)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.peak_bytes = self.live_bytes
+
+    # --- what the recorder sees --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE:  # more often asked than all the rest together
+            return args[0].device
+        if not _USUAL_TYPES.issuperset(types) and any(map(_dispatches_itself, types)):
+            return NotImplemented  # what a DTensor or the like makes of it comes here operator by operator
+        if self._fake_mode.is_asked_for_shapes:
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is _READ_NUMBER:
+            self.orderings.host_reads(args[0])
+            value = read_value(func, args[0])
+            return self.ask(args[0].dtype) if value is None else value
+        if func is _RECORD_STREAM:
+            return None
+        if func is WAIT_FOR_RESULT:
+            return args[0]
+        if func is _IS_PINNED:
+            return self.place_of(args[0]) == "pinned"
+        func, args, kwargs, is_pinned = without_pinning(func, args, kwargs)
+        for index in self._host_copies.indices(func, args):
+            self.__torch_dispatch__(_TO_COPY, types, (index,), {"device": args[0].device})
+        if func is _COPY_EACH and len({tensor.device for tensor in (*args[0], *args[1])}) > 1:
+            # As CUDA does between devices: one copy after the other.
+            for pair in zip(*args[:2], strict=True):
+                self.__torch_dispatch__(_COPY, types, (*pair, *args[2:]), kwargs)
+            return None
+        called = func
+        if func is _SUM and is_in_place_unwatched(func, args, kwargs):
+            func = aten.add_.Tensor  # what would be called: the timeline and the work are those of a run
+        self.attribution.operator_begins(func, args)
+        self.alike.operator_begins()
+        result, seen = self._run(called, args, kwargs)
+        if called is not func:
+            seen = None
+            self._count_as(args[0], result)
+        self._record_births(func, args, result)
+        if func is _COPY:
+            self._note_tenant(args[0], args[1])
+        if result is None and self.attribution.phase == "optimizer_step":
+            self._share_module(args)
+        if getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES:
+            for tensor, category in purposes_of(func, args, kwargs):
+                self.mark(tensor, category)
+        cost = self._costs.of(func, args, kwargs, result, seen, self.stream)
+        workspaces = self._take_workspaces(func, cost)
+        if is_pinned and isinstance(result, Tensor) and self.device_type != "cpu":
+            self.pin(result)
+        work = cost.work
+        if work is not None:
+            work = work.at(self.work.position)
+            work.stream, work.times = self.stream, self.alike.times
+            if work.kind == "copy":
+                self._host_copies.begin(func, args, result, work)
+        compute_values(called, args, kwargs, result)
+        if self.checker is not None:
+            self.checker.operator(func, args, kwargs, result)
+        if work is not None:
+            self.work.add(work)
+        for index in workspaces:
+            self.let_go(index)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SeenCall | None]:
+        """The operator's result on fake tensors, and which call it was.
+
+        Raises:
+            ModelError: if it cannot have one.
+            RuntimeError: where the device would refuse the call.
+        """
+        try:
+            return self._results.call(func, args, kwargs)
+        except DynamicOutputShapeException:  # the host waits for the number that is the result's size
+            self.orderings.host_reads(args[0])
+            result, is_size_known = result_of_unknown_size(func, args, kwargs)
+            if not is_size_known:
+                self.largest_assumed.add(str(func))
+            return result, None
+        except FakeTensorDeviceMismatchError as error:
+            raise RuntimeError(str(error).replace(self.device_type, "cuda")) from None
+        except DataDependentOutputException as error:  # such as torch.equal
+            self.orderings.host_reads(args[0])
+            answer = answer_from_values(func, args, kwargs, error)
+            return self.ask(torch.bool) if answer is None else answer, None
+        except UnsupportedOperatorException as error:
+            raise ModelError(
+                f"A trace needs to know the shape of what {func} returns, and torch has no rule for it, at "
+                f"{asking_line()}. Give it one with torch.library.register_fake, or write that part with other "
+                "operators."
+            ) from error
+
+    def _take_workspaces(self, func: Any, cost: CallCost) -> list[int]:
+        if cost.has_library:
+            for size in self._costs.first_taken(func, self.stream):
+                self.hold(size, "workspace")
+        return [self.hold(size, "temporary") for size in cost.workspaces]
+
+    def _record_births(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if isinstance(result, Tensor):
+            self._see(func, args, result, 0)
+        elif isinstance(result, (tuple, list)):
+            for position, item in enumerate(result):
+                if isinstance(item, Tensor):
+                    self._see(func, args, item, position)
+        else:
+            resized = storage_resized_by(func, args, result)
+            if resized is not None:
+                self.storage_is_resized(resized.untyped_storage())
+
+    def _see(self, func: Any, args: tuple[Any, ...], tensor: Tensor, position: int) -> None:
+        storage = tensor.untyped_storage()
+        index = self._index_of.get(storage._cdata)
+        if index is None:
+            if tensor.device.type not in (self.device_type, "cpu"):
+                return
+        else:
+            allocation = self.timeline.allocations[index]
+            if (
+                self.attribution.is_accumulating_gradient
+                and tensor.device.type == self.device_type
+                and allocation.category not in ("parameter", "optimizer_state")  # not one updated in a hook
+            ):
+                self.mark(tensor, "gradient", self.attribution.module)
+            if allocation.size_bytes == storage.nbytes():
+                return
+            self._log_resizing(allocation, storage.nbytes())
+        self._bear(func, args, tensor, storage, position)
+        if index is not None:
+            self._end(index)  # of a resized one
+
+    def _bear(
+        self, func: Any, args: tuple[Any, ...], tensor: Tensor, storage: torch.UntypedStorage, position: int
+    ) -> None:
+        attribution = self.attribution
+        module = attribution.module
+        if not module and attribution.inherits_module:
+            module = self._module_of_source(args, position)
+        category = attribution.category_at_birth(func, args)
+        index = self._count(tensor, storage, category, module)
+        if category in ("temporary", "activation"):
+            self._births[index] = attribution.moment
+
+    def _count(self, tensor: Tensor, storage: torch.UntypedStorage, category: Category, module: str) -> int:
+        place: Place = "device" if tensor.device.type == self.device_type else "host"
+        size = storage.nbytes()
+        index = self._malloc(self._allocation(size, category, module, place))
+        self._follow(storage, index)
+        return index
+
+    def _count_as(self, first: Tensor, total: Tensor) -> None:
+        """Let a sum's storage stand for that of its first operand, counted or not."""
+        take_as_much(total, first)
+        index = self._index_of.pop(first.untyped_storage()._cdata, None)
+        if index is not None:
+            self._follow(total.untyped_storage(), index)
+
+    def _follow(self, storage: torch.UntypedStorage, index: int) -> None:
+        key = storage._cdata
+        if key not in self._index_of:
+            self._watched[key] = weakref.ref(storage, functools.partial(_release, self._reference, key))
+        self._index_of[key] = index
+
+    def _note_tenant(self, memory: Tensor, source: Tensor) -> None:
+        to, origin = (self._index_of.get(tensor.untyped_storage()._cdata) for tensor in (memory, source))
+        if to is not None and origin is not None:
+            allocations = self.timeline.allocations
+            self._tenants.move_in(to, allocations[to], allocations[origin])
+
+    def _module_of_source(self, args: tuple[Any, ...], position: int) -> str:
+        """The module of the tensor that a result was made from: in an optimizer's step, the parameter's."""
+        for argument in args:
+            source: Any = argument
+            if isinstance(argument, (list, tuple)) and argument:
+                source = argument[position] if position < len(argument) else argument[0]
+            if isinstance(source, Tensor):
+                return self.module_of(source) or ""
+        return ""
+
+    def _share_module(self, args: tuple[Any, ...]) -> None:
+        """What a parameter is updated with, such as a gradient that has come from the host, belongs to its module."""
+        tensors = list(tensors_in(args))
+        module = next(filter(None, map(self.module_of, tensors)), "")
+        for index in map(self.index_of, tensors):
+            if index is not None and (one := self.timeline.allocations[index]).category == "temporary":
+                one.module = one.module or module
+
+    def storage_is_resized(self, storage: torch.UntypedStorage) -> None:
+        """As on CUDA: new memory is taken, what both can hold is copied, and the old memory is free."""
+        index = self._index_of.get(storage._cdata)
+        if index is None or self.timeline.allocations[index].size_bytes == storage.nbytes():
+            return
+        before = self.timeline.allocations[index]
+        now = self._allocation(storage.nbytes(), before.category, before.module, before.place)
+        self._index_of[storage._cdata] = other = self._malloc(now)
+        self._log_resizing(before, now.size_bytes)
+        if index in self._births:
+            self._births[other] = self.attribution.moment
+        self._end(index)
+
+    def _log_resizing(self, before: Allocation, size: int) -> None:
+        """The copy within the device by which a storage gets another size."""
+        size_copied = min(before.size_bytes, size) if before.place == "device" else 0
+        if size_copied:
+            copy = Work("kernel", self.work.position, self.stream, "resize_", num_bytes=2 * size_copied)
+            copy.times = self.alike.times
+            self.work.add(copy)
+
+    def close(self) -> None:
+        """Write nothing more: what is freed from now on lived to the end of the trace."""
+        self._index_of.clear()
+        self.is_closed = True
+
+    def storage_is_gone(self, key: int) -> None:
+        """End the allocation of a storage, if it was seen."""
+        self._watched.pop(key, None)
+        index = self._index_of.pop(key, None)
+        if index is not None:
+            self._end(index)
+
+    def _end(self, index: int) -> None:
+        birth = self._births.pop(index, None)
+        allocation = self.timeline.allocations[index]
+        if birth is not None:
+            allocation.category = self.attribution.category_at_death(allocation.category, birth)
+        self._free(index)
+
+    def _malloc(self, allocation: Allocation) -> int:
+        index = self.timeline.malloc(allocation)
+        if allocation.place == "device":
+            self._add(allocation.size_bytes)
+        if self.checker is not None:
+            self.checker.allocated(index)
+        return index
+
+    def _free(self, index: int) -> None:
+        self.timeline.free(index)
+        allocation = self.timeline.allocations[index]
+        if allocation.place == "device":
+            self.live_bytes -= allocation.size_bytes
+        if self.checker is not None:
+            self.checker.freed(index)
+
+    def _allocation(self, size: int, category: Category, module: str, place: Place) -> Allocation:
+        return Allocation(
+            size_bytes=size,
+            category=category,
+            phase=self.attribution.phase,
+            module=module,
+            stream=self.stream,
+            place=place,
+        )
+
+    def _add(self, size: int) -> None:
+        self.live_bytes += size
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+            self.on_peak(self.live_bytes)
+
+
+def _dispatches_itself(kind: type) -> bool:
+    """Whether tensors of a class run operators in their own way, on tensors within them: a ``DTensor`` does."""
+    return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def _release(recorder: weakref.ref[Recorder], key: int, storage: object = None) -> None:
+    """Called when a storage goes. With a strong reference, storages and recorder would keep each other for ever."""
+    alive = recorder()
+    if alive is not None:
+        alive.storage_is_gone(key)

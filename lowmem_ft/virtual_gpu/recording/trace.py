@@ -1,0 +1,55 @@
+"""What a program took from a machine: enough to replay it on any GPU of the same kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lowmem_ft.memory.memory_estimate import ModelSize
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.virtual_gpu.recording.work import (
+    BETWEEN_STEPS,
+    MICRO_BATCH_BEGIN,
+    MICRO_BATCH_END,
+    STEP_END,
+    Work,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Memory and work of a program, in order.
+
+    Args:
+        timeline: every allocation.
+        work: every kernel and copy; marks say where steps and micro-batches lie.
+        model: the model that was placed.
+        is_quantized: whether some of its weights are held in 4 or 8 bits.
+        choices: what was decided while tracing.
+        assumed_largest: operators whose result was taken at its largest, as its size depends on values.
+    """
+
+    timeline: Timeline
+    work: list[Work]
+    model: ModelSize
+    is_quantized: bool = False
+    choices: tuple[str, ...] = ()
+    assumed_largest: tuple[str, ...] = ()
+
+    @cached_property
+    def step_ends(self) -> list[int]:
+        """For each optimizer step, the index of the entry of ``work`` at its end."""
+        return self._moments(STEP_END)
+
+    @cached_property
+    def micro_batches(self) -> list[tuple[int, int]]:
+        """For each micro-batch, the indices of the entries at its begin and end; empty if nobody said."""
+        return list(zip(self._moments(MICRO_BATCH_BEGIN), self._moments(MICRO_BATCH_END), strict=True))
+
+    @cached_property
+    def between_steps(self) -> list[int]:
+        """Numbers of events that the timeline has where one step is over and the next has not begun."""
+        return [self.work[index].position for index in self._moments(BETWEEN_STEPS)]
+
+    def _moments(self, name: str) -> list[int]:
+        return [index for index, entry in enumerate(self.work) if entry.kind == "mark" and entry.name == name]

@@ -1,0 +1,1 @@
+"""Deep models from traces of shallow ones: repeated layers, proved and extrapolated."""

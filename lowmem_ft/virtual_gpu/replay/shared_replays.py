@@ -1,0 +1,139 @@
+"""What is the same for a trace on every GPU, computed once: its replay without limits, and its log made ready."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.memory.allocator.replay import Replay, Replaying, replay
+from lowmem_ft.memory.analysis import allocation_at, categories_at, peak_by_phase
+from lowmem_ft.memory.category import Category, Phase, Place
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.replay.host_peak import HostTensors
+from lowmem_ft.virtual_gpu.replay.steady_state import with_repeated_step
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPeaks:
+    """What tensors alone say of a run, the same on every GPU that runs it.
+
+    Args:
+        allocated_bytes: the peak on the device.
+        by_category: what is alive at that moment, by what it is for.
+        by_phase: the peak of each phase.
+        phase: of the allocation that made the peak.
+        module: of that allocation; empty if outside any.
+        pinned_bytes: the peak of pinned host memory.
+        disk_bytes: the peak of files that are mapped as memory.
+    """
+
+    allocated_bytes: int
+    by_category: Mapping[Category, int]
+    by_phase: Mapping[Phase, int]
+    phase: Phase
+    module: str
+    pinned_bytes: int
+    disk_bytes: int
+
+    @classmethod
+    def of(
+        cls, timeline: Timeline, allocated: Sequence[int], sizes: Sequence[int], peak_at: int | None
+    ) -> TensorPeaks:
+        """The peaks of a timeline.
+
+        Args:
+            timeline: the allocations.
+            allocated: bytes on the device after each event.
+            sizes: bytes that each allocation counts for.
+            peak_at: position of the event that made the peak; None if there is none.
+        """
+        at_peak = None if peak_at is None else allocation_at(timeline, peak_at)
+        return cls(
+            allocated_bytes=0 if peak_at is None else allocated[peak_at],
+            by_category={} if peak_at is None else categories_at(timeline, peak_at, sizes),
+            by_phase=peak_by_phase(timeline, allocated),
+            phase="load" if at_peak is None else at_peak.phase,
+            module="" if at_peak is None else at_peak.module,
+            pinned_bytes=max(timeline.live_bytes(("pinned",)), default=0),
+            disk_bytes=max(timeline.live_bytes(("disk",)), default=0),
+        )
+
+
+class Replays:
+    """Replays of one trace, each made when it is first asked for.
+
+    Args:
+        trace: what is replayed; not changed from here on.
+        allocator: settings of the caching allocator.
+    """
+
+    def __init__(self, trace: Trace, allocator: AllocatorConfig) -> None:
+        self.trace = trace
+        self.allocator = allocator
+        self._peaks: dict[tuple[Place, ...], int] = {}
+
+    @property
+    def unlimited(self) -> Replay:
+        """By an allocator that gets all it asks for."""
+        return self._without_limits[0]
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """The most that such an allocator holds in the long run."""
+        return self._without_limits[1]
+
+    @cached_property
+    def _without_limits(self) -> tuple[Replay, int]:
+        """As traced, and the peak in the long run, which goes other ways only once the traced steps are over."""
+        replaying = Replaying(self.trace.timeline, CachingAllocator(self.allocator))
+        if self.settled is self.trace.timeline:
+            replaying.run()
+            return replaying.counters(), replaying.counters().peak_reserved_bytes
+        replaying.run(until=self.trace.between_steps[-1])
+        settled = replaying.peak_reserved_bytes_on(self.settled)
+        replaying.run()
+        return replaying.counters(), settled
+
+    @cached_property
+    def tensor_peaks(self) -> TensorPeaks:
+        """The peaks of such an allocator's blocks, and what they hold."""
+        unlimited = self.unlimited
+        return TensorPeaks.of(
+            self.trace.timeline,
+            unlimited.allocated_bytes,
+            unlimited.block_bytes,
+            unlimited.peak_allocated_at,
+        )
+
+    @cached_property
+    def settled(self) -> Timeline:
+        """The timeline with as many steps as the allocator needs to ask for no more."""
+        return with_repeated_step(self.trace)
+
+    @cached_property
+    def clock(self) -> Clock:
+        """The log of work, to be timed on a GPU."""
+        return Clock(self.trace.work)
+
+    @cached_property
+    def host_tensors(self) -> HostTensors:
+        """What waits beside the GPU."""
+        return HostTensors.of(self.trace.timeline)
+
+    def within(self, capacity_bytes: int, allowed_bytes: int | None) -> Replay:
+        """By an allocator with limits, in the long run; this one depends on the GPU and is not kept."""
+        allocator = CachingAllocator(
+            self.allocator, capacity_bytes=capacity_bytes, allowed_bytes=allowed_bytes
+        )
+        return replay(self.settled, allocator)
+
+    def peak_live_bytes(self, *places: Place) -> int:
+        """The most that tensors alone take in some places together."""
+        if places not in self._peaks:
+            self._peaks[places] = max(self.trace.timeline.live_bytes(places), default=0)
+        return self._peaks[places]

@@ -1,0 +1,1 @@
+"""The clock: how long a recorded log of work takes on a GPU."""

@@ -1,0 +1,451 @@
+"""How long a log of work takes on a GPU: the host issues it in order, streams run it, events hold them back.
+
+A kernel takes the longer of its arithmetic and its memory traffic, a copy the bytes over the host link. An operator
+that runs several kernels costs the host a launch each. The log is recorded once and replayed for every GPU. A round
+that stands for several is replayed as often, so that copies run beside computing as they do in the program;
+``logged_rounds.py`` says how exact that is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine
+from lowmem_ft.virtual_gpu.replay.timing.links import SECONDS_PER_COLLECTIVE, Link, link_between, pcie_rate
+from lowmem_ft.virtual_gpu.replay.timing.logged_rounds import LoggedRound, rounds_of
+
+Bound = Literal["compute", "memory bandwidth", "kernel launches", "host copies", "communication"]
+
+BOUNDS: tuple[Bound, ...] = get_args(Bound)
+
+MATMUL_EFFICIENCY = 0.7
+"""Of the dense peak, for the shapes of language models: 0.73 on H100 (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark",
+2024), 0.64 to 0.69 on B200 (arXiv 2604.23466). The best shapes reach 0.86 on A100, 0.80 on H100, 0.78 on B200
+(S. Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS)."""
+
+BANDWIDTH_EFFICIENCY = 0.8
+"""Of the memory's bandwidth. Long contiguous copies reach 0.85 to 0.93 (BabelStream), strided reads and reductions
+0.6 to 0.8."""
+
+HOST_LINK_EFFICIENCY = 0.8
+"""Of the link's rate after line coding, from pinned memory: 12 to 13 GB/s of 15.75 on PCIe 3.0 x16, 25 of 31.5 on 4.0
+(NVIDIA's bandwidthTest)."""
+
+HOST_SECONDS_PER_OPERATOR = 8e-6
+"""Python, dispatcher, autograd and launch of one operator in eager mode. Without the launch, a 30-layer Llama of tiny
+tensors on a CPU takes 4.3 microseconds an operator forward and 3.2 backward (torch 2.13, AMD EPYC, one thread,
+2026-11-21); a launch takes 3 to 4 more. Slower hosts take twice as long."""
+
+HOST_SECONDS_PER_FURTHER_LAUNCH = 5e-6
+"""Of each kernel but the first that an operator runs: its launch, and what comes before it, which is little in C++ and
+2.7 to 3.7 microseconds in the formats' arithmetic, written in Python (chunks of 512 elements on an Intel Xeon,
+2026-11-23)."""
+
+HOST_COPY_RATE = 10e9
+"""Bytes a second that a copy within host memory, or from and to a file whose pages are there, achieves. An Intel Xeon
+(2 cores, torch 2.13.0, 2026-11-23) copies 6 to 10 GB a second with one thread, 7 to 16 with two: the larger rates from
+memory, the lower ones to it. What a disk takes beside that is not known."""
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The time from the end of one piece of work to the end of another.
+
+    Args:
+        seconds: in all.
+        shares: what they went into, by what would make it faster; they sum to 1.
+    """
+
+    seconds: float
+    shares: dict[Bound, float]
+
+    @property
+    def bound_by(self) -> Bound:
+        """What takes the largest share."""
+        return max(BOUNDS, key=self.shares.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """When each entry of a log ran, in seconds from the log's beginning.
+
+    Args:
+        starts: of each entry, on its stream; of ``synchronize`` on the host; the last time, where it is done often.
+        ends: of each entry, likewise.
+        spent: seconds of each entry that the busiest stream spent computing, on memory traffic and on copies or
+            collectives or on waiting for one. What it did besides was waiting for the host.
+    """
+
+    starts: Seconds
+    ends: Seconds
+    spent: dict[Bound, Seconds]
+
+    def between(self, first: int, last: int) -> Span:
+        """The time of the entries from ``first`` up to and without ``last``: of a step, given its bounds in the log.
+
+        Work that ran on from before ``first`` is not part of it.
+
+        Args:
+            first: index of an entry.
+            last: index of a later one, or the number of entries.
+
+        Returns:
+            The time, and what bounds it.
+        """
+        began = float(self.ends[:first].max(initial=0.0))
+        seconds = max(0.0, float(self.ends[:last].max(initial=0.0)) - began)
+        spent = {bound: float(column[first:last].sum()) for bound, column in self.spent.items()}
+        spent["kernel launches"] = max(0.0, seconds - sum(spent.values()))
+        total = sum(spent.values()) or 1.0
+        return Span(seconds=seconds, shares={bound: spent[bound] / total for bound in BOUNDS})
+
+
+def time_of(entries: Sequence[Work], gpu: Gpu) -> Times:
+    """When each entry of a log runs on a GPU.
+
+    Products of float32 matrices use TF32 where torch is set to allow it now.
+
+    Args:
+        entries: the log, in the order of issue.
+        gpu: the GPU.
+
+    Returns:
+        The start and end of each entry.
+    """
+    return Clock(entries).times_on(gpu)
+
+
+class Clock:
+    """A log made ready for replays on many GPUs.
+
+    Args:
+        entries: the log, in the order of issue; it is read once.
+    """
+
+    def __init__(self, entries: Sequence[Work]) -> None:
+        self._entries = entries
+        self._is_kernel = np.array([entry.kind == "kernel" for entry in entries], dtype=bool)
+        self._is_collective = np.array([entry.kind == "collective" for entry in entries], dtype=bool)
+        self._is_copy = np.array([entry.kind == "copy" for entry in entries], dtype=bool)
+        self._is_host_copy = np.array([entry.kind == "host copy" for entry in entries], dtype=bool)
+        self._times = np.array([entry.times for entry in entries], dtype=np.float64)
+        self._launches = np.array([entry.num_launches for entry in entries], dtype=np.float64)
+        self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
+        self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
+        self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
+        self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
+
+    def times_on(self, gpu: Gpu, link: Link | None = None) -> Times:
+        """When each entry of the log runs on a GPU.
+
+        Args:
+            gpu: the GPU.
+            link: to the other processes; None: that of cards in one machine.
+
+        Returns:
+            The start and end of each entry.
+        """
+        rates = np.array([matmul_rate(gpu, dtype) for dtype in self._dtype_names] or [1.0])
+        compute = np.where(self._is_kernel, self._flops / rates[self._dtypes], 0.0)
+        traffic = np.where(self._is_kernel, self._bytes / (gpu.bandwidth * BANDWIDTH_EFFICIENCY), 0.0)
+        copies = np.where(self._is_copy, self._bytes / host_link_rate(gpu), 0.0)
+        sent = self._bytes / (link or link_between(gpu)).bytes_per_second + SECONDS_PER_COLLECTIVE
+        collectives = np.where(self._is_collective, sent, 0.0)
+        host_copies = np.where(self._is_host_copy, self._bytes / HOST_COPY_RATE, 0.0)
+        durations = np.maximum(compute, traffic) + copies + collectives + host_copies
+
+        main = self._busiest_stream(durations * self._times)
+        replay = _Replay(
+            self._entries,
+            durations,
+            self._runs,
+            main,
+            copying=set(self._streams[self._is_copy].tolist()),
+            exchanging=set(self._streams[self._is_collective].tolist()) - {main},
+        )
+        replay.go_through(self._program)
+        starts, ends = replay.times()
+
+        times_on_main = np.where(self._streams == main, self._times, 0.0)
+        is_compute = compute >= traffic
+        spent: dict[Bound, Seconds] = {
+            "compute": times_on_main * np.where(is_compute, compute, 0.0),
+            "memory bandwidth": times_on_main * np.where(is_compute, 0.0, traffic),
+            "host copies": times_on_main * copies + np.array(replay.copy_stalls),
+            "communication": times_on_main * collectives + np.array(replay.exchange_stalls),
+        }
+        return Times(starts=starts, ends=ends, spent=spent)
+
+    def _busiest_stream(self, durations: Seconds) -> int:
+        """The stream that computes; side streams carry copies, and kernels on the way."""
+        streams = self._streams[self._is_kernel]
+        if not len(streams):
+            return 0
+        names, places = np.unique(streams, return_inverse=True)
+        return int(names[np.bincount(places, weights=durations[self._is_kernel]).argmax()])
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """Where other entries begin than kernels that follow others on their stream, which are replayed together."""
+        together = self._is_kernel[1:] & self._is_kernel[:-1] & (self._streams[1:] == self._streams[:-1])
+        return [0, *(np.flatnonzero(~together) + 1).tolist(), len(self._entries)] if self._entries else []
+
+    @cached_property
+    def _program(self) -> LoggedRound:
+        """Runs of kernels, and every other entry by itself, in their rounds."""
+        return rounds_of(self._entries, itertools.pairwise(self._cuts))
+
+    @cached_property
+    def _runs(self) -> _KernelRuns:
+        return _KernelRuns.of(
+            [run for run in itertools.pairwise(self._cuts) if self._is_kernel[run[0]]],
+            np.flatnonzero(self._is_kernel),
+            self._launches,
+        )
+
+
+def matmul_rate(gpu: Gpu, dtype: str) -> float:
+    """Operations a second that matrix products of a type achieve.
+
+    A type that the hardware lacks runs on the units for float32, as bfloat16 does before compute capability 8.0.
+    float32 is TF32 where torch is set to allow it. Tensor cores multiply int8 twice as fast as float16.
+
+    Args:
+        gpu: the GPU.
+        dtype: of the operands, such as ``bfloat16``.
+
+    Returns:
+        The rate.
+    """
+    if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = "tf32"
+    rates = {"int8": 2 * gpu.dense_flops.get("float16", 0.0), **gpu.dense_flops}
+    return (rates.get(dtype) or rates["float32"]) * MATMUL_EFFICIENCY
+
+
+def host_link_rate(gpu: Gpu) -> float:
+    """Bytes a second that copies between pinned host memory and a GPU achieve, each way."""
+    return pcie_rate(gpu) * HOST_LINK_EFFICIENCY
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KernelRuns:
+    """Operators that follow each other on one stream, run by run: when the host issues them, wherever they run.
+
+    Args:
+        bounds: of each run, its first entry and the one after its last.
+        kernels: the entries of all runs.
+        launches: of each entry, the kernels that it is.
+        first_issued: of each entry, when its first kernel is issued, counted from when the host begins the run.
+        last_issued: its last kernel, likewise.
+    """
+
+    bounds: list[tuple[int, int]]
+    kernels: NDArray[np.int64]
+    launches: Seconds
+    first_issued: Seconds
+    last_issued: Seconds
+
+    @classmethod
+    def of(cls, bounds: list[tuple[int, int]], kernels: NDArray[np.int64], launches: Seconds) -> _KernelRuns:
+        """The runs of a log."""
+        host_seconds = HOST_SECONDS_PER_OPERATOR + HOST_SECONDS_PER_FURTHER_LAUNCH * (launches - 1)
+        last_issued = _within_runs(np.add, host_seconds, bounds)
+        first_issued = last_issued - host_seconds + HOST_SECONDS_PER_OPERATOR
+        return cls(
+            bounds=bounds,
+            kernels=kernels,
+            launches=launches,
+            first_issued=first_issued,
+            last_issued=last_issued,
+        )
+
+    def done_and_held(self, durations: Seconds) -> tuple[Seconds, Seconds]:
+        """Of each entry: the work up to its end, and how much later than this the host lets the run be so far.
+
+        An operator starts when its first kernel is issued and the one before has ended. It ends no sooner than its last
+        kernel, a like share of its work, is issued and done.
+        """
+        done = _within_runs(np.add, durations, self.bounds)
+        earliest_ends = np.maximum(
+            self.first_issued + durations, self.last_issued + durations / self.launches
+        )
+        return done, _within_runs(np.maximum, earliest_ends - done, self.bounds)
+
+
+def _within_runs(operation: np.ufunc, values: Seconds, bounds: list[tuple[int, int]]) -> Seconds:
+    """The values accumulated, in each run by itself."""
+    result = values.copy()
+    for first, last in bounds:
+        if last - first > 1:
+            operation.accumulate(values[first:last], out=result[first:last])
+    return result
+
+
+class _Replay:
+    """The state of host, streams, copy engines and events while a log is replayed.
+
+    Args:
+        entries: the log.
+        durations: of each entry.
+        runs: of its kernels.
+        main: the stream whose stalls count.
+        copying: the streams that carry copies.
+        exchanging: the others that carry collectives, and copies perhaps.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Work],
+        durations: Seconds,
+        runs: _KernelRuns,
+        main: int,
+        copying: set[int],
+        exchanging: set[int],
+    ) -> None:
+        # Lists: numbers of an array are slow one by one.
+        self._starts, self._ends, self.copy_stalls, self.exchange_stalls = (
+            [0.0] * len(entries) for _ in range(4)
+        )
+        self._entries = entries
+        self._durations = durations.tolist()
+        self._runs = runs
+        self._done, self._held = runs.done_and_held(durations)
+        lasts = [last - 1 for _, last in runs.bounds]
+        of_runs = zip(
+            *(column[lasts].tolist() for column in (self._done, self._held, runs.last_issued)), strict=True
+        )
+        self._of_run = dict(zip((first for first, _ in runs.bounds), of_runs, strict=True))
+        self._begun: dict[int, tuple[float, float]] = {}  # of each run: host and stream
+        self._main = main
+        self._stalls = dict.fromkeys(copying, self.copy_stalls)
+        self._stalls.update(dict.fromkeys(exchanging, self.exchange_stalls))
+        self._exchange_ready = 0.0
+        self._host = 0.0
+        self._stream_ready: dict[int, float] = {}
+        self._engines = {False: DmaEngine(), True: DmaEngine()}  # to the device, to the host
+        self._events: dict[int, tuple[float, int]] = {}  # time, and the stream it was recorded on
+        self._steps: dict[str, Callable[[int, Work, float], None]] = {
+            "kernel": self._run_kernels,
+            "copy": self._copy,
+            "collective": self._exchange,
+            "record": self._record,
+            "wait": self._wait,
+            "synchronize": self._synchronize,
+            "host copy": self._copy_on_host,
+            "mark": self._mark,
+        }
+
+    def go_through(self, logged: LoggedRound) -> None:
+        """A round, as often as it is done."""
+        entries, steps, stream_ready = self._entries, self._steps, self._stream_ready
+        for repetition in range(logged.times):
+            if repetition:
+                for event, next_event in logged.follow:
+                    self._events[event] = self._events[next_event]
+            for part in logged.parts:
+                if isinstance(part, LoggedRound):
+                    self.go_through(part)
+                else:
+                    entry = entries[part[0]]
+                    steps[entry.kind](part[0], entry, stream_ready.get(entry.stream, 0.0))
+
+    def times(self) -> tuple[Seconds, Seconds]:
+        """The start and end of each entry."""
+        starts, ends = np.array(self._starts), np.array(self._ends)
+        bounds = np.array(self._runs.bounds, dtype=np.int64).reshape(-1, 2)
+        begun = np.array([self._begun.get(first, (0.0, 0.0)) for first in bounds[:, 0].tolist()]).reshape(
+            -1, 2
+        )
+        lengths = bounds[:, 1] - bounds[:, 0]
+        host, ready = np.repeat(begun, lengths, axis=0).T
+        kernels = self._runs.kernels
+        ends[kernels] = self._done[kernels] + np.maximum(host + self._held[kernels], ready)
+        starts[kernels[1:]] = ends[kernels[:-1]]
+        starts[bounds[:, 0]] = begun[:, 1]
+        starts[kernels] = np.maximum(starts[kernels], host + self._runs.first_issued[kernels])
+        return starts, ends
+
+    def _run_kernels(self, first: int, entry: Work, ready: float) -> None:
+        done, held, issued = self._of_run[first]
+        self._begun[first] = self._host, ready
+        self._stream_ready[entry.stream] = done + max(self._host + held, ready)
+        self._host += issued
+
+    def _record(self, index: int, entry: Work, ready: float) -> None:
+        reached = max(ready, self._host)
+        self._events[entry.event] = (reached, entry.stream)
+        self._starts[index] = self._ends[index] = reached
+
+    def _mark(self, index: int, entry: Work, ready: float) -> None:
+        self._starts[index] = self._ends[index] = self._host
+
+    def _copy(self, index: int, entry: Work, ready: float) -> None:
+        self._host += HOST_SECONDS_PER_OPERATOR
+        engine = self._engines[entry.to_host]
+        engine.forget(self._host)
+        start, end = engine.carry(max(self._host, ready), self._durations[index])
+        self._starts[index], self._ends[index] = start, end
+        self._stream_ready[entry.stream] = end
+        if entry.blocking:
+            self._hold_host(index, end, entry.stream)
+
+    def _copy_on_host(self, index: int, entry: Work, ready: float) -> None:
+        """The host is busy; the main stream may run dry meanwhile."""
+        self._starts[index] = self._host
+        has_work_until = max(self._host, self._stream_ready.get(self._main, 0.0))
+        self._host += self._durations[index]
+        self.copy_stalls[index] += max(0.0, self._host - has_work_until)
+        self._ends[index] = self._host
+
+    def _exchange(self, index: int, entry: Work, ready: float) -> None:
+        """Collectives of one communicator run one after the other, in the order of their issue, on whatever stream."""
+        self._host += HOST_SECONDS_PER_OPERATOR
+        start = max(self._host, ready, self._exchange_ready)
+        end = start + self._durations[index]
+        self._starts[index], self._ends[index] = start, end
+        self._stream_ready[entry.stream] = self._exchange_ready = end
+
+    def _wait(self, index: int, entry: Work, ready: float) -> None:
+        # CUDA lets a stream pass an event that was never recorded.
+        reached, source = self._events.get(entry.event, (0.0, entry.stream))
+        if entry.stream == self._main and source in self._stalls:
+            self._stalls[source][index] += max(0.0, reached - max(ready, self._host))
+        self._starts[index], self._ends[index] = ready, max(ready, reached)
+        self._stream_ready[entry.stream] = max(ready, reached)
+
+    def _synchronize(self, index: int, entry: Work, ready: float) -> None:
+        self._starts[index] = self._host
+        if entry.event != -1:
+            reached, source = self._events.get(entry.event, (0.0, entry.stream))
+            self._hold_host(index, reached, source)
+        else:
+            for stream, until in self._stream_ready.items():
+                self._hold_host(index, until, stream)
+        self._ends[index] = self._host
+
+    def _hold_host(self, index: int, until: float, source: int) -> None:
+        """The host waits for a stream; the main stream runs dry meanwhile, unless it is what the host waits for."""
+        if source != self._main and source in self._stalls:
+            has_work_until = max(self._host, self._stream_ready.get(self._main, 0.0))
+            self._stalls[source][index] += max(0.0, until - has_work_until)
+        self._host = max(self._host, until)
+
+
+def _encode(words: list[str]) -> tuple[list[str], NDArray[np.int64]]:
+    """Distinct words, and for each word its place among them."""
+    places: dict[str, int] = {}
+    codes = [places.setdefault(word, len(places)) for word in words]
+    return list(places), np.array(codes, dtype=np.int64)

@@ -1,0 +1,369 @@
+"""A trace in numbers: its memory through the caching allocator of a GPU, its time on that GPU's clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.memory_estimate import (
+    BudgetVerdict,
+    DeviceLimit,
+    MemoryEstimate,
+    Processes,
+    ProcessRange,
+    StepTime,
+)
+from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.memory.uncertainty import (
+    HEAP_SHARE,
+    LARGEST_IN_HEAP_BYTES,
+    Uncertainty,
+    uncertainty_on_cpu,
+    uncertainty_on_gpu,
+)
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
+from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
+from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
+from lowmem_ft.virtual_gpu.replay.timing.links import link_between
+
+OTHERS = "other processes and a display on the GPU"
+NOT_MODELLED = (
+    "kernels that torch.compile would fuse",
+    "workspaces of kernels below 1 MiB",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a trace does not contain and an estimate needs.
+
+    Args:
+        outside_bytes: device memory outside torch's allocator, by what holds it.
+        host: host memory of the process beside what the trace shows.
+        tokens_per_step: tokens of one optimizer step, without padding; 0 if unknown.
+        micro_batches_per_step: as the run would have them; None: as traced.
+        allocator: settings of the caching allocator.
+        largest_in_heap_bytes: of a block without a GPU; the C library asks the system for larger ones one by one.
+        heap_share: of the tensors in the heap, what it keeps of freed ones on top.
+        allowed_bytes: the most that the caching allocator lets itself hold, as
+            ``torch.cuda.set_per_process_memory_fraction`` sets it; None: all there is.
+        processes: of which the trace is the first; None: there is one.
+        sends_at_the_end: whether they exchange nothing in the micro-batches before a step's last one.
+        not_modelled: what is left out, beside what always is.
+    """
+
+    outside_bytes: Mapping[str, int] = field(default_factory=dict)
+    host: HostOutside = field(default_factory=HostOutside)
+    tokens_per_step: int = 0
+    micro_batches_per_step: int | None = None
+    allocator: AllocatorConfig = field(default_factory=lambda: allocator_config_of_environment())
+    largest_in_heap_bytes: int = LARGEST_IN_HEAP_BYTES
+    heap_share: float = HEAP_SHARE
+    allowed_bytes: int | None = None
+    processes: Processes | None = None
+    sends_at_the_end: bool = False
+    not_modelled: tuple[str, ...] = ()
+
+
+def allocator_config_of_environment() -> AllocatorConfig:
+    """The settings that torch would read in this environment.
+
+    Raises:
+        UserError: if they cannot be read.
+    """
+    return AllocatorConfig.parse(allocator_setting())
+
+
+def allocator_config_of_runs(gpu: Gpu | None) -> AllocatorConfig:
+    """The same for a recipe, whose run has a setting of its own where the environment has none.
+
+    Args:
+        gpu: where it would run; None: a processor, whose memory no such allocator manages.
+
+    Raises:
+        UserError: as above.
+    """
+    return AllocatorConfig.parse(
+        allocator_setting(SETTING_OF_RUNS if gpu is None or gpu.segments_grow else "")
+    )
+
+
+def estimate_on_gpu(
+    trace: Trace,
+    gpu: Gpu,
+    budget: BudgetVerdict,
+    surroundings: Surroundings,
+    trace_seconds: float = 0.0,
+    replays: Replays | None = None,
+) -> MemoryEstimate:
+    """What a traced program needs on a GPU.
+
+    The allocator may take all it wants. Only if that is more than there is, or than it allows itself, and the tensors
+    alone are not, is it replayed once more within those limits, where it has to give cached memory back and try again,
+    as torch does before it fails.
+
+    Args:
+        trace: of a GPU of this kind.
+        gpu: the GPU.
+        budget: what the process is judged against; the device's is at most its memory.
+        surroundings: what the trace does not contain.
+        trace_seconds: how long tracing took, for the record.
+        replays: those of the trace by the same allocator, to share them between GPUs; None: fresh ones.
+
+    Returns:
+        The estimate. It fits if no request fails and the upper end of the process's range stays within the budget (see
+        ``memory/uncertainty.py``). Of a program that runs out of memory, what it would have needed.
+    """
+    outside, others = sum(surroundings.outside_bytes.values()), gpu.held_by_others_bytes
+    available, allowed = gpu.available_bytes, surroundings.allowed_bytes
+    limit = min(budget.device_bytes or available, available)
+    replays = replays or Replays(trace, surroundings.allocator)
+    choices = list(trace.choices)
+    held = _held_by_allocator(replays, available - outside, allowed)
+    if held is not None and held.num_retries:
+        choices.append(
+            f"the allocator has to empty its cache {held.num_retries} times to stay within the limit, which costs "
+            "time; PYTORCH_ALLOC_CONF=expandable_segments:True needs less"
+        )
+    reserved_peak = replays.reserved_peak_bytes if held is None else held.peak_bytes
+
+    def process_peak(of_torch: int) -> int:
+        """With managed memory, which moves to the host where the device is full: it takes what is left."""
+        return min(of_torch + replays.peak_live_bytes("managed"), max(limit, of_torch))
+
+    uncertainty = uncertainty_on_gpu(
+        is_quantized=trace.is_quantized, context_is_estimate=gpu.context_is_estimate
+    )
+    margin = uncertainty.bytes_of(reserved_peak, outside)
+    highest = _end_of_range(replays, uncertainty, available, outside, allowed, upper=True)
+    process = process_peak(reserved_peak + outside)
+    process_range = ProcessRange(
+        low_bytes=max(0, process - margin),
+        high_bytes=max(process, process_peak(highest or reserved_peak + outside + margin)),
+        uncertainty=uncertainty,
+    )
+    fits = None not in (held, highest) and process_range.high_bytes <= limit
+    lowest = None if fits else _end_of_range(replays, uncertainty, available, outside, allowed, upper=False)
+    device = DeviceLimit(
+        name=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        held_by_others_bytes=others or 0,
+        context_is_estimate=gpu.context_is_estimate,
+    )
+    host = replays.host_tensors.peak_with(surroundings.host)
+    is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
+    return _estimate(
+        trace,
+        DevicePeaks(device, reserved_peak, process, process_range),
+        replays.tensor_peaks,
+        budget=budget,
+        fits=fits and is_host_enough,
+        fits_at_low_end=is_host_enough and (fits or (lowest is not None and process_peak(lowest) <= limit)),
+        host_by_part=host,
+        step=step_time(replays, gpu, surroundings),
+        processes=surroundings.processes and _processes(trace, gpu, surroundings.processes),
+        choices=tuple(choices),
+        not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *surroundings.not_modelled),
+        trace_seconds=trace_seconds,
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The most that a caching allocator holds, and how often it gives all its cache back before that is enough."""
+
+    peak_bytes: int
+    num_retries: int = 0
+
+
+def _held_by_allocator(replays: Replays, capacity_bytes: int, allowed_bytes: int | None) -> _Held | None:
+    """What the allocator holds where there is so much, and it may take so much; None if it runs out of memory."""
+    most = capacity_bytes if allowed_bytes is None else min(capacity_bytes, allowed_bytes)
+    if replays.reserved_peak_bytes <= most:
+        return _Held(replays.reserved_peak_bytes)
+    if replays.peak_live_bytes("device") > most:
+        return None
+    capped = replays.within(capacity_bytes, allowed_bytes)
+    return None if capped.out_of_memory else _Held(capped.peak_reserved_bytes, capped.num_retries)
+
+
+def _end_of_range(
+    replays: Replays,
+    uncertainty: Uncertainty,
+    available: int,
+    outside: int,
+    allowed: int | None,
+    *,
+    upper: bool,
+) -> int | None:
+    """What the process takes if all is as much larger, or smaller, as it may be; None if memory runs out then.
+
+    To need a hundredth more is to have a hundredth less.
+    """
+    sign = 1 if upper else -1
+    factor = 1 + sign * uncertainty.reserved_share
+    outside += sign * uncertainty.bytes_of(0, outside)
+    held = _held_by_allocator(
+        replays, int((available - outside) / factor), None if allowed is None else int(allowed / factor)
+    )
+    return None if held is None else round(held.peak_bytes * factor) + outside
+
+
+def estimate_on_cpu(
+    trace: Trace, name: str, budget: BudgetVerdict, surroundings: Surroundings, trace_seconds: float = 0.0
+) -> MemoryEstimate:
+    """What a traced program needs on a machine without a GPU: its tensors, exactly, and what the heap keeps beside.
+
+    Args:
+        trace: of a machine without a GPU.
+        name: of the machine's processor.
+        budget: the limits.
+        surroundings: what the trace does not contain.
+        trace_seconds: how long tracing took, for the record.
+
+    Returns:
+        The estimate; what the heap keeps of freed tensors counts as reserved, and there is no clock.
+    """
+    allocated = list(trace.timeline.live_bytes())
+    sizes = [allocation.size_bytes for allocation in trace.timeline.allocations]
+    peak_at = max(range(len(allocated)), key=allocated.__getitem__, default=None)
+    tensors = TensorPeaks.of(trace.timeline, allocated, sizes, peak_at)
+    peak = tensors.allocated_bytes
+    base = surroundings.host.process_bytes
+    heap = _kept_by_heap(trace.timeline, peak_at, surroundings)
+    process, uncertainty = peak + heap + base, uncertainty_on_cpu()
+    margin = uncertainty.bytes_of(heap, base)
+    limits = [limit for limit in (budget.device_bytes, budget.host_bytes) if limit is not None]
+    process_range = ProcessRange(
+        low_bytes=process - margin, high_bytes=process + margin, uncertainty=uncertainty
+    )
+    return _estimate(
+        trace,
+        DevicePeaks(
+            DeviceLimit(name=name, memory_bytes=budget.device_bytes or 0), peak + heap, process, process_range
+        ),
+        tensors,
+        budget=budget,
+        fits=process_range.high_bytes <= min(limits, default=process_range.high_bytes),
+        fits_at_low_end=process_range.low_bytes <= min(limits, default=process_range.low_bytes),
+        host_by_part={**tensors.by_category, "heap": heap, "process": base},
+        step=None,
+        processes=surroundings.processes,
+        choices=trace.choices,
+        not_modelled=("time on a CPU", "workspaces inside the CPU's kernels", *surroundings.not_modelled),
+        trace_seconds=trace_seconds,
+    )
+
+
+def _kept_by_heap(timeline: Timeline, position: int | None, surroundings: Surroundings) -> int:
+    """Bytes that a process without a GPU holds beside its tensors at their peak: gaps between those in the heap."""
+    alive = [] if position is None else timeline.alive_at(position)
+    tensors = (timeline.allocations[index] for index in alive)
+    sizes = (tensor.size_bytes for tensor in tensors if tensor.place == "device")
+    in_heap = sum(size for size in sizes if size < surroundings.largest_in_heap_bytes)
+    return round(surroundings.heap_share * in_heap)
+
+
+def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTime | None:
+    """The time of one optimizer step once everything runs; None if the trace has no step."""
+    trace = replays.trace
+    step_ends = trace.step_ends
+    if not step_ends:
+        return None
+    processes = surroundings.processes
+    times = replays.clock.times_on(gpu, processes and link_between(gpu, processes.num_machines))
+    first, last = [0, *step_ends][-2:]
+    step = times.between(first, last)
+    seconds, sent = step.seconds, _sent_bytes(trace, first, last)
+    traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
+    wanted = surroundings.micro_batches_per_step
+    if traced and wanted is not None:
+        others = wanted - len(traced)
+        repeated = traced[0 if surroundings.sends_at_the_end else -1]
+        seconds += others * times.between(*repeated).seconds
+        sent += others * _sent_bytes(trace, *repeated)
+    return StepTime(
+        seconds=seconds, tokens=surroundings.tokens_per_step, bound_by=step.bound_by, sent_bytes=sent
+    )
+
+
+def _sent_bytes(trace: Trace, first: int, last: int) -> int:
+    """What the process sends to others in a stretch of the log."""
+    return sum(
+        entry.num_bytes * entry.times for entry in trace.work[first:last] if entry.kind == "collective"
+    )
+
+
+def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:
+    """What they exchange over, and what they would at the least."""
+    link, ideal = link_between(gpu, processes.num_machines), 0
+    if processes.strategy == "fsdp2":
+        timeline = trace.timeline
+        alive = (timeline.allocations[index] for index in timeline.alive_at(len(timeline.events) - 1))
+        weights = sum(one.size_bytes for one in alive if one.category == "parameter")
+        trained = trace.model.trainable_parameters / max(trace.model.parameters, 1)
+        ideal = round((processes.num_processes - 1) * weights * (2 + trained))
+    return dataclasses.replace(
+        processes, link=link.name, link_bytes_per_second=link.bytes_per_second, ideal_sent_bytes=ideal
+    )
+
+
+@dataclass(frozen=True)
+class DevicePeaks:
+    """A device and the peaks on it that tensors alone do not tell."""
+
+    limit: DeviceLimit
+    reserved_peak_bytes: int
+    process_peak_bytes: int
+    process_range: ProcessRange
+
+
+def _estimate(
+    trace: Trace,
+    device: DevicePeaks,
+    tensors: TensorPeaks,
+    *,
+    budget: BudgetVerdict,
+    fits: bool,
+    fits_at_low_end: bool,
+    host_by_part: Mapping[str, int],
+    step: StepTime | None,
+    processes: Processes | None,
+    choices: tuple[str, ...],
+    not_modelled: tuple[str, ...],
+    trace_seconds: float,
+) -> MemoryEstimate:
+    host_peak = sum(host_by_part.values())
+    if trace.assumed_largest:
+        choices = (*choices, f"taken at their largest, as values decide: {', '.join(trace.assumed_largest)}")
+    return MemoryEstimate(
+        model=trace.model,
+        gpu=device.limit,
+        allocated_peak_bytes=tensors.allocated_bytes,
+        reserved_peak_bytes=device.reserved_peak_bytes,
+        process_peak_bytes=device.process_peak_bytes,
+        process_range=device.process_range,
+        host_peak_bytes=host_peak,
+        host_pinned_bytes=tensors.pinned_bytes,
+        host_by_part_at_peak=host_by_part,
+        by_category_at_peak=tensors.by_category,
+        by_phase=tensors.by_phase,
+        peak_phase=tensors.phase,
+        peak_module=tensors.module,
+        step=step,
+        processes=processes,
+        budget=budget,
+        fits=fits,
+        fits_at_low_end=fits_at_low_end,
+        disk_peak_bytes=tensors.disk_bytes,
+        choices=choices,
+        not_modelled=not_modelled,
+        versions=library_versions(),
+        trace_seconds=trace_seconds,
+        timeline=trace.timeline,
+    )
