@@ -114,7 +114,7 @@ def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
     from unittest import mock
 
     from lowmem_ft.estimator import estimate_memory
-    from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults
 
@@ -182,7 +182,7 @@ def _estimator(mode: str) -> Any:
 
     from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
     from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
-    from lowmem_ft.estimator.tracing import trace_recipe
+    from lowmem_ft.estimator.traces.tracing import trace_recipe
     from lowmem_ft.memory.memory_estimate import MemoryEstimate
     from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 

@@ -31,7 +31,7 @@ from measured_on import measured_on
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
-from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import MemoryEstimate

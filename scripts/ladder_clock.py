@@ -14,7 +14,7 @@ from ladder_rungs import RUNGS, Rung, settings_of
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import estimate_of_trace
-from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.memory.memory_estimate import StepTime
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.optimizer_in_backward import InBackward

@@ -41,7 +41,7 @@ from measured_on import measured_on, require_device
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.target import CPU
+from lowmem_ft.estimator.device_target import CPU
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.comparison import estimated_peaks as whole_peaks
 from lowmem_ft.recipe import Recipe, load_recipe

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lowmem_ft.estimator.changes import Change, Changes
-    from lowmem_ft.estimator.shipped import ShippedRecipe
+    from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
     from lowmem_ft.memory.memory_estimate import MemoryEstimate
     from lowmem_ft.recipe import Recipe
 
@@ -111,8 +111,8 @@ def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
 def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.estimator import estimate_memory
-    from lowmem_ft.estimator.kept_traces import KeptTraces
-    from lowmem_ft.estimator.target import choose_gpu
+    from lowmem_ft.estimator.device_target import choose_gpu
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
     from lowmem_ft.reports.costs import with_cost
     from lowmem_ft.reports.estimate_table import estimate_table
@@ -164,7 +164,7 @@ def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
 def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.estimator import estimate_on_gpus, estimate_on_several
-    from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.memory.memory_estimate import SCHEMA, MemoryEstimate
     from lowmem_ft.reports.costs import with_cost
     from lowmem_ft.reports.gpu_table import by_cost, gpu_table, several_table
@@ -246,8 +246,8 @@ def _is_search_wanted(options: argparse.Namespace) -> bool:
 def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], None]) -> Changes:
     """The changes found, until the search ends or the user ends it; before it, a shipped recipe that fits is told."""
     from lowmem_ft.estimator.changes import ChangeSearch
-    from lowmem_ft.estimator.kept_traces import KeptTraces
-    from lowmem_ft.estimator.shipped import shipped_recipe_that_fits
+    from lowmem_ft.estimator.fitting_recipe import shipped_recipe_that_fits
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.system.ctrl_c import CtrlC
 
     kept = KeptTraces.of_user()

@@ -95,7 +95,7 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
 def gpus_asked_for(recipe: Recipe, options: argparse.Namespace) -> list[Gpu]:
     """All of the catalogue, or one; none if it is this machine's processor."""
     from lowmem_ft.catalog.gpu_catalog import load_gpus, split_count
-    from lowmem_ft.estimator.target import choose_gpu
+    from lowmem_ft.estimator.device_target import choose_gpu
 
     if options.gpu == ALL_GPUS:
         return list(load_gpus().values())
@@ -123,7 +123,7 @@ def estimate_model(
     """
     from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.estimator import estimate_methods
-    from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.reports.filling import shell_lines
     from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
     from lowmem_ft.reports.wording import short_name

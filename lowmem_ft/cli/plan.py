@@ -187,7 +187,7 @@ def _report(
 
 def _why_this_card(recipe: Recipe, options: argparse.Namespace) -> str:
     """Which card of the catalogue stands for a budget; empty where one is named, or this machine's is meant."""
-    from lowmem_ft.estimator.target import choose_gpu
+    from lowmem_ft.estimator.device_target import choose_gpu
 
     is_of_budget = options.gpu is None and recipe.budget.device is not None
     gpu, reason = (

@@ -90,7 +90,7 @@ def _rehearse(arguments: list[str]) -> int:
     check_small_local_data(recipe.data)
     with progress_line("loading torch and transformers"):
         import lowmem_ft.rehearsal
-        from lowmem_ft.estimator.kept_traces import KeptTraces
+        from lowmem_ft.estimator.traces.trace_cache import KeptTraces
         from lowmem_ft.reports.prose import Prose
         from lowmem_ft.reports.rehearsal_table import rehearsal_table
         from lowmem_ft.reports.wording import short_name
@@ -121,7 +121,7 @@ def _rehearse(arguments: list[str]) -> int:
 
 def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType]:
     """What is to be said of changes that were rehearsed, up to the first that fits; they are added to the values."""
-    from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.rehearsal.mending import Mending
     from lowmem_ft.reports.rehearsal_table import mend_table
     from lowmem_ft.system.ctrl_c import CtrlC

@@ -1,8 +1,8 @@
 """The pre-flight estimator: what a recipe needs, before a GPU is rented."""
 
 from lowmem_ft.estimator.estimate import CannotRun, estimate_memory, estimate_on_gpus
-from lowmem_ft.estimator.methods import MethodEstimate, estimate_methods
-from lowmem_ft.estimator.several_cards import SeveralCards, estimate_on_several
+from lowmem_ft.estimator.gpu_counts import SeveralCards, estimate_on_several
+from lowmem_ft.estimator.method_estimates import MethodEstimate, estimate_methods
 
 __all__ = [
     "CannotRun",

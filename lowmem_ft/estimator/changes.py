@@ -10,9 +10,9 @@ from typing import Any
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.device_target import choose_gpu
 from lowmem_ft.estimator.estimate import estimate_memory
-from lowmem_ft.estimator.kept_traces import KeptTraces
-from lowmem_ft.estimator.target import choose_gpu
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe

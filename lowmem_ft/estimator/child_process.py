@@ -162,7 +162,7 @@ def serve() -> None:
                 answers.flush()
 
         import lowmem_ft.estimator.estimate  # noqa: F401 - what will be asked for, while the other process is busy
-        from lowmem_ft.estimator import tracing
+        from lowmem_ft.estimator.traces import tracing
 
         logging.getLogger(tracing.__name__).addHandler(_Teller(say))
         while True:
@@ -195,6 +195,6 @@ class _Teller(logging.Handler):
 def estimate_without_timeline(recipe: Recipe, gpu: str | Gpu) -> MemoryEstimate:
     """:func:`lowmem_ft.estimate_memory`, without every single allocation, which is much to hand over."""
     from lowmem_ft.estimator.estimate import estimate_memory
-    from lowmem_ft.estimator.kept_traces import KeptTraces
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 
     return dataclasses.replace(estimate_memory(recipe, gpu, kept=KeptTraces.of_user()), timeline=Timeline())

@@ -12,11 +12,11 @@ import torch
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.host import host_outside
-from lowmem_ft.estimator.kept_traces import KeptTraces
-from lowmem_ft.estimator.target import budget_beyond, capped_bytes, choose_gpu, limits, processor_name
-from lowmem_ft.estimator.traced_recipe import TracedRecipe
-from lowmem_ft.estimator.tracing import is_cut_unevenly, trace_recipe
+from lowmem_ft.estimator.device_target import budget_beyond, capped_bytes, choose_gpu, limits, processor_name
+from lowmem_ft.estimator.run_host_memory import host_outside
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.estimator.traces.traced_recipe import TracedRecipe
+from lowmem_ft.estimator.traces.tracing import is_cut_unevenly, trace_recipe
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
@@ -56,7 +56,7 @@ def estimate_memory(
         gpu: a GPU or its name in the catalogue (``rtx-4090``), several (``8xrtx-4090``), or ``cpu``; None: this
             machine's GPU, else one of the size of the budget, else this machine's processor.
         budget: what may be used; None: the recipe's own.
-        kept: traces made before, and where to keep this one, see ``estimator/kept_traces.py``; None: it is made anew.
+        kept: traces made before, and where to keep this one, see ``estimator/traces/trace_cache.py``; None: it is made anew.
 
     Returns:
         The estimate.

@@ -17,8 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
-from lowmem_ft.estimator.cores import PROCESSES_VARIABLE, processes_at_once
-from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.estimator.estimating_processes import PROCESSES_VARIABLE, processes_at_once
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner.target import Answer, estimate_in_full

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from lowmem_ft.estimator.several_cards import NUMBERS
+from lowmem_ft.estimator.gpu_counts import NUMBERS
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planner.space import ROWS, Settings, with_settings
 from lowmem_ft.recipe import Recipe

@@ -23,7 +23,7 @@ from typing import Literal
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.target import choose_gpu
+from lowmem_ft.estimator.device_target import choose_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator import tracing
+from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import MemoryEstimate

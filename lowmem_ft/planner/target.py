@@ -11,10 +11,10 @@ import torch
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.device_target import CPU, choose_gpu, limits
 from lowmem_ft.estimator.estimate import estimate_memory
-from lowmem_ft.estimator.kept_traces import KeptTraces
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
-from lowmem_ft.estimator.target import CPU, choose_gpu, limits
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.estimator.worst_batch import row_length
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate

@@ -9,7 +9,7 @@ import torch
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess, estimate_without_timeline
-from lowmem_ft.estimator.target import CPU
+from lowmem_ft.estimator.device_target import CPU
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe

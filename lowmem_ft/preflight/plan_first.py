@@ -12,7 +12,7 @@ import torch
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
-from lowmem_ft.estimator.target import CPU, limits
+from lowmem_ft.estimator.device_target import CPU, limits
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.target import capped_bytes, limits
+from lowmem_ft.estimator.device_target import capped_bytes, limits
 from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
 from lowmem_ft.memory.allocator.replay import replay
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime

@@ -11,7 +11,7 @@ class RehearsedHost:
     """A :class:`~lowmem_ft.training.out_of_memory.budget_cap.Host` that holds a process's libraries and what the trace has put there.
 
     Weights on their way while files are read and written are no part of a trace; the estimate adds them
-    (``estimator/host.py``).
+    (``estimator/run_host_memory.py``).
 
     Args:
         timeline: of the machine that everything runs on.

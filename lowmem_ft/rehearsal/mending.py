@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.estimator.changes import Change, ChangeSearch
-from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.rehearsal.rehearse import rehearse
 from lowmem_ft.rehearsal.result import Rehearsal

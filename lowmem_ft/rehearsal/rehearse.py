@@ -13,11 +13,11 @@ from pathlib import Path
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.device_target import choose_gpu
 from lowmem_ft.estimator.estimate import estimate_of_trace
-from lowmem_ft.estimator.kept_traces import KeptTraces
-from lowmem_ft.estimator.target import choose_gpu
-from lowmem_ft.estimator.traced_recipe import TracedRecipe
-from lowmem_ft.estimator.tracing import copied_weight_bytes, mark_weight_memory
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.estimator.traces.traced_recipe import TracedRecipe
+from lowmem_ft.estimator.traces.tracing import copied_weight_bytes, mark_weight_memory
 from lowmem_ft.foundation.errors import Interrupted, ModelError, RaceError, UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models import load_tokenizer, vocab_size
@@ -88,7 +88,7 @@ class RehearsedRun:
     Args:
         runtime: has seen it.
         num_steps: of the whole run, or what is left of one that goes on.
-        copied_weight_bytes: see :class:`~lowmem_ft.estimator.traced_recipe.TracedRecipe`, as for the next.
+        copied_weight_bytes: see :class:`~lowmem_ft.estimator.traces.traced_recipe.TracedRecipe`, as for the next.
         vocabulary_size: tokens of the model.
         load_end: number of events that the timeline had when the model was built.
     """

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_ft.budget import Budget
 from lowmem_ft.data import Batch
 from lowmem_ft.estimator.runtime import VirtualRuntime
-from lowmem_ft.estimator.tracing import NUM_MICRO_BATCHES
+from lowmem_ft.estimator.traces.tracing import NUM_MICRO_BATCHES
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.saving import save_tokenizer
 from lowmem_ft.optimizers import export_optimizer_state

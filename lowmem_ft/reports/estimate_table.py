@@ -35,7 +35,7 @@ from lowmem_ft.reports.wording import (
 
 if TYPE_CHECKING:
     from lowmem_ft.estimator.changes import Change, Changes
-    from lowmem_ft.estimator.shipped import ShippedRecipe
+    from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
 
 WORTH_A_WORD = 0.005
 """Of the host's peak: smaller parts are left out."""

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.several_cards import SeveralCards
+from lowmem_ft.estimator.gpu_counts import SeveralCards
 from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_hour, usd_per_million_tokens

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.methods import MethodEstimate
+from lowmem_ft.estimator.method_estimates import MethodEstimate
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS, Method
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_tokens

@@ -27,7 +27,7 @@ from ground_truth.copy_cases import CopyCase, in_small_pieces, make_model
 from torch import Tensor
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.estimator.tracing import trace_layers
+from lowmem_ft.estimator.traces.tracing import trace_layers
 from lowmem_ft.foundation.errors import RaceError
 from lowmem_ft.host.copy_engine import PutOffCopy
 from lowmem_ft.host.pinned_memory import HostMemory

@@ -21,8 +21,8 @@ from rich.console import Console
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.cli import main
-from lowmem_ft.estimator.methods import MethodEstimate
-from lowmem_ft.estimator.shipped import ShippedRecipe
+from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
+from lowmem_ft.estimator.method_estimates import MethodEstimate
 from lowmem_ft.foundation.errors import ModelError, RecipeError, UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
@@ -282,7 +282,7 @@ def test_a_shipped_recipe_that_fits_is_told_before_the_search_for_changes(estima
             settings=settings, trains="adapters alone", estimate=estimator.estimate_memory(recipe, gpu)
         )
 
-    monkeypatch.setattr("lowmem_ft.estimator.shipped.shipped_recipe_that_fits", fits)
+    monkeypatch.setattr("lowmem_ft.estimator.fitting_recipe.shipped_recipe_that_fits", fits)
     assert estimate("recipe=tiny", "--gpu", "small") == 3
     out = capsys.readouterr().out
     assert "A shipped recipe fits on small, with rows and steps of its own" in " ".join(out.split())

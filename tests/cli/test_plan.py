@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from lowmem_ft.cli import main
 from lowmem_ft.cli import plan as cli_plan
-from lowmem_ft.estimator.target import limits
+from lowmem_ft.estimator.device_target import limits
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.planner import target

@@ -14,7 +14,7 @@ from ground_truth.comparison import estimated_peaks
 from ground_truth.real_run import run_for_real
 
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 

@@ -10,7 +10,7 @@ from ground_truth.real_run import run_for_real
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.memory.analysis import peak_by_phase
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

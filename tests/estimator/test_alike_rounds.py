@@ -14,7 +14,7 @@ from ladder_rungs import RUNGS, settings_of
 from transformers import PretrainedConfig
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.estimator import tracing
+from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe

@@ -164,7 +164,7 @@ def test_a_config_that_makes_no_model_is_refused(tmp_path, field, value, said):
 
 def test_a_trace_that_takes_long_says_so_once(monkeypatch, tmp_path, caplog):
     """As of RWKV, whose layers go through the positions in a Python loop."""
-    monkeypatch.setattr("lowmem_ft.estimator.tracing.LONG_SECONDS", 0.0)
+    monkeypatch.setattr("lowmem_ft.estimator.traces.tracing.LONG_SECONDS", 0.0)
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     recipe = load_recipe("tiny", [f"model={tmp_path}", "data.max_length=60"])
     for _ in range(2):
@@ -176,8 +176,8 @@ def test_a_trace_that_takes_long_says_so_once(monkeypatch, tmp_path, caplog):
 
 
 def test_a_trace_that_waits_for_a_busy_machine_is_not_called_long(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr("lowmem_ft.estimator.tracing.LONG_SECONDS", 0.005)
-    monkeypatch.setattr("lowmem_ft.estimator.tracing.time.process_time", lambda: 1.0)
+    monkeypatch.setattr("lowmem_ft.estimator.traces.tracing.LONG_SECONDS", 0.005)
+    monkeypatch.setattr("lowmem_ft.estimator.traces.tracing.time.process_time", lambda: 1.0)
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     estimate_memory(load_recipe("tiny", [f"model={tmp_path}"]), "l4")
     assert not [record for record in caplog.records if "is taking long" in record.getMessage()]

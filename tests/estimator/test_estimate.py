@@ -12,8 +12,8 @@ import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
-from lowmem_ft.estimator.host import host_outside, process_bytes_on_cpu
-from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.estimator.run_host_memory import host_outside, process_bytes_on_cpu
+from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.memory.comparison import estimated_peaks
 from lowmem_ft.memory.memory_estimate import MemoryEstimate

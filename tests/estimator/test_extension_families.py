@@ -14,7 +14,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.estimator import tracing
+from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers

@@ -8,7 +8,7 @@ from ground_truth.real_run import run_for_real
 from torch import Tensor, nn
 
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.tracing import NUM_STEPS
+from lowmem_ft.estimator.traces.tracing import NUM_STEPS
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.techniques.technique import Technique

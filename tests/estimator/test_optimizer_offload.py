@@ -9,8 +9,9 @@ import pytest
 from ground_truth.comparison import compare, estimated_peaks
 from ground_truth.real_run import run_for_real
 
-from lowmem_ft.estimator import estimate_memory, tracing
-from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.traces import tracing
+from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.host.pinned_memory import PAGE_BYTES
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS

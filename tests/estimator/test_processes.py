@@ -12,7 +12,7 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
-from lowmem_ft.estimator.tracing import is_cut_unevenly, trace_layers
+from lowmem_ft.estimator.traces.tracing import is_cut_unevenly, trace_layers
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.models import load_model_config

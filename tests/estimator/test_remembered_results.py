@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from ladder_rungs import RUNGS, settings_of
 
-from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from transformers import LlamaConfig
 
-from lowmem_ft.estimator.target import limits
+from lowmem_ft.estimator.device_target import limits
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes, ProcessRange, StepTime
 from lowmem_ft.memory.uncertainty import Uncertainty

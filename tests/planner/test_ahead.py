@@ -10,7 +10,7 @@ import pytest
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.estimator.cores import PROCESSES_VARIABLE
+from lowmem_ft.estimator.estimating_processes import PROCESSES_VARIABLE
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner import ahead as ahead_module
@@ -100,7 +100,7 @@ def test_there_are_as_many_processes_as_cores_and_memory_allow(monkeypatch):
         return num_processes_ahead()
 
     monkeypatch.delenv(PROCESSES_VARIABLE, raising=False)
-    monkeypatch.setattr("lowmem_ft.estimator.cores._cores", lambda: 16)
+    monkeypatch.setattr("lowmem_ft.estimator.estimating_processes._cores", lambda: 16)
     assert [with_room(GIB), with_room(5 * GIB), with_room(500 * GIB)] == [0, 2, 3]
     monkeypatch.setenv(PROCESSES_VARIABLE, "2")
     assert num_processes_ahead() == 1

@@ -12,7 +12,7 @@ from tiny_models import tiny_llama
 from lowmem_ft.budget import Budget
 from lowmem_ft.cli import main
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import plan, plan_checkpointing

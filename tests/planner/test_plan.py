@@ -12,7 +12,8 @@ import pytest
 import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.cli.stopping import sigterm_as_ctrl_c
-from lowmem_ft.estimator import estimate_memory, tracing
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.space import space_of

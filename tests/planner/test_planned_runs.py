@@ -18,7 +18,7 @@ from ground_truth.real_run import run_for_real
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.host import process_bytes_on_cpu
+from lowmem_ft.estimator.run_host_memory import process_bytes_on_cpu
 from lowmem_ft.memory.uncertainty import CPU_PROCESS_SHARE, RESERVED_SHARE
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.recipe import load_recipe

@@ -15,13 +15,13 @@ import torch
 
 import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
-from lowmem_ft.estimator import tracing
 from lowmem_ft.estimator.child_process import (
     ChildFailedError,
     EstimatingProcess,
     _environment,
     estimate_without_timeline,
 )
+from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import DoesNotFitError, ModelError
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.preflight.estimate_beside import EstimateBeside

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from lowmem_ft.catalog.gpu_catalog import load_gpus
-from lowmem_ft.estimator.methods import MethodEstimate
+from lowmem_ft.estimator.method_estimates import MethodEstimate
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, StepTime
 from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from lowmem_ft import VirtualGPU
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.host.copy_engine import PutOffCopy
 from lowmem_ft.host.mapped_files import is_in_file

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 import lowmem_ft
-from lowmem_ft.estimator.script.data import DataCut
-from lowmem_ft.estimator.script.files import FilesKeptAway
-from lowmem_ft.estimator.script.refusals import refuse_what_cannot_be
+from lowmem_ft.estimator.script.script_refusals import refuse_what_cannot_be
+from lowmem_ft.estimator.script.short_data import DataCut
 from lowmem_ft.estimator.script.steps import Enough, StepWatch
+from lowmem_ft.estimator.script.temporary_files import FilesKeptAway
 from lowmem_ft.estimator.script.trainers import ShortTraining
 from lowmem_ft.estimator.script.weights import weights_from_configs
 from lowmem_ft.foundation.errors import Interrupted, UserError

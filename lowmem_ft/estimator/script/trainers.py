@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from lowmem_ft.estimator.script.data import DataCut
-from lowmem_ft.estimator.script.files import FilesKeptAway
+from lowmem_ft.estimator.script.short_data import DataCut
 from lowmem_ft.estimator.script.steps import Enough
+from lowmem_ft.estimator.script.temporary_files import FilesKeptAway
 from lowmem_ft.upstream.on_import import when_imported
 from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.machine import VirtualMachine

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem_ft import estimate_memory
-from lowmem_ft.estimator.host import process_bytes_on_cpu
+from lowmem_ft.estimator.run_host_memory import process_bytes_on_cpu
 from lowmem_ft.foundation.errors import Interrupted
 from lowmem_ft.memory.comparison import Peaks, compared, estimated_peaks
 from lowmem_ft.recipe import load_recipe

@@ -12,7 +12,8 @@ import transformers
 from processes import LIMIT_SECONDS
 
 from lowmem_ft import estimate_memory
-from lowmem_ft.estimator import cores, forked_trace
+from lowmem_ft.estimator import estimating_processes as cores
+from lowmem_ft.estimator.traces import forked_trace
 from lowmem_ft.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")

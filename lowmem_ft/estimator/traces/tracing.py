@@ -23,12 +23,12 @@ from torch._subclasses.fake_tensor import (
 from transformers import PretrainedConfig
 
 from lowmem_ft.data import Batch
-from lowmem_ft.estimator.forked_trace import Take, forked_trace
-from lowmem_ft.estimator.kept_traces import KeptTraces
-from lowmem_ft.estimator.layers import ShallowModel, shallow_model, with_num_layers
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
-from lowmem_ft.estimator.trace_key import TraceKey, trace_key
-from lowmem_ft.estimator.traced_recipe import ShortTrace, TracedRecipe
+from lowmem_ft.estimator.traces.forked_trace import Take, forked_trace
+from lowmem_ft.estimator.traces.repeated_layers import ShallowModel, shallow_model, with_num_layers
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.estimator.traces.trace_key import TraceKey, trace_key
+from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.packages import is_installed

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
-from lowmem_ft.estimator.kept_traces import KeptTraces
+from lowmem_ft.estimator.gpu_counts import room_bytes
 from lowmem_ft.estimator.runtime import model_on_meta
-from lowmem_ft.estimator.several_cards import room_bytes
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models import load_model_config, max_positions

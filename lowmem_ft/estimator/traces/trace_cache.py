@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from lowmem_ft.estimator.trace_key import TraceKey
-from lowmem_ft.estimator.traced_recipe import ShortTrace, TracedRecipe
+from lowmem_ft.estimator.traces.trace_key import TraceKey
+from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 from lowmem_ft.virtual_gpu.replay.trace_files import arrays_of, trace_of

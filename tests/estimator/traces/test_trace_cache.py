@@ -17,10 +17,12 @@ import transformers
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator import estimate_memory, kept_traces, trace_key, tracing
-from lowmem_ft.estimator.kept_traces import FOLDER_VARIABLE, KeptTraces
-from lowmem_ft.estimator.trace_key import TraceKey
-from lowmem_ft.estimator.traced_recipe import ShortTrace
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.traces import trace_cache as kept_traces
+from lowmem_ft.estimator.traces import trace_key, tracing
+from lowmem_ft.estimator.traces.trace_cache import FOLDER_VARIABLE, KeptTraces
+from lowmem_ft.estimator.traces.trace_key import TraceKey
+from lowmem_ft.estimator.traces.traced_recipe import ShortTrace
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lowmem_ft.estimator.script.saved import save_shapes
+from lowmem_ft.estimator.script.saved_shapes import save_shapes
 from lowmem_ft.upstream.on_import import when_imported
 from lowmem_ft.upstream.patches import replace
 

@@ -11,8 +11,8 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import CannotRun, estimate_memory, estimate_methods
 from lowmem_ft.estimator.estimate import SharedTraces
-from lowmem_ft.estimator.kept_traces import KeptTraces
-from lowmem_ft.estimator.methods import NOT_STREAMED_IN_FLOAT32
+from lowmem_ft.estimator.method_estimates import NOT_STREAMED_IN_FLOAT32
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.recipe import load_recipe
@@ -208,7 +208,7 @@ def test_a_method_that_the_model_does_not_go_with_says_why_and_the_others_are_th
                 return CannotRun(gpu=gpu, problems=("This head cannot be streamed.",))
             return super().estimate(gpu)
 
-    monkeypatch.setattr("lowmem_ft.estimator.methods.SharedTraces", Refusing)
+    monkeypatch.setattr("lowmem_ft.estimator.method_estimates.SharedTraces", Refusing)
     full, lora = estimate_methods(folder, [find_gpu("rtx-4090")], settings=["model.quantization=none"])
     assert (full.estimate, full.problems) == (None, ("This head cannot be streamed.",))
     assert lora.fits

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 
-from lowmem_ft.estimator.layers import shallow_model, with_num_layers
 from lowmem_ft.estimator.runtime import model_on_meta
+from lowmem_ft.estimator.traces.repeated_layers import shallow_model, with_num_layers
 from lowmem_ft.models import ModelConfig
 from lowmem_ft.recipe import load_recipe
 

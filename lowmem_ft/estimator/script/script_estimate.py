@@ -12,10 +12,10 @@ from typing import Any
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.device_target import choose_gpu, limits, processor_name
 from lowmem_ft.estimator.estimate import CannotRun
-from lowmem_ft.estimator.host import TENSORS_IN_FLIGHT, process_bytes_on_cpu
+from lowmem_ft.estimator.run_host_memory import TENSORS_IN_FLIGHT, process_bytes_on_cpu
 from lowmem_ft.estimator.script.running import ScriptRun
-from lowmem_ft.estimator.target import choose_gpu, limits, processor_name
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.script_file import check_script
 from lowmem_ft.memory.memory_estimate import MemoryEstimate

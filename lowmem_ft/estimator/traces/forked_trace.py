@@ -20,8 +20,8 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from lowmem_ft.estimator.cores import processes_at_once
-from lowmem_ft.estimator.traced_recipe import TracedRecipe
+from lowmem_ft.estimator.estimating_processes import processes_at_once
+from lowmem_ft.estimator.traces.traced_recipe import TracedRecipe
 
 logger = logging.getLogger(__name__)
 

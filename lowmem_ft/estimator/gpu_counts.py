@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.device_target import limits
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
-from lowmem_ft.estimator.kept_traces import KeptTraces
-from lowmem_ft.estimator.target import limits
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.engine_rules import problems_with_engine
@@ -50,7 +50,7 @@ def estimate_on_several(
 
     The card with the most room is tried first: where it does not hold its part, those with less are not tried with that
     number. All cards with bfloat16 share one trace, and so do those without: the kernels of all were seen to take the
-    same memory and the same work (``tests/estimator/test_several_cards.py``). Each process takes the recipe's batch, so
+    same memory and the same work (``tests/estimator/test_gpu_counts.py``). Each process takes the recipe's batch, so
     that a step of N processes has N times its tokens.
 
     Args:

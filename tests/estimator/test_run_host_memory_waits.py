@@ -6,7 +6,7 @@ Every wait empties the device's queue of kernels: one a layer, and it idles betw
 import pytest
 from ladder_rungs import RUNGS, settings_of
 
-from lowmem_ft.estimator.tracing import trace_recipe
+from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.work import STEP_END

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from lowmem_ft.estimator import estimate_memory, shipped
-from lowmem_ft.estimator.shipped import shipped_recipe_that_fits
+from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator import fitting_recipe as shipped
+from lowmem_ft.estimator.fitting_recipe import shipped_recipe_that_fits
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
 

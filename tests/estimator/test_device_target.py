@@ -9,7 +9,7 @@ import torch
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
-from lowmem_ft.estimator.target import budget_beyond, capped_bytes, choose_gpu, limits
+from lowmem_ft.estimator.device_target import budget_beyond, capped_bytes, choose_gpu, limits
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowmem_ft.estimator.traced_recipe import TracedRecipe
+from lowmem_ft.estimator.traces.traced_recipe import TracedRecipe
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.process_size import (

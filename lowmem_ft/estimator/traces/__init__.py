@@ -1,0 +1,1 @@
+"""Traces of recipes: made, keyed, kept, and extended to all layers."""
