@@ -34,10 +34,10 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import parse_bytes
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import MemoryPlan, plan
+from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.planning import need_from
 from lowmem_ft.planner.search import NEARLY_AS_FAST, Need
-from lowmem_ft.planner.space import Settings, Space, asks_consent, planned_keys, space_of
-from lowmem_ft.planner.target import Target
+from lowmem_ft.planner.search_space import Settings, Space, asks_consent, planned_keys, space_of
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
 
 BUDGETS = (1.0, 1.3, 2.0)

@@ -150,7 +150,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
 def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
     """The recipe with the checkpointed layers that were chosen, and what to say of them."""
     from lowmem_ft.planner import plan_checkpointing
-    from lowmem_ft.planner.checkpointing import chosen_in_words
+    from lowmem_ft.planner.automatic_checkpointing import chosen_in_words
 
     with progress_line("choosing the checkpointed layers") as say:
         found = plan_checkpointing(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from lowmem_ft.recipe import Recipe
     from lowmem_ft.rehearsal import Rehearsal
-    from lowmem_ft.rehearsal.mending import Mend
+    from lowmem_ft.rehearsal.fix_search import Mend
 
 _USAGE = (
     "lowmem-ft rehearse recipe=NAME|PATH [key=value ...] [--gpu NAME]\n"
@@ -122,7 +122,7 @@ def _rehearse(arguments: list[str]) -> int:
 def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType]:
     """What is to be said of changes that were rehearsed, up to the first that fits; they are added to the values."""
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.rehearsal.mending import Mending
+    from lowmem_ft.rehearsal.fix_search import Mending
     from lowmem_ft.reports.rehearsal_table import mend_table
     from lowmem_ft.system.ctrl_c import CtrlC
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.planner.cards import DEALT
 from lowmem_ft.planner.memory_plan import (
     NOT_ESTIMATED,
     Binding,
@@ -21,8 +20,9 @@ from lowmem_ft.planner.memory_plan import (
     Rejected,
     typed,
 )
+from lowmem_ft.planner.rows_per_gpu import DEALT
 from lowmem_ft.planner.search import NEARLY_AS_FAST, Candidates, Limits, Need, Search, Searched
-from lowmem_ft.planner.space import Combination, Space
+from lowmem_ft.planner.search_space import Combination, Space
 from lowmem_ft.recipe import Recipe
 
 MOST_ALTERNATIVES = 4

@@ -18,14 +18,14 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import with_headroom
-from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
 from lowmem_ft.planner.candidates import Bytes, candidates_of, expected_bytes, prior_of
-from lowmem_ft.planner.cards import numbers_up_to, on_number
 from lowmem_ft.planner.explain import Findings, Neighbours, nearest
 from lowmem_ft.planner.memory_plan import Counts, MemoryPlan
+from lowmem_ft.planner.plan_target import Target
+from lowmem_ft.planner.prefetch import EstimatesAhead, num_processes_ahead
+from lowmem_ft.planner.rows_per_gpu import numbers_up_to, on_number
 from lowmem_ft.planner.search import Candidates, Limits, Need, Search
-from lowmem_ft.planner.space import Rule, Space, consent_keys, space_of, words_of
-from lowmem_ft.planner.target import Target
+from lowmem_ft.planner.search_space import Rule, Space, consent_keys, space_of, words_of
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
 from lowmem_ft.system.ctrl_c import CtrlC

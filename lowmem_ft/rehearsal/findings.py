@@ -16,7 +16,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, RunTime, TracedShape
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime, Traced
-from lowmem_ft.rehearsal.shapes import Counted, WindowShape
+from lowmem_ft.rehearsal.window_shapes import Counted, WindowShape
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays

@@ -12,7 +12,7 @@ from lowmem_ft.memory.comparison import estimated_peaks
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, Verdict
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.rehearsal.runtime import Saved
-from lowmem_ft.rehearsal.shapes import WindowShape
+from lowmem_ft.rehearsal.window_shapes import WindowShape
 
 SCHEMA = 1
 

@@ -26,7 +26,8 @@ from lowmem_ft.models.saving import save_tokenizer
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.rehearsal.host import RehearsedHost
-from lowmem_ft.rehearsal.shapes import (
+from lowmem_ft.rehearsal.host_waits import HostWaits
+from lowmem_ft.rehearsal.window_shapes import (
     MOST_EVALUATION_SHAPES,
     MOST_SHAPES,
     Counted,
@@ -35,7 +36,6 @@ from lowmem_ft.rehearsal.shapes import (
     in_shape,
     tensors_of,
 )
-from lowmem_ft.rehearsal.waits import HostWaits
 from lowmem_ft.training.out_of_memory.budget_cap import Host
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session

@@ -11,7 +11,7 @@ from rich.text import Text
 from lowmem_ft.estimator.changes import Change
 from lowmem_ft.foundation.units import counted, format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.rehearsal.mending import Mend
+from lowmem_ft.rehearsal.fix_search import Mend
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, TracedShape
 from lowmem_ft.rehearsal.runtime import Saved
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing

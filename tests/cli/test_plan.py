@@ -15,7 +15,7 @@ from lowmem_ft.cli import plan as cli_plan
 from lowmem_ft.estimator.device_target import limits
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import DeviceLimit, MemoryEstimate, ModelSize, StepTime
-from lowmem_ft.planner import target
+from lowmem_ft.planner import plan_target as target
 from lowmem_ft.recipe import load_recipe
 
 KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation]"

@@ -52,7 +52,7 @@ SMALL = ["plan.keep=[model.dtype,training.mixed_precision,optimizer,offload,tili
 @pytest.fixture
 def at_once(monkeypatch):
     """An estimator at once, by what a recipe says: bytes, seconds. Its rules are as strict as the real one's."""
-    from lowmem_ft.planner import target
+    from lowmem_ft.planner import plan_target as target
 
     asked: list[Recipe] = []
 

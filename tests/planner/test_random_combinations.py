@@ -12,8 +12,8 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner import expectations, plan
-from lowmem_ft.planner.space import with_settings
-from lowmem_ft.planner.target import Target
+from lowmem_ft.planner.plan_target import Target
+from lowmem_ft.planner.search_space import with_settings
 
 SAMPLES = sorted(bench_plans.DATA.glob("*.jsonl"))
 

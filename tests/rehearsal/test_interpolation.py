@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from lowmem_ft.rehearsal import rehearse, runtime, shapes
+from lowmem_ft.rehearsal import rehearse, runtime
+from lowmem_ft.rehearsal import window_shapes as shapes
 from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"

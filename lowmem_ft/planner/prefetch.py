@@ -21,7 +21,7 @@ from lowmem_ft.estimator.estimating_processes import PROCESSES_VARIABLE, process
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planner.target import Answer, estimate_in_full
+from lowmem_ft.planner.plan_target import Answer, estimate_in_full
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.host_limits import tightest_host_limit
 

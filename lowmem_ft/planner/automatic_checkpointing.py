@@ -4,7 +4,7 @@ Every layer that is left alone costs the bytes it keeps and saves the seconds of
 a mode and how many of the last layers it leaves alone. Without checkpointing nothing is computed again; where that does
 not fit, the most layers are found that may be left alone with each mode, and what a step takes decides between them.
 That more layers left alone take no less memory and no more time is what makes the search short;
-``tests/planner/test_checkpointing.py`` holds it against estimates. What is chosen has been estimated in full.
+``tests/planner/test_automatic_checkpointing.py`` holds it against estimates. What is chosen has been estimated in full.
 
 The layers left alone are the last ones, in models whose layers differ too (local and global attention in turn, dense
 layers before experts). Backward reaches them first, so that their activations are gone while all others are recomputed:
@@ -28,9 +28,9 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import Choice, Counts, MemoryPlan
+from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.planning import OnProgress, PlanProgress, need_from, only_looking, smallest_card
 from lowmem_ft.planner.search import Limits, Need
-from lowmem_ft.planner.target import Target
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.system.ctrl_c import CtrlC

@@ -13,10 +13,10 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator.estimating_processes import PROCESSES_VARIABLE
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planner import ahead as ahead_module
 from lowmem_ft.planner import plan, planning
-from lowmem_ft.planner.ahead import EstimatesAhead, num_processes_ahead
-from lowmem_ft.planner.target import Target
+from lowmem_ft.planner import prefetch as ahead_module
+from lowmem_ft.planner.plan_target import Target
+from lowmem_ft.planner.prefetch import EstimatesAhead, num_processes_ahead
 from lowmem_ft.system.host_limits import HostLimit
 
 BUDGET = Budget(device="4GiB")

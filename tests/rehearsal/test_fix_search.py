@@ -13,7 +13,7 @@ from lowmem_ft.cli import main
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
-from lowmem_ft.rehearsal.mending import Mending
+from lowmem_ft.rehearsal.fix_search import Mending
 from lowmem_ft.reports.rehearsal_table import mend_table
 
 LARGE = (
@@ -75,7 +75,7 @@ def test_changes_are_for_rows_as_long_as_the_data_has_them(chats, recipe):
 
 def test_a_change_that_fails_when_rehearsed_is_not_offered(settings, monkeypatch):
     found = rehearse(load_recipe("tiny", [*settings[1:], "budget=700MiB"]), "rtx-4090", steps=1)
-    monkeypatch.setattr("lowmem_ft.rehearsal.mending.rehearse", lambda *arguments, **options: found)
+    monkeypatch.setattr("lowmem_ft.rehearsal.fix_search.rehearse", lambda *arguments, **options: found)
     mending = Mending(found)
     tried = list(mending)
     assert tried
