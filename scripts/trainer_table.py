@@ -13,7 +13,7 @@ from pathlib import Path
 
 import marked_table
 
-from lowmem_ft.hf.trainer_kinds import KINDS, ROWS, Refused, Row, Verdict
+from lowmem_ft.hf.trainers.trainer_kinds import KINDS, ROWS, Refused, Row, Verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 

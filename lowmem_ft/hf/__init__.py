@@ -8,11 +8,11 @@ from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.hf.arguments import dpo_config, grpo_config, sft_config, training_arguments
-    from lowmem_ft.hf.attaching import Attached, attach
     from lowmem_ft.hf.memory_callback import MemoryCallback
-    from lowmem_ft.hf.prepared_model import prepare_model
-    from lowmem_ft.hf.script_data import load_rows
-    from lowmem_ft.hf.script_recipe import recipe_from
+    from lowmem_ft.hf.script.script_recipe import recipe_from
+    from lowmem_ft.hf.script.trl_rows import load_rows
+    from lowmem_ft.hf.trainers.attaching import Attached, attach
+    from lowmem_ft.hf.trainers.prepared_model import prepare_model
 
 __all__ = [
     "Attached",
@@ -30,14 +30,14 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "Attached": "attaching",
+        "Attached": "trainers.attaching",
         "MemoryCallback": "memory_callback",
-        "attach": "attaching",
+        "attach": "trainers.attaching",
         "dpo_config": "arguments",
         "grpo_config": "arguments",
-        "load_rows": "script_data",
-        "prepare_model": "prepared_model",
-        "recipe_from": "script_recipe",
+        "load_rows": "script.trl_rows",
+        "prepare_model": "trainers.prepared_model",
+        "recipe_from": "script.script_recipe",
         "sft_config": "arguments",
         "training_arguments": "arguments",
     },

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 from lowmem_ft.foundation.packages import require_package
-from lowmem_ft.hf.key_table import IN_TRAINER
-from lowmem_ft.hf.overrides import keep_overrides, plain
+from lowmem_ft.hf.trainers.argument_overrides import keep_overrides, plain
+from lowmem_ft.hf.trainers.key_table import IN_TRAINER
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 
@@ -28,7 +28,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
     """A recipe's ``transformers.TrainingArguments``: all that they can say of it.
 
     The rest is carried by ``hf.attach`` (techniques, optimizer), ``hf.prepare_model`` (the model), or is the script's
-    own (data); ``hf/key_table.py`` has each key. HF's own checkpointing flag stays off, as ``attach`` brings the
+    own (data); ``hf/trainers/key_table.py`` has each key. HF's own checkpointing flag stays off, as ``attach`` brings the
     recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
 
     Args:

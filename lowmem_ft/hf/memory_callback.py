@@ -12,8 +12,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.script_recipe import Script, is_sft, recipe_of, refuse_other_losses
-from lowmem_ft.hf.script_rows import longest_row
+from lowmem_ft.hf.script.row_lengths import longest_row
+from lowmem_ft.hf.script.script_recipe import Script, is_sft, recipe_of, refuse_other_losses
 from lowmem_ft.memory.comparison import Row
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.preflight.estimate_beside import EstimateBeside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer_table import PAGE, with_table
 
-from lowmem_ft.hf.trainer_kinds import KINDS, ROWS, Refused
+from lowmem_ft.hf.trainers.trainer_kinds import KINDS, ROWS, Refused
 from lowmem_ft.recipe.reading.keys import recipe_keys
 
 DETAILS = {

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.key_table import IN_TRAINER
+from lowmem_ft.hf.trainers.key_table import IN_TRAINER
 from lowmem_ft.recipe.reading.keys import recipe_keys
 
 

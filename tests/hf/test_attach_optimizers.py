@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from lowmem_ft import hf
-from lowmem_ft.hf.key_table import BY_HF_NAME
+from lowmem_ft.hf.trainers.key_table import BY_HF_NAME
 from lowmem_ft.optimizers import OPTIMIZERS
 
 TAKEN = [name.value for name in OptimizerNames if name.value in BY_HF_NAME]

@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from lowmem_ft import hf
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.refusals import problems_with_trainer
+from lowmem_ft.hf.trainers.refusals import problems_with_trainer
 
 VERTICAL = ("accumulation.order=vertical", "checkpointing.mode=full")
 STREAMED = (*VERTICAL, "offload.parameters=stream", "offload.optimizer=host", "optimizer.in_backward=true")

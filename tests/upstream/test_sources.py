@@ -17,8 +17,8 @@ from lowmem_ft.upstream.tested import TESTED
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "lowmem_ft" / "upstream" / "manifest"
-LISTS = ROOT / "lowmem_ft" / "hf" / "overridden.py"
-"""All methods of trainers, which ``tests/hf/test_overridden.py`` holds to upstream's."""
+LISTS = ROOT / "lowmem_ft" / "hf" / "trainers" / "overridden_methods.py"
+"""All methods of trainers, which ``tests/hf/trainers/test_overridden_methods.py`` holds to upstream's."""
 SOURCES = [
     path
     for path in sorted((ROOT / "lowmem_ft").rglob("*.py"))

@@ -9,8 +9,8 @@ import pytest
 from stock_scripts import ProcessHere, trainer_of
 
 from lowmem_ft import UserError, estimate_memory, hf
-from lowmem_ft.hf import attaching
-from lowmem_ft.hf.script_plan import DECIDED_BY_THE_SCRIPT, plan_for
+from lowmem_ft.hf.script.script_plan import DECIDED_BY_THE_SCRIPT, plan_for
+from lowmem_ft.hf.trainers import attaching
 from lowmem_ft.preflight import plan_first
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.config import CheckpointingConfig

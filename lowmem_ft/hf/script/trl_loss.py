@@ -8,7 +8,7 @@ on all logits of some tokens and holds them in float32 beside a copy in that typ
 from __future__ import annotations
 
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.hf.reading import Reading
+from lowmem_ft.hf.script.untranslated import Reading
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.config import LossConfig
 from lowmem_ft.upstream.patches import existing

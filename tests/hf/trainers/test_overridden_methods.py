@@ -10,8 +10,14 @@ from attached_trainers import attached_trainer, problems_of, trainer_of, weights
 from transformers import Trainer, TrainerCallback
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.overridden import FOLLOWED, FOLLOWED_MOMENTS, REFUSED, REFUSED_MOMENTS, UNREACHED
-from lowmem_ft.hf.trainer_kinds import KINDS
+from lowmem_ft.hf.trainers.overridden_methods import (
+    FOLLOWED,
+    FOLLOWED_MOMENTS,
+    REFUSED,
+    REFUSED_MOMENTS,
+    UNREACHED,
+)
+from lowmem_ft.hf.trainers.trainer_kinds import KINDS
 
 IN_BACKWARD = ("accumulation.order=vertical", "checkpointing.mode=full", "optimizer.in_backward=true")
 

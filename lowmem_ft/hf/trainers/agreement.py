@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.hf.checkpointing_switch import asked_by_flag
-from lowmem_ft.hf.key_table import IN_TRAINER
-from lowmem_ft.hf.overrides import overridden_keys, plain
-from lowmem_ft.hf.script_model import numbers_by_type, quantization_of
-from lowmem_ft.hf.script_optimizer import names_optimizer, optim_args
-from lowmem_ft.hf.trainer_kinds import Kind, problems_of_kind, refused_defaults
+from lowmem_ft.hf.script.script_model import numbers_by_type, quantization_of
+from lowmem_ft.hf.script.script_optimizer import names_optimizer, optim_args
+from lowmem_ft.hf.trainers.argument_overrides import overridden_keys, plain
+from lowmem_ft.hf.trainers.checkpointing_switch import asked_by_flag
+from lowmem_ft.hf.trainers.key_table import IN_TRAINER
+from lowmem_ft.hf.trainers.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.plan_config import PlanConfig
 from lowmem_ft.recipe.reading.keys import as_typed, recipe_keys

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.hf.reading import Reading, script_estimate
+from lowmem_ft.hf.script.untranslated import Reading, script_estimate
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.adapters.lora import ALL_LINEAR

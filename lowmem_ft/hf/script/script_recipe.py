@@ -15,12 +15,12 @@ from lowmem_ft.data.config import DataConfig
 from lowmem_ft.estimator.script.trainers import gathers_logits
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.hf.known_models import problem_with_class
-from lowmem_ft.hf.reading import Reading, script_estimate
-from lowmem_ft.hf.script_model import adapter_config, model_config
-from lowmem_ft.hf.script_optimizer import optimizer_config
-from lowmem_ft.hf.script_rows import longest_row, row_length
-from lowmem_ft.hf.trl_loss import trl_loss
+from lowmem_ft.hf.script.row_lengths import longest_row, row_length
+from lowmem_ft.hf.script.script_model import adapter_config, model_config
+from lowmem_ft.hf.script.script_optimizer import optimizer_config
+from lowmem_ft.hf.script.trl_loss import trl_loss
+from lowmem_ft.hf.script.untranslated import Reading, script_estimate
+from lowmem_ft.hf.trainers.supported_models import problem_with_class
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.hf.script_recipe import recipe_from
+from lowmem_ft.hf.script.script_recipe import recipe_from
 from lowmem_ft.planner import MemoryPlan
 from lowmem_ft.preflight.plan_first import planned_for_this_machine
 from lowmem_ft.recipe.plan_config import PlanConfig

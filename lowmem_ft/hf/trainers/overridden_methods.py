@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lowmem_ft.hf.trainer_kinds import Kind
+from lowmem_ft.hf.trainers.trainer_kinds import Kind
 from lowmem_ft.recipe import Recipe
 
 _OWN_OPTIMIZER = (

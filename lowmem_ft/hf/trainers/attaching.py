@@ -17,16 +17,16 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.foundation.devices import of_tensors
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.hf.agreement import Agreement, agree, unread_settings
-from lowmem_ft.hf.attached_step import AttachedOptimizer, AttachedStep
-from lowmem_ft.hf.checkpointing_switch import flags_off, take_switch
-from lowmem_ft.hf.known_models import problems_with_model
-from lowmem_ft.hf.overridden import overridden, problems_with_callback
-from lowmem_ft.hf.prepared_model import finer_weights
-from lowmem_ft.hf.refusals import already_attached, problems_with_trainer
-from lowmem_ft.hf.script_plan import plan_for
-from lowmem_ft.hf.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
-from lowmem_ft.hf.whole_checkpoints import save_whole
+from lowmem_ft.hf.script.script_plan import plan_for
+from lowmem_ft.hf.trainers.agreement import Agreement, agree, unread_settings
+from lowmem_ft.hf.trainers.attached_step import AttachedOptimizer, AttachedStep
+from lowmem_ft.hf.trainers.checkpointing_switch import flags_off, take_switch
+from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_callback
+from lowmem_ft.hf.trainers.prepared_model import finer_weights
+from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
+from lowmem_ft.hf.trainers.supported_models import problems_with_model
+from lowmem_ft.hf.trainers.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
+from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
@@ -88,7 +88,7 @@ def attach(
             neither its default nor that value is refused, unless it was overridden by name as the arguments were made
             (:func:`lowmem_ft.hf.training_arguments`).
         plan: in place of a recipe, ``auto``: the memory knobs with which the trainer's own step is fastest inside the
-            budget, see :func:`lowmem_ft.hf.script_plan.plan_for`. The trainer's checkpointing flag is one of them.
+            budget, see :func:`lowmem_ft.hf.script.script_plan.plan_for`. The trainer's checkpointing flag is one of them.
         budget: for the plan: a budget, or the device's part such as ``24GiB``; None: all there is.
 
     Returns:

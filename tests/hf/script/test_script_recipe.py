@@ -17,12 +17,12 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from lowmem_ft import estimate_memory, hf, load_recipe
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.reading import Reading
-from lowmem_ft.hf.trl_loss import tile_shape, trl_loss
+from lowmem_ft.hf.script.trl_loss import tile_shape, trl_loss
+from lowmem_ft.hf.script.untranslated import Reading
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Meter(TrainerCallback):

@@ -16,7 +16,7 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
 
 if TYPE_CHECKING:
-    from lowmem_ft.hf.agreement import Agreement
+    from lowmem_ft.hf.trainers.agreement import Agreement
 
 _FLAGS = ("activation_checkpointing", "gradient_checkpointing")
 """The training argument, and its older name."""

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import Trainer
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.key_table import BY_HF_NAME
-from lowmem_ft.hf.reading import Reading, script_estimate
+from lowmem_ft.hf.script.untranslated import Reading, script_estimate
+from lowmem_ft.hf.trainers.key_table import BY_HF_NAME
 from lowmem_ft.optimizers import ChunkedOptimizer, OptimizerConfig
 from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lowmem_ft.hf.key_table import IN_TRAINER
+from lowmem_ft.hf.trainers.key_table import IN_TRAINER
 from lowmem_ft.recipe import Recipe
 
 _KEPT = "_lowmem_ft_said"

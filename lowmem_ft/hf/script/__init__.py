@@ -1,0 +1,1 @@
+"""Somebody's training script translated into a recipe."""

@@ -1,0 +1,1 @@
+"""``hf.attach``: a recipe's techniques inside somebody else's trainer."""
