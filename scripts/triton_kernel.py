@@ -20,10 +20,10 @@ from typing import Any, cast
 
 import torch
 
-from lowmem_ft.optimizers.master_formats import master_format
-from lowmem_ft.optimizers.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
-from lowmem_ft.optimizers.state_formats import state_format
-from lowmem_ft.optimizers.triton_update import VECTOR
+from lowmem_ft.optimizers.formats.master_formats import master_format
+from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
+from lowmem_ft.optimizers.formats.state_formats import state_format
+from lowmem_ft.optimizers.triton.triton_update import VECTOR
 from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
 
 AVERAGES = {"adamw": 2, "lion": 1, "sgd": 1}
@@ -71,7 +71,7 @@ def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from lowmem_ft.optimizers.triton_kernel import OPTIONS, ROWS, update_chunk
+    from lowmem_ft.optimizers.triton.triton_kernel import OPTIONS, ROWS, update_chunk
 
     constants = {
         "RULE": rule,

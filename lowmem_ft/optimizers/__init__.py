@@ -17,9 +17,13 @@ if TYPE_CHECKING:
         may_lose_updates,
         parameter_groups,
     )
-    from lowmem_ft.optimizers.state import OptimizerState, export_optimizer_state, import_optimizer_state
-    from lowmem_ft.optimizers.state_parts import StateParts
-    from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
+    from lowmem_ft.optimizers.state.named_state import (
+        OptimizerState,
+        export_optimizer_state,
+        import_optimizer_state,
+    )
+    from lowmem_ft.optimizers.state.state_parts import StateParts
+    from lowmem_ft.optimizers.state.state_storage import DeviceStorage, StateStorage
     from lowmem_ft.optimizers.table import OPTIMIZERS
 
 __all__ = [
@@ -44,16 +48,16 @@ __getattr__ = lazy_exports(
     {
         "OPTIMIZERS": "table",
         "ChunkedOptimizer": "chunked_optimizer",
-        "DeviceStorage": "state_storage",
+        "DeviceStorage": "state.state_storage",
         "OptimizerConfig": "config",
-        "OptimizerState": "state",
-        "StateParts": "state_parts",
-        "StateStorage": "state_storage",
+        "OptimizerState": "state.named_state",
+        "StateParts": "state.state_parts",
+        "StateStorage": "state.state_storage",
         "check_optimizer": "create",
         "create_optimizer": "create",
         "create_torch_adamw": "create",
-        "export_optimizer_state": "state",
-        "import_optimizer_state": "state",
+        "export_optimizer_state": "state.named_state",
+        "import_optimizer_state": "state.named_state",
         "may_lose_updates": "create",
         "parameter_groups": "create",
     },

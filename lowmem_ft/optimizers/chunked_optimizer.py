@@ -21,16 +21,16 @@ from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.host.copy_engine import CopyEvent
 from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
 from lowmem_ft.optimizers.counter_random import CounterRandom
-from lowmem_ft.optimizers.master_formats import MasterFormat, master_format
-from lowmem_ft.optimizers.operators import BLOCK
-from lowmem_ft.optimizers.slice_update import ChunkUpdate, SliceUpdate
-from lowmem_ft.optimizers.state_conversion import SavedState, take_state
-from lowmem_ft.optimizers.state_formats import StateFormat, state_format
-from lowmem_ft.optimizers.state_storage import DeviceStorage, StateStorage
-from lowmem_ft.optimizers.triton_choice import Kernel
-from lowmem_ft.optimizers.triton_trial import in_kernel
-from lowmem_ft.optimizers.triton_update import launch
-from lowmem_ft.optimizers.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
+from lowmem_ft.optimizers.formats.master_formats import MasterFormat, master_format
+from lowmem_ft.optimizers.formats.operators import BLOCK
+from lowmem_ft.optimizers.formats.state_formats import StateFormat, state_format
+from lowmem_ft.optimizers.state.state_conversion import SavedState, take_state
+from lowmem_ft.optimizers.state.state_storage import DeviceStorage, StateStorage
+from lowmem_ft.optimizers.triton.triton_availability import Kernel
+from lowmem_ft.optimizers.triton.triton_trial import in_kernel
+from lowmem_ft.optimizers.triton.triton_update import launch
+from lowmem_ft.optimizers.updates.slice_update import ChunkUpdate, SliceUpdate
+from lowmem_ft.optimizers.updates.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.local_shards import first_element, is_sharded, local_part
 

@@ -12,13 +12,13 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from lowmem_ft.foundation.devices import kernels_of
 from lowmem_ft.foundation.errors import MissingPackageError, UserError
-from lowmem_ft.optimizers.bitsandbytes_optimizers import (
-    build_bitsandbytes,
-    keep_embeddings_in_32bit,
-)
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.config import OptimizerConfig
 from lowmem_ft.optimizers.table import optimizers_that
+from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import (
+    build_bitsandbytes,
+    keep_embeddings_in_32bit,
+)
 
 logger = logging.getLogger(__name__)
 

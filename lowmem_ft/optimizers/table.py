@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lowmem_ft.foundation.knob import NO_EFFECT, Effect
 
 if TYPE_CHECKING:
-    from lowmem_ft.optimizers.update_rule import UpdateRule, WholeParameterRule
+    from lowmem_ft.optimizers.updates.update_rule import UpdateRule, WholeParameterRule
 
 OptimizerName = Literal[
     "adamw",
@@ -164,13 +164,13 @@ _NOT_PAGED = ("cuda", "xpu", "cpu")
 
 OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
     "adamw": OptimizerRow(
-        rule="lowmem_ft.optimizers.adamw:AdamW",
+        rule="lowmem_ft.optimizers.updates.adamw:AdamW",
         summary="two running averages",
         hyperparameters=_HYPERPARAMETERS["AdamW"],
         num_averages=2,
     ),
     "sgd": OptimizerRow(
-        rule="lowmem_ft.optimizers.sgd:SGD",
+        rule="lowmem_ft.optimizers.updates.sgd:SGD",
         summary="momentum alone",
         hyperparameters={"momentum": 0.9},
         num_averages=1,
@@ -178,7 +178,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
         effect=Effect(fidelity="other mathematics"),
     ),
     "adafactor": OptimizerRow(
-        rule="lowmem_ft.optimizers.adafactor:Adafactor",
+        rule="lowmem_ft.optimizers.updates.adafactor:Adafactor",
         summary="second moment as one row and one column a matrix, no first moment",
         hyperparameters={},
         num_averages=0,
@@ -186,7 +186,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
         trains_streamed_weights=False,  # it reads the whole gradient of a parameter first
     ),
     "lion": OptimizerRow(
-        rule="lowmem_ft.optimizers.lion:Lion",
+        rule="lowmem_ft.optimizers.updates.lion:Lion",
         summary="sign of an interpolated momentum; learning rate 3 to 10 times below AdamW's",
         hyperparameters=_HYPERPARAMETERS["Lion"],
         num_averages=1,

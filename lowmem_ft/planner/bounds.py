@@ -18,7 +18,7 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.loading import compute_dtype
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
-from lowmem_ft.optimizers.master_formats import master_format
+from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.techniques.activation_offload import SMALLEST_BYTES

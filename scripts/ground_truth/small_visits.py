@@ -17,7 +17,7 @@ from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.host.side_stream import SideStream
 from lowmem_ft.optimizers import ChunkedOptimizer
-from lowmem_ft.optimizers.adamw import AdamW
+from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.techniques.activation_offload import OffloadPool
 from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
 from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload

@@ -82,7 +82,7 @@ def test_no_module_that_copies_is_left_out():
     assert "lowmem_ft.techniques.streaming.layers" in found
     assert found - set(MODULES) == {
         "lowmem_ft.optimizers.chunked_optimizer",  # passes on what a home says
-        "lowmem_ft.optimizers.state_storage",
+        "lowmem_ft.optimizers.state.state_storage",
     }
 
 

@@ -24,7 +24,7 @@ from lowmem_ft.optimizers import (
     parameter_groups,
 )
 from lowmem_ft.optimizers.table import AVERAGE_BYTES, OptimizerName, StateName, optimizers_that
-from lowmem_ft.optimizers.update_rule import WholeParameterRule
+from lowmem_ft.optimizers.updates.update_rule import WholeParameterRule
 from lowmem_ft.recipe.rules.device_checks import check_device_of_run
 from lowmem_ft.virtual_gpu import VirtualGPU
 

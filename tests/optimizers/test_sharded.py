@@ -9,7 +9,7 @@ import pytest
 import torch
 from roundings import LOSS
 
-from lowmem_ft.optimizers.operators import BLOCK
+from lowmem_ft.optimizers.formats.operators import BLOCK
 
 FORMATS = {
     "float32": ("float32", "fp32", "fp32"),

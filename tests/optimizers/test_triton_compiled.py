@@ -63,7 +63,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import compute_cache_key, create_function_from_signature
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
-from lowmem_ft.optimizers.triton_kernel import update_chunk
+from lowmem_ft.optimizers.triton.triton_kernel import update_chunk
 
 backend = make_backend(GPUTarget("cuda", 90, 32))
 specialised = create_function_from_signature(update_chunk.signature, update_chunk.params, backend)

@@ -12,7 +12,7 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.race import RaceError
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
-from lowmem_ft.optimizers.adamw import AdamW
+from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 NUM_CHUNKS, CHUNK = 4, 2**16

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import lowmem_ft.optimizers.operators  # noqa: F401 - registers them
+import lowmem_ft.optimizers.formats.operators  # noqa: F401 - registers them
 from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine

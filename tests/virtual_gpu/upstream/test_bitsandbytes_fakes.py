@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations import replace_with_bnb_linear
 
 from lowmem_ft.catalog import find_gpu
-from lowmem_ft.optimizers.bitsandbytes_optimizers import build_bitsandbytes, keep_embeddings_in_32bit
 from lowmem_ft.optimizers.table import Bitsandbytes
+from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import build_bitsandbytes, keep_embeddings_in_32bit
 from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

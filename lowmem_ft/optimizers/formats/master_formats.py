@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.optimizers.counter_random import CounterRandom
-from lowmem_ft.optimizers.operators import (
+from lowmem_ft.optimizers.formats.operators import (
     read_copy,
     read_split,
     write_nearest,

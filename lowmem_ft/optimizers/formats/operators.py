@@ -209,7 +209,7 @@ def write_stochastic(value: Tensor, target: Tensor, key: int, element: int) -> N
     temporary_bytes=lambda codes, scale, signed: codes.numel() if signed else 0,
 )
 def read_blocks(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Float32 from codes of 8 bits; see :class:`lowmem_ft.optimizers.state_formats.BlockwiseState`."""
+    """Float32 from codes of 8 bits; see :class:`lowmem_ft.optimizers.formats.state_formats.BlockwiseState`."""
     octaves = SIGNED_OCTAVES if signed else UNSIGNED_OCTAVES
     bits = codes.to(torch.int32)
     if signed:

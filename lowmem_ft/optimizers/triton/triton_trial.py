@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.optimizers.operators import BLOCK
-from lowmem_ft.optimizers.slice_update import SliceUpdate
-from lowmem_ft.optimizers.triton_choice import Kernel, uses_kernel
-from lowmem_ft.optimizers.triton_update import VECTOR, RuleInKernel, rule_in_kernel
+from lowmem_ft.optimizers.formats.operators import BLOCK
+from lowmem_ft.optimizers.triton.triton_availability import Kernel, uses_kernel
+from lowmem_ft.optimizers.triton.triton_update import VECTOR, RuleInKernel, rule_in_kernel
+from lowmem_ft.optimizers.updates.slice_update import SliceUpdate
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 if TYPE_CHECKING:

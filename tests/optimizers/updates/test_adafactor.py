@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from lowmem_ft.optimizers.adafactor import Adafactor
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.updates.adafactor import Adafactor
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 

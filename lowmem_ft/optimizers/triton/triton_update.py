@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.optimizers.counter_random import CounterRandom
-from lowmem_ft.optimizers.lion import Lion
-from lowmem_ft.optimizers.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES, register_operator
-from lowmem_ft.optimizers.sgd import SGD
+from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES, register_operator
+from lowmem_ft.optimizers.updates.adamw import AdamW
+from lowmem_ft.optimizers.updates.lion import Lion
+from lowmem_ft.optimizers.updates.sgd import SGD
 
 VECTOR = 16
 """Chunks of a multiple of so many elements are read and written in vectors up to their end."""
@@ -132,7 +132,7 @@ def update_in_triton(
     element: int,
 ) -> None:
     """The launch, as an operator: a trace, which has no Triton and no values, sees what it reads and writes."""
-    from lowmem_ft.optimizers.triton_kernel import OPTIONS, ROWS, update_chunk
+    from lowmem_ft.optimizers.triton.triton_kernel import OPTIONS, ROWS, update_chunk
 
     # A tensor stands in for each pointer that the compiled kernel does not use.
     values = [*averages, *[weight] * (2 - len(averages))]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowmem_ft.optimizers.triton_update import RuleInKernel
-from lowmem_ft.optimizers.update_rule import Step
+from lowmem_ft.optimizers.triton.triton_update import RuleInKernel
+from lowmem_ft.optimizers.updates.update_rule import Step
 
 
 @dataclass

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.optimizers.operators import BLOCK
-from lowmem_ft.optimizers.state_formats import BlockwiseState, StateFormat, state_format
+from lowmem_ft.optimizers.formats.operators import BLOCK
+from lowmem_ft.optimizers.formats.state_formats import BlockwiseState, StateFormat, state_format
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.optimizers.counter_random import CounterRandom
-from lowmem_ft.optimizers.operators import (
+from lowmem_ft.optimizers.formats.operators import (
     BLOCK,
     SIGNED_OCTAVES,
     UNSIGNED_OCTAVES,

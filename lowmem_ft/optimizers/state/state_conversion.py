@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.optimizers.chunks import flat_weight, spans
-from lowmem_ft.optimizers.master_formats import master_format
-from lowmem_ft.optimizers.state_formats import state_format
-from lowmem_ft.optimizers.update_rule import WholeParameterRule
+from lowmem_ft.optimizers.formats.master_formats import master_format
+from lowmem_ft.optimizers.formats.state_formats import state_format
+from lowmem_ft.optimizers.updates.update_rule import WholeParameterRule
 from lowmem_ft.tensors.local_shards import local_part
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowmem_ft.optimizers.counter_random import CounterRandom
-from lowmem_ft.optimizers.master_formats import MASTER_FORMATS, master_format
+from lowmem_ft.optimizers.formats.master_formats import MASTER_FORMATS, master_format
 
 NO_RANDOM = CounterRandom(0, 0, 0)
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer, triton_choice
-from lowmem_ft.optimizers.adamw import AdamW
-from lowmem_ft.optimizers.lion import Lion
-from lowmem_ft.optimizers.sgd import SGD
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer
+from lowmem_ft.optimizers.triton import triton_availability as triton_choice
+from lowmem_ft.optimizers.updates.adamw import AdamW
+from lowmem_ft.optimizers.updates.lion import Lion
+from lowmem_ft.optimizers.updates.sgd import SGD
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 pytestmark = pytest.mark.skipif(

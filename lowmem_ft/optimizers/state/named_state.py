@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem_ft.foundation.errors import CheckpointError
-from lowmem_ft.optimizers.bitsandbytes_optimizers import AllocatesState
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
-from lowmem_ft.optimizers.state_conversion import SavedState, take_state
-from lowmem_ft.optimizers.state_parts import StateParts, state_here
+from lowmem_ft.optimizers.state.state_conversion import SavedState, take_state
+from lowmem_ft.optimizers.state.state_parts import StateParts, state_here
+from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import AllocatesState
 from lowmem_ft.tensors.local_shards import (
     first_element,
     is_held_once,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lowmem_ft.optimizers.counter_random import CounterRandom
-from lowmem_ft.optimizers.operators import BLOCK
-from lowmem_ft.optimizers.state_formats import state_format
+from lowmem_ft.optimizers.formats.operators import BLOCK
+from lowmem_ft.optimizers.formats.state_formats import state_format
 
 RANDOM = CounterRandom(1, 2, 3)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from lowmem_ft.optimizers.triton_formats import (
+from lowmem_ft.optimizers.triton.triton_formats import (
     as_bits,
     as_float,
     codes_of,

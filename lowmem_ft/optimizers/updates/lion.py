@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.optimizers.update_rule import Chunk, Step
+from lowmem_ft.optimizers.updates.update_rule import Chunk, Step
 
 
 class Lion:

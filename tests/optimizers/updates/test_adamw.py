@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.optimizers.adamw import AdamW
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.updates.adamw import AdamW
 
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = [(100, 37), (7,), (513,), (), (3, 5, 70)]

@@ -6,8 +6,8 @@ from bitsandbytes.optim import Lion as BitsandbytesLion
 from torch import nn
 
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
-from lowmem_ft.optimizers.lion import Lion
-from lowmem_ft.optimizers.update_rule import Chunk
+from lowmem_ft.optimizers.updates.lion import Lion
+from lowmem_ft.optimizers.updates.update_rule import Chunk
 
 HYPERPARAMETERS = {"lr": 3e-3, "betas": (0.9, 0.98), "weight_decay": 0.1}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.optimizers.update_rule import Chunk, Chunks, Step
+from lowmem_ft.optimizers.updates.update_rule import Chunk, Chunks, Step
 
 # Shapes: R rows and C columns of a matrix; a tensor of more dimensions is M matrices. r, c: part of R, C.
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
-from lowmem_ft.optimizers.sgd import SGD
+from lowmem_ft.optimizers.updates.sgd import SGD
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

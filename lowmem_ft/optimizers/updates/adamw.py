@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.devices import kernels_of
-from lowmem_ft.optimizers.update_rule import Chunk, Step
+from lowmem_ft.optimizers.updates.update_rule import Chunk, Step
 
 
 class AdamW:

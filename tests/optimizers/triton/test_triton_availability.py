@@ -9,10 +9,11 @@ from torch import nn
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation import packages
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.optimizers import ChunkedOptimizer, triton_choice
-from lowmem_ft.optimizers.adamw import AdamW
-from lowmem_ft.optimizers.triton_choice import uses_kernel
-from lowmem_ft.optimizers.triton_update import rule_in_kernel
+from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.optimizers.triton import triton_availability as triton_choice
+from lowmem_ft.optimizers.triton.triton_availability import uses_kernel
+from lowmem_ft.optimizers.triton.triton_update import rule_in_kernel
+from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 GPU = torch.device("cuda", 0)

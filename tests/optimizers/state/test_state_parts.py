@@ -18,9 +18,9 @@ from lowmem_ft.optimizers import (
     export_optimizer_state,
     import_optimizer_state,
 )
-from lowmem_ft.optimizers.operators import BLOCK
-from lowmem_ft.optimizers.state_formats import BlockwiseState
-from lowmem_ft.optimizers.state_parts import state_here
+from lowmem_ft.optimizers.formats.operators import BLOCK
+from lowmem_ft.optimizers.formats.state_formats import BlockwiseState
+from lowmem_ft.optimizers.state.state_parts import state_here
 
 NUM_ELEMENTS = 23 * 36  # no multiple of a block
 

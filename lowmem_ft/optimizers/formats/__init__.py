@@ -1,0 +1,1 @@
+"""Formats of master weights and optimizer state, and their arithmetic as torch operators."""
