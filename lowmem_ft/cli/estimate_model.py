@@ -48,7 +48,7 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
         UserError: if a picture, several cards or chosen layers are asked for, or no method goes with the settings.
     """
     from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
-    from lowmem_ft.models.model_files import limit_of_positions, text_fields
+    from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
     from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
     from lowmem_ft.recipe.rules.path_checks import check_sizes_of_model
     from lowmem_ft.recipe.shipped.fine_tuning_methods import check_methods, values_of

@@ -198,7 +198,7 @@ def _why_this_card(recipe: Recipe, options: argparse.Namespace) -> str:
 
 def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None:
     """How long the run takes, or why nobody knows; None where its data is not on this machine, or has no end."""
-    from lowmem_ft.data.files import local_files
+    from lowmem_ft.data.sources.files import local_files
     from lowmem_ft.foundation.user_paths import expand_user
     from lowmem_ft.planner.run_length import run_length
 

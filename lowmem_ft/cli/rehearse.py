@@ -84,7 +84,7 @@ def _rehearse(arguments: list[str]) -> int:
         lambda: refuse_budget_beyond_all(recipe) if gpu is None else check_device_of_estimate(recipe, gpu),
     )
 
-    from lowmem_ft.data.first_look import check_small_local_data
+    from lowmem_ft.data.sources.early_checks import check_small_local_data
 
     take_over_library_logs()
     check_small_local_data(recipe.data)

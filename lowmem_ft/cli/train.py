@@ -106,7 +106,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     folder = RunFolder.open(recipe) if may_open else None
 
     # It imports datasets, which takes a second or two, but neither torch nor transformers.
-    from lowmem_ft.data.first_look import check_small_local_data
+    from lowmem_ft.data.sources.early_checks import check_small_local_data
 
     take_over_library_logs()
     check_small_local_data(recipe.data)

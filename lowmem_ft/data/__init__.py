@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lowmem_ft.data.batch import Batch, LabelledRows, merged
-    from lowmem_ft.data.collating import Collator
+    from lowmem_ft.data.batches.batch import Batch, LabelledRows, merged
+    from lowmem_ft.data.batches.collating import Collator
+    from lowmem_ft.data.batches.position import DataPosition
+    from lowmem_ft.data.batches.row import IGNORED_LABEL
+    from lowmem_ft.data.batches.splitting import half_of, half_of_rows, pieces
+    from lowmem_ft.data.batches.stream import DataStream, Window, eval_batches
     from lowmem_ft.data.config import DataConfig
-    from lowmem_ft.data.cutting import half_of, half_of_rows, pieces
     from lowmem_ft.data.loading import PreparedData, load_data
-    from lowmem_ft.data.position import DataPosition
-    from lowmem_ft.data.row import IGNORED_LABEL
-    from lowmem_ft.data.stream import DataStream, Window, eval_batches
     from lowmem_ft.data.summary import DataSummary
 
 __all__ = [
@@ -42,21 +42,21 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "IGNORED_LABEL": "row",
-        "Batch": "batch",
-        "Collator": "collating",
+        "IGNORED_LABEL": "batches.row",
+        "Batch": "batches.batch",
+        "Collator": "batches.collating",
         "DataConfig": "config",
-        "DataPosition": "position",
-        "DataStream": "stream",
+        "DataPosition": "batches.position",
+        "DataStream": "batches.stream",
         "DataSummary": "summary",
-        "LabelledRows": "batch",
+        "LabelledRows": "batches.batch",
         "PreparedData": "loading",
-        "Window": "stream",
-        "eval_batches": "stream",
-        "half_of": "cutting",
-        "half_of_rows": "cutting",
+        "Window": "batches.stream",
+        "eval_batches": "batches.stream",
+        "half_of": "batches.splitting",
+        "half_of_rows": "batches.splitting",
         "load_data": "loading",
-        "merged": "batch",
-        "pieces": "cutting",
+        "merged": "batches.batch",
+        "pieces": "batches.splitting",
     },
 )

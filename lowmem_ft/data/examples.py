@@ -14,9 +14,9 @@ import datasets
 import numpy as np
 from datasets.utils import tqdm
 
-from lowmem_ft.data.order import epoch_order
-from lowmem_ft.data.packing import PackedRows, pack_best_fit
-from lowmem_ft.data.row import IGNORED_LABEL, Row, TokenizedExample
+from lowmem_ft.data.batches.order import epoch_order
+from lowmem_ft.data.batches.packing import PackedRows, pack_best_fit
+from lowmem_ft.data.batches.row import IGNORED_LABEL, Row, TokenizedExample
 from lowmem_ft.data.summary import DataSummary, LengthLimits, Outcome, summarise
 
 logger = logging.getLogger(__name__)

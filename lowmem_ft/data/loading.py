@@ -13,8 +13,9 @@ import numpy as np
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.data.chat_templates import prepare_tokenizer, require_chat_template
-from lowmem_ft.data.collating import Collator
+from lowmem_ft.data.batches.collating import Collator
+from lowmem_ft.data.batches.packing import pack_best_fit
+from lowmem_ft.data.batches.row import TokenizedExample
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.examples import (
     Examples,
@@ -22,11 +23,8 @@ from lowmem_ft.data.examples import (
     StreamedExamples,
     column,
 )
-from lowmem_ft.data.formats import ExampleFormat, choose_loss_on, recognise_format
-from lowmem_ft.data.packing import pack_best_fit
-from lowmem_ft.data.row import TokenizedExample
-from lowmem_ft.data.sources import READING_ERRORS, Source, reading_error
-from lowmem_ft.data.splits import num_held_out, open_split, sources_of
+from lowmem_ft.data.sources.reading import READING_ERRORS, Source, reading_error
+from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import (
     SUMMARISED,
     DataSummary,
@@ -36,8 +34,10 @@ from lowmem_ft.data.summary import (
     marked_text,
     summarise,
 )
-from lowmem_ft.data.tokenizing import TOKENIZED, Tokenization
-from lowmem_ft.data.unused_fields import columns_left, columns_to_read, keys_left
+from lowmem_ft.data.text.chat_templates import prepare_tokenizer, require_chat_template
+from lowmem_ft.data.text.formats import ExampleFormat, choose_loss_on, recognise_format
+from lowmem_ft.data.text.tokenizing import TOKENIZED, Tokenization
+from lowmem_ft.data.text.unused_fields import columns_left, columns_to_read, keys_left
 from lowmem_ft.foundation.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowmem_ft.data.row import IGNORED_LABEL, LENGTH_MULTIPLE, TokenizedExample
-from lowmem_ft.data.unused_fields import UnusedField, fields_of
+from lowmem_ft.data.batches.row import IGNORED_LABEL, LENGTH_MULTIPLE, TokenizedExample
+from lowmem_ft.data.text.unused_fields import UnusedField, fields_of
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.units import counted
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from transformers import PretrainedConfig
 
-from lowmem_ft.data.batch import Batch
-from lowmem_ft.data.collating import Collator
-from lowmem_ft.data.row import IGNORED_LABEL, TokenizedExample
+from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.data.batches.collating import Collator
+from lowmem_ft.data.batches.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.models import max_positions
 from lowmem_ft.recipe import Recipe

@@ -9,7 +9,7 @@ from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lowmem_ft.models.config import ModelConfig
-    from lowmem_ft.models.hub_names import hub_id_of
+    from lowmem_ft.models.files.hub_names import hub_id_of
     from lowmem_ft.models.loading import (
         compute_dtype,
         load_model,
@@ -58,7 +58,7 @@ __getattr__ = lazy_exports(
         "MasterWeights": "master_weights",
         "ModelConfig": "config",
         "compute_dtype": "loading",
-        "hub_id_of": "hub_names",
+        "hub_id_of": "files.hub_names",
         "load_master_weights": "master_weights",
         "load_model": "loading",
         "load_model_config": "loading",

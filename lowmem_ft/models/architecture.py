@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from lowmem_ft.catalog import find_architecture
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.hub_names import hub_id_of
+from lowmem_ft.models.files.hub_names import hub_id_of
 
 logger = logging.getLogger(__name__)
 

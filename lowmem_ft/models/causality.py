@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.models.model_files import not_causal
+from lowmem_ft.models.files.model_files import not_causal
 
 _NEITHER_CONFIG_NOR_MODULES_TELL = {
     "cpmant": "whose causal LM lets every token see all others",

@@ -30,11 +30,11 @@ from lowmem_ft.foundation.hub_connection import hub_is_reachable
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
-from lowmem_ft.models.checkpoint_files import causal_lm_class, generation_config, lazy_weights
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.hub_names import hub_id_of, nearest_names, out_of_reach
-from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path, not_a_tokenizer
-from lowmem_ft.models.model_files import limit_of_positions, refuse_quantized
+from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config, lazy_weights
+from lowmem_ft.models.files.hub_names import hub_id_of, nearest_names, out_of_reach
+from lowmem_ft.models.files.local_paths import check_model_path, check_tokenizer_path, not_a_tokenizer
+from lowmem_ft.models.files.model_files import limit_of_positions, refuse_quantized
 from lowmem_ft.models.quantization import (
     keep_one_layout,
     log_quantization,

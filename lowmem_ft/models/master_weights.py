@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.host.mapped_files import forget_pages
-from lowmem_ft.models.checkpoint_files import LazyWeight, causal_lm_class, lazy_weights
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.checkpoint_files import LazyWeight, causal_lm_class, lazy_weights
 from lowmem_ft.models.loading import load_model, source_of, weights_dtype
 
 _FINER_THAN_BFLOAT16 = {"F16", "F32", "F64"}

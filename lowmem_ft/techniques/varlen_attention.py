@@ -6,7 +6,7 @@ whether rows are packed, in each forward. Rows of one document go to ``scaled_do
 
 Transformers makes no mask for an implementation under whose name no mask function is registered
 (``masking_utils._preprocess_mask_arguments``). A padding mask is dropped the same way: rows are padded on the right, as
-:class:`~lowmem_ft.data.batch.LabelledRows` has it, or they are none for this implementation.
+:class:`~lowmem_ft.data.batches.batch.LabelledRows` has it, or they are none for this implementation.
 
 Axes: B rows, E borders of a row, T tokens of a row, H query heads, K key heads, D head size.
 """

@@ -37,8 +37,8 @@ from lowmem_ft.models import (
     weights_in_files,
     weights_in_shards,
 )
+from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.models.gathering import refuse_unsaveable
-from lowmem_ft.models.shard_files import ShardWriter
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig

@@ -84,7 +84,7 @@ class WindowPass:
     Args:
         session: see :func:`train_step`.
         window: likewise.
-        max_tokens: micro-batches are cut into pieces of at most so many (``data/cutting.py``), under the normaliser of
+        max_tokens: micro-batches are cut into pieces of at most so many (``data/batches/splitting.py``), under the normaliser of
             the uncut window; None: they are taken as they are. In vertical order the layers cut by themselves.
 
     Attributes:

@@ -273,7 +273,7 @@ def test_tokenizing_twice_reads_the_cache_and_other_settings_do_not(write_jsonl,
     def fail(*_):
         raise AssertionError("tokenized again")
 
-    monkeypatch.setattr("lowmem_ft.data.tokenizing.Tokenization.__call__", fail)
+    monkeypatch.setattr("lowmem_ft.data.text.tokenizing.Tokenization.__call__", fail)
     load(path, **QA)
     with pytest.raises(AssertionError, match="tokenized again"):
         load(path, max_length=100, **QA)

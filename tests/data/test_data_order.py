@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from lowmem_ft.data.order import MEGABATCH_ROWS, epoch_order
+from lowmem_ft.data.batches.order import MEGABATCH_ROWS, epoch_order
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 1300)
 LENGTHS[777] = 500

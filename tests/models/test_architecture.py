@@ -9,7 +9,7 @@ import pytest
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models import ModelConfig, load_model_config, load_tokenizer, max_positions
-from lowmem_ft.models.hub_names import hub_id_of
+from lowmem_ft.models.files.hub_names import hub_id_of
 
 TINY = {
     "model_type": "llama",

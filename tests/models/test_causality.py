@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models import ModelConfig, load_model_config
 from lowmem_ft.models.causality import refuse_bidirectional
-from lowmem_ft.models.model_files import ENCODERS
+from lowmem_ft.models.files.model_files import ENCODERS
 
 SIZES = {
     "vocab_size": 64,

@@ -11,7 +11,7 @@ import transformers as hf
 from ground_truth.families import FAMILIES
 from torch.nn.attention import varlen
 
-from lowmem_ft.data.batch import LabelledRows
+from lowmem_ft.data.batches.batch import LabelledRows
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.techniques.attention import choose_attention
 from lowmem_ft.techniques.varlen_attention import (

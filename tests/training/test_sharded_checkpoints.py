@@ -182,7 +182,7 @@ def test_torch_reads_the_parts_by_itself(of_two):
     """The header's words are those of torch.distributed.checkpoint."""
     from torch.distributed import checkpoint as dcp
 
-    from lowmem_ft.models.checkpoint_files import lazy_weights
+    from lowmem_ft.models.files.checkpoint_files import lazy_weights
 
     folder = str(of_two / "checkpoint-4")
     ours = {name: values[...] for name, values in lazy_weights(folder).items()}

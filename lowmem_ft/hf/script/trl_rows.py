@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.data.formats import are_preferences, holds_preferences
-from lowmem_ft.data.splits import num_held_out, open_split, sources_of
+from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
+from lowmem_ft.data.text.formats import are_preferences, holds_preferences
 from lowmem_ft.foundation.errors import DataError, UserError
 from lowmem_ft.recipe import Recipe
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.model_files import limit_of_positions, text_fields
+from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
 from lowmem_ft.recipe.tree import Recipe
 
 TOKENS = 2048

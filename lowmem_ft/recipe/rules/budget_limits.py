@@ -10,7 +10,7 @@ from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError
 from lowmem_ft.foundation.units import format_bytes, parse_bytes
-from lowmem_ft.models.model_files import least_weights
+from lowmem_ft.models.files.model_files import least_weights
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.system.process_size import LEAST_PROCESS_BYTES, LIBRARIES_BYTES, PROCESS_BESIDE_GPU_BYTES
 

@@ -7,7 +7,7 @@ import shlex
 from lowmem_ft.catalog import Gpu
 from lowmem_ft.foundation.errors import DataError, UserError
 from lowmem_ft.foundation.wsl import is_wsl
-from lowmem_ft.models.model_files import architecture_fields, limit_of_positions, text_fields
+from lowmem_ft.models.files.model_files import architecture_fields, limit_of_positions, text_fields
 from lowmem_ft.recipe.rules.budget_limits import above_device
 from lowmem_ft.recipe.rules.run_rules import oversized_steps
 from lowmem_ft.recipe.shipped.recipes_by_gpu import made_for

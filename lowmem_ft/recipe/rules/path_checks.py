@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.files import columns_of, local_files, read_chat_template
-from lowmem_ft.data.formats import choose_format
-from lowmem_ft.data.hub_datasets import require_dataset_within_reach
+from lowmem_ft.data.sources.files import columns_of, local_files, read_chat_template
+from lowmem_ft.data.sources.hub_datasets import require_dataset_within_reach
+from lowmem_ft.data.text.formats import choose_format
 from lowmem_ft.foundation.errors import DataError, UserError, raise_problems, raise_together
 from lowmem_ft.foundation.packages import is_installed
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.hub_names import require_tokenizer_within_reach, require_within_reach
-from lowmem_ft.models.local_paths import check_model_path, check_tokenizer_path
-from lowmem_ft.models.model_files import (
+from lowmem_ft.models.files.hub_names import require_tokenizer_within_reach, require_within_reach
+from lowmem_ft.models.files.local_paths import check_model_path, check_tokenizer_path
+from lowmem_ft.models.files.model_files import (
     architecture_fields,
     check_weight_files,
     damage,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lowmem_ft.catalog import Gpu, load_gpus
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.hub_names import hub_id_of
-from lowmem_ft.models.model_files import least_weights
+from lowmem_ft.models.files.hub_names import hub_id_of
+from lowmem_ft.models.files.model_files import least_weights
 from lowmem_ft.recipe.reading.loading import load_recipe
 from lowmem_ft.recipe.shipped.needs import RecipeNeeds, needs_of_shipped_recipes
 from lowmem_ft.recipe.tree import Recipe

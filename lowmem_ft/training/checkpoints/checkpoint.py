@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.models.shard_files import OPTIMIZER, shard_files
+from lowmem_ft.models.files.shard_files import OPTIMIZER, shard_files
 from lowmem_ft.training.checkpoints.atomic_io import (
     abandon_folder,
     begin_folder,

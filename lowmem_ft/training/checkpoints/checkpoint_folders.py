@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.data.position import DataPosition
+from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.foundation.errors import CheckpointError
-from lowmem_ft.models.model_files import damage
-from lowmem_ft.models.shard_files import MODEL, OPTIMIZER, checkpoint_of, shard_files
+from lowmem_ft.models.files.model_files import damage
+from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, checkpoint_of, shard_files
 from lowmem_ft.training.checkpoints.saved_files import MANIFEST, delete_saved
 from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
 

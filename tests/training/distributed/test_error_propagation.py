@@ -17,7 +17,7 @@ MEET_WITH = """
 import os, signal, sys, time
 from lowmem_ft.cli.train import main
 from lowmem_ft.data import DataStream
-from lowmem_ft.models.shard_files import ShardWriter
+from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.training import ending_together, evaluation
 
 what, where = sys.argv.pop(1).split()

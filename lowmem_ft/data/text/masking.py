@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.data.chat_templates import Message, has_generation_marks, render, render_with_marks
 from lowmem_ft.data.config import LossOn
-from lowmem_ft.data.formats import Chat, Completion, Document, Example
+from lowmem_ft.data.text.chat_templates import Message, has_generation_marks, render, render_with_marks
+from lowmem_ft.data.text.formats import Chat, Completion, Document, Example
 from lowmem_ft.foundation.errors import DataError
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.sources import Source, open_rows
+from lowmem_ft.data.sources.reading import Source, open_rows
 from lowmem_ft.foundation.errors import DataError
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from lowmem_ft.data.batch import Batch
-from lowmem_ft.data.collating import Collator
+from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.data.batches.collating import Collator
+from lowmem_ft.data.batches.position import DataPosition
+from lowmem_ft.data.batches.row import Row
 from lowmem_ft.data.examples import Examples
-from lowmem_ft.data.position import DataPosition
-from lowmem_ft.data.row import Row
 from lowmem_ft.foundation.errors import DataError
 
 

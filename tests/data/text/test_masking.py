@@ -2,9 +2,9 @@
 
 import pytest
 
-from lowmem_ft.data.chat_templates import CHATML
-from lowmem_ft.data.formats import Chat, Completion, Document, ExampleFormat
-from lowmem_ft.data.masking import mark_learnt
+from lowmem_ft.data.text.chat_templates import CHATML
+from lowmem_ft.data.text.formats import Chat, Completion, Document, ExampleFormat
+from lowmem_ft.data.text.masking import mark_learnt
 from lowmem_ft.foundation.errors import DataError
 
 MARKED = (

@@ -13,10 +13,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.config import LossOn
-from lowmem_ft.data.formats import ExampleFormat, Row, naming_example
-from lowmem_ft.data.masking import MarkedText, mark_learnt
 from lowmem_ft.data.summary import Outcome
-from lowmem_ft.data.unused_fields import refuse_bad_answers, unused_fields
+from lowmem_ft.data.text.formats import ExampleFormat, Row, naming_example
+from lowmem_ft.data.text.masking import MarkedText, mark_learnt
+from lowmem_ft.data.text.unused_fields import refuse_bad_answers, unused_fields
 from lowmem_ft.foundation.errors import DataError
 
 TOKENIZED = datasets.Features(

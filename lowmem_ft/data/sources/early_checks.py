@@ -15,12 +15,12 @@ from pathlib import Path
 from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.files import is_saved_dataset, known_files, local_files, reader_of
-from lowmem_ft.data.formats import ExampleFormat, choose_format, loss_on_of, naming_example
-from lowmem_ft.data.sources import Source, reading_error
-from lowmem_ft.data.splits import num_held_out, open_split, sources_of
+from lowmem_ft.data.sources.files import is_saved_dataset, known_files, local_files, reader_of
+from lowmem_ft.data.sources.reading import Source, reading_error
+from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import DataSummary, Outcome
-from lowmem_ft.data.unused_fields import refuse_bad_answers
+from lowmem_ft.data.text.formats import ExampleFormat, choose_format, loss_on_of, naming_example
+from lowmem_ft.data.text.unused_fields import refuse_bad_answers
 from lowmem_ft.foundation.user_paths import expand_user
 
 MOST_BYTES = 64 * 2**20

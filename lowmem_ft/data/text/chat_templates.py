@@ -10,7 +10,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lowmem_ft.data.files import read_chat_template
+from lowmem_ft.data.sources.files import read_chat_template
 from lowmem_ft.foundation.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowmem_ft.data.packing import pack_best_fit
+from lowmem_ft.data.batches.packing import pack_best_fit
 
 
 @given(st.integers(1, 40).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=80))))

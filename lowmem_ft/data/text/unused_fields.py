@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.data.config import LossOn
-from lowmem_ft.data.formats import ASSISTANT_ROLES, ExampleFormat, Row
+from lowmem_ft.data.text.formats import ASSISTANT_ROLES, ExampleFormat, Row
 from lowmem_ft.foundation.errors import DataError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lowmem_ft.data.files import is_hub_name
+from lowmem_ft.data.sources.files import is_hub_name
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.hub_connection import hub_is_reachable
 from lowmem_ft.foundation.user_paths import expand_user, neighbours

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from lowmem_ft.data.row import IGNORED_LABEL
+from lowmem_ft.data.batches.row import IGNORED_LABEL
 from lowmem_ft.foundation.devices import sent_to
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _padded(tensor_BT: torch.Tensor, length: int, value: int) -> torch.Tensor:
 
 
 def _padded_positions(batch: Batch, length: int) -> torch.Tensor:
-    """Padding is a document of its own, as :class:`~lowmem_ft.data.collating.Collator` has it."""
+    """Padding is a document of its own, as :class:`~lowmem_ft.data.batches.collating.Collator` has it."""
     positions_BT = batch.position_ids_BT
     assert positions_BT is not None, "all packed or none"
     padding_BT = torch.arange(length - positions_BT.shape[1], device=positions_BT.device).expand(

@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
-from lowmem_ft.data import DataConfig, first_look
-from lowmem_ft.data.unused_fields import ALL, fields_of
+from lowmem_ft.data import DataConfig
+from lowmem_ft.data.sources import early_checks as first_look
+from lowmem_ft.data.text.unused_fields import ALL, fields_of
 from lowmem_ft.foundation.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]

@@ -8,12 +8,13 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from lowmem_ft.data import first_look, load_data
+from lowmem_ft.data import load_data
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.first_look import check_small_local_data
+from lowmem_ft.data.sources import early_checks as first_look
+from lowmem_ft.data.sources.early_checks import check_small_local_data
 from lowmem_ft.foundation.errors import DataError
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny"
+TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from lowmem_ft.foundation.errors import ModelError, did_you_mean
 from lowmem_ft.foundation.hub_connection import OFFLINE_ADVICE, hub_is_reachable
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.local_paths import not_a_tokenizer
+from lowmem_ft.models.files.local_paths import not_a_tokenizer
 
 
 def hub_id_of(name: str) -> str:

@@ -23,7 +23,7 @@ import pyarrow
 from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError, DatasetsError
 
 from lowmem_ft.data.config import SampleBy
-from lowmem_ft.data.files import (
+from lowmem_ft.data.sources.files import (
     count_of_suffixes,
     csv_header,
     is_hub_name,
@@ -34,7 +34,7 @@ from lowmem_ft.data.files import (
     reader_of,
     wrong_beginning,
 )
-from lowmem_ft.data.hub_datasets import not_to_be_had
+from lowmem_ft.data.sources.hub_datasets import not_to_be_had
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.hub_connection import hub_is_reachable
 from lowmem_ft.foundation.user_paths import expand_user, shown_path

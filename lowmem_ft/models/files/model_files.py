@@ -15,7 +15,7 @@ from lowmem_ft.catalog import find_architecture
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.shard_files import MODEL, shard_files
+from lowmem_ft.models.files.shard_files import MODEL, shard_files
 
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 

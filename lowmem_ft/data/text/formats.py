@@ -29,7 +29,7 @@ from lowmem_ft.data.config import DataConfig, FormatName, LossOn
 from lowmem_ft.foundation.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
-    from lowmem_ft.data.chat_templates import Message
+    from lowmem_ft.data.text.chat_templates import Message
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""From tokenized examples to micro-batches: order, packing, collating, splitting."""

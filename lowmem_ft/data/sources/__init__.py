@@ -1,0 +1,1 @@
+"""Where rows come from: local files, the hub, splits."""

@@ -1,0 +1,1 @@
+"""From an example's columns to tokens, and which of them are learned."""

@@ -1,0 +1,1 @@
+"""A model's files: names, configs and tensors, read without building the model."""
