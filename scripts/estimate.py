@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from lowmem_ft.cli.estimate import main
+from lowmem_ft.cli.commands.estimate import main
 
 if __name__ == "__main__":
     sys.exit(main())

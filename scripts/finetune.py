@@ -13,7 +13,7 @@ end_at_ctrl_c()
 
 import sys  # noqa: E402
 
-from lowmem_ft.cli.train import main  # noqa: E402
+from lowmem_ft.cli.commands.train import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -64,7 +64,7 @@ def whole_heap():
 @pytest.fixture(autouse=True)
 def _own_logging(monkeypatch):
     """Commands set logging up for their process, which here is that of all tests and of what captures their logs."""
-    monkeypatch.setattr("lowmem_ft.cli.logs.set_up_logging", lambda: None)
+    monkeypatch.setattr("lowmem_ft.cli.console.logs.set_up_logging", lambda: None)
     log = logging.getLogger("lowmem_ft")
     before = log.level
     yield

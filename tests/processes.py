@@ -21,7 +21,7 @@ LIMIT_SECONDS = 1800
 FORKING = """
 import atexit, gc, json, os, signal, sys, traceback
 import accelerate, datasets, torch, transformers
-import lowmem_ft.cli.train, lowmem_ft.estimator, lowmem_ft.training.loop
+import lowmem_ft.cli.commands.train, lowmem_ft.estimator, lowmem_ft.training.loop
 from transformers.models.llama import modeling_llama
 
 def become(job, rank):

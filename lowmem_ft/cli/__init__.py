@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 import lowmem_ft
-from lowmem_ft.cli.exit_codes import explains_user_errors
-from lowmem_ft.cli.parser import Parser
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 
 COMMANDS = {
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         raise UserError(_no_command(arguments))
     command = parser.parse_args(arguments[:1]).command
-    return importlib.import_module(f"lowmem_ft.cli.{command}").main(arguments[1:])
+    return importlib.import_module(f"lowmem_ft.cli.commands.{command}").main(arguments[1:])
 
 
 def _no_command(arguments: Sequence[str]) -> str:

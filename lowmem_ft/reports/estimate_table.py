@@ -17,8 +17,8 @@ from lowmem_ft.catalog.gpu_spec import Price
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import PHASES
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
-from lowmem_ft.reports.filling import filled, shell_lines
-from lowmem_ft.reports.prose import Prose
+from lowmem_ft.reports.text.prose import Prose
+from lowmem_ft.reports.text.wrapping import filled, shell_lines
 from lowmem_ft.reports.wording import (
     CATEGORY_WORDS,
     HOST_PART_WORDS,

@@ -12,8 +12,8 @@ from lowmem_ft.estimator.gpu_counts import SeveralCards
 from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
-from lowmem_ft.reports.prose import Prose
-from lowmem_ft.reports.uncut_table import UncutTable
+from lowmem_ft.reports.text.prose import Prose
+from lowmem_ft.reports.text.responsive_table import UncutTable
 from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
 
 LEGEND = (

@@ -15,10 +15,10 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS, Method
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
-from lowmem_ft.reports.filling import shell_lines
 from lowmem_ft.reports.gpu_table import VERDICT, format_gib, speed_cell, verdict_cell
-from lowmem_ft.reports.prose import Prose
-from lowmem_ft.reports.uncut_table import UncutTable
+from lowmem_ft.reports.text.prose import Prose
+from lowmem_ft.reports.text.responsive_table import UncutTable
+from lowmem_ft.reports.text.wrapping import shell_lines
 from lowmem_ft.reports.wording import short_name, verdict_colour
 
 _HOURLY = "$/hour: the lowest on-demand price known; `lowmem-ft gpus` says whose, and of what date."

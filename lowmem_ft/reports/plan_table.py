@@ -18,7 +18,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.reports.costs import usd_per_hour
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
-from lowmem_ft.reports.prose import Pairs, Prose
+from lowmem_ft.reports.text.prose import Pairs, Prose
 from lowmem_ft.reports.wording import doubtful, duration, for_each, host_need, verdict
 
 MOST_REJECTED = 4

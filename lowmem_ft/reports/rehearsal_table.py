@@ -15,8 +15,8 @@ from lowmem_ft.rehearsal.fix_search import Mend
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, TracedShape
 from lowmem_ft.rehearsal.runtime import Saved
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing
-from lowmem_ft.reports.prose import Prose
-from lowmem_ft.reports.uncut_table import UncutTable
+from lowmem_ft.reports.text.prose import Prose
+from lowmem_ft.reports.text.responsive_table import UncutTable
 from lowmem_ft.reports.wording import PHASE_WORDS, duration, host_need, module_words, verdict
 
 MOST_WARNINGS = 20

@@ -19,7 +19,7 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.comparison import Peaks, Row, compared, peaks_in
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
-from lowmem_ft.reports.prose import Prose
+from lowmem_ft.reports.text.prose import Prose
 
 
 @dataclass(frozen=True, kw_only=True)

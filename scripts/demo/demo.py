@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.foundation.errors import ModelError
 
 REPOSITORY = Path(__file__).parents[2]

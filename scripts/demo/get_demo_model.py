@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.hub_connection import hub_is_reachable
 

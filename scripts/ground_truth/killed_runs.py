@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import lowmem_ft.preflight  # noqa: F401
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 
 FINETUNE = Path(__file__).parents[1] / "finetune.py"
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 12, 3, 2

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Sequence
 
 from lowmem_ft import hf, load_recipe  # first: what bitsandbytes says to no purpose is then left out
-from lowmem_ft.cli.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.models import load_tokenizer
 
 # isort: split

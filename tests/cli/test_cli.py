@@ -14,7 +14,7 @@ from processes import LIMIT_SECONDS
 import lowmem_ft
 from lowmem_ft import preflight
 from lowmem_ft.cli import COMMANDS, main
-from lowmem_ft.cli import train as train_command
+from lowmem_ft.cli.commands import train as train_command
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
@@ -293,7 +293,7 @@ def test_recipes_prints_a_file_that_loads_to_an_equal_recipe(capsys, tmp_path, n
 def test_log_lines_of_other_processes_stay_quiet():
     code = """
 import logging
-from lowmem_ft.cli.logs import set_up_logging
+from lowmem_ft.cli.console.logs import set_up_logging
 set_up_logging()
 logging.getLogger("lowmem_ft.x").info("chosen because")
 logging.getLogger("other").info("chatter")
@@ -313,7 +313,7 @@ logging.getLogger("other").warning("trouble")
 def test_library_lines_are_said_once_and_errors_that_are_raised_anyway_not_at_all():
     code = """
 import logging, datasets, huggingface_hub
-from lowmem_ft.cli.logs import set_up_logging, take_over_library_logs
+from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
 set_up_logging()
 take_over_library_logs()
 logging.getLogger("huggingface_hub.x").warning("said once")

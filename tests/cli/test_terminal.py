@@ -16,7 +16,7 @@ from rich.console import Console
 
 from lowmem_ft.catalog import load_architectures, load_gpus
 from lowmem_ft.cli import COMMANDS, main
-from lowmem_ft.cli.logs import TerminalHandler
+from lowmem_ft.cli.console.logs import TerminalHandler
 from lowmem_ft.data.sources.reading import Source
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 

@@ -7,7 +7,7 @@ import transformers as hf
 from rich.console import Console
 
 from lowmem_ft.catalog.gpu_catalog import load_gpus
-from lowmem_ft.cli.estimate import main
+from lowmem_ft.cli.commands.estimate import main
 from lowmem_ft.estimator import estimate_memory, estimate_on_gpus, estimate_on_several
 from lowmem_ft.estimator.estimate import SharedTraces
 from lowmem_ft.foundation.units import GIB

@@ -11,7 +11,7 @@ import pytest
 
 import lowmem_ft
 from lowmem_ft.budget import Budget
-from lowmem_ft.cli.stopping import sigterm_as_ctrl_c
+from lowmem_ft.cli.processes.signals import sigterm_as_ctrl_c
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import RecipeError, UserError

@@ -12,11 +12,11 @@ from lowmem_ft.estimator.method_estimates import MethodEstimate
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, StepTime
 from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS
-from lowmem_ft.reports.filling import filled, shell_lines
 from lowmem_ft.reports.gpu_table import gpu_table
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
-from lowmem_ft.reports.prose import Pairs
-from lowmem_ft.reports.uncut_table import UncutTable
+from lowmem_ft.reports.text.prose import Pairs
+from lowmem_ft.reports.text.responsive_table import UncutTable
+from lowmem_ft.reports.text.wrapping import filled, shell_lines
 
 GPUS = load_gpus()
 LONG = "training.per_device_train_batch_size=16"

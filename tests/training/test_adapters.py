@@ -170,7 +170,7 @@ def test_two_processes_train_the_same_adapters_with_every_parameter_used(
         "training.gradient_accumulation_steps=1",
         "training.use_cpu=true",
     ]
-    source = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+    source = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
     for process in forks.run_two(source, "recipe=tiny", "budget.preflight=false", *overrides):
         assert process.returncode == 0, process.stderr
     assert metrics(two) == pytest.approx(metrics(one), rel=1e-4)

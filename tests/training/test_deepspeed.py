@@ -18,7 +18,7 @@ from lowmem_ft.training import train
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: make test-deepspeed"
 )
-TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 SHARED = ("training.max_steps=3", "training.save_steps=null", "training.eval_steps=null")
 CASES = [(engine, name) for engine in ("zero2", "zero3") for name in OF_ENGINES[engine]]
 

@@ -16,7 +16,7 @@ pytestmark = [
     ),
     pytest.mark.usefixtures("compiled_deepspeed"),
 ]
-TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 SHARED = (
     "recipe=tiny",
     "training.max_steps=4",

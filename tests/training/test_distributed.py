@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 MODULE = ("-m", "lowmem_ft", "train")
 
 
-TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 
 SHARED = ("training.max_steps=14", "training.eval_steps=7", SMOOTH_ADAMW)
 """Two epochs of 7, and with packing windows that do not divide evenly."""
@@ -107,7 +107,7 @@ def said(processes):
 
 BREAK_RANK_1 = """
 import os, signal, sys
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 from lowmem_ft.data import DataStream
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.training import session_files

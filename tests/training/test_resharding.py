@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 PROCESSES = (2, 3, 1, 4)
 STEPS_OF_EACH = 2
 SETTINGS = (

@@ -16,7 +16,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import train
 from lowmem_ft.training.checkpoints.checkpoint_folders import find_checkpoint, read_manifest
 
-TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 TWELVE = (
     "training.max_steps=4",
     "training.save_steps=2",
@@ -196,7 +196,7 @@ def test_torch_reads_the_parts_by_itself(of_two):
 
 COULD_NOT_SAVE = """
 import sys
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 from lowmem_ft.models import gathering
 
 def made_of_several(model, tensors, stock=gathering.revert_weight_conversion):

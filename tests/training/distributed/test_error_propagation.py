@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_manifest
 
-TRAIN = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 
 MEET_WITH = """
 import os, signal, sys, time
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 from lowmem_ft.data import DataStream
 from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.training import ending_together, evaluation

@@ -24,7 +24,7 @@ def test_two_processes_that_accumulate_equal_one(tiny, metrics, tmp_path, forks,
     settings = (*SHORT, "model.dtype=bfloat16", *optimizer)
     train(tiny(*settings, "training.gradient_accumulation_steps=4", output_dir=one))
     half = [*settings, "training.gradient_accumulation_steps=2", "training.use_cpu=true"]
-    source = "import sys; from lowmem_ft.cli.train import main; sys.exit(main())"
+    source = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
     for process in forks.run_two(
         source, "recipe=tiny", "budget.preflight=false", *half, f"training.output_dir={two}"
     ):

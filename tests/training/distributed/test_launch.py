@@ -12,7 +12,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from datasets import Dataset
 
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.training.distributed.launch import Launch, as_launched, processes_here, read_launch
 

@@ -16,7 +16,7 @@ TWO = Launch(num_processes=2)
 
 TRAIN = """
 import os, sys, types, torch
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 gpus = {"0": sys.argv.pop(1), "1": sys.argv.pop(1)}[os.environ["RANK"]].split()
 torch.cuda.is_available = lambda: bool(gpus)
 torch.cuda.device_count = lambda: len(gpus)

@@ -14,7 +14,7 @@ TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 
 DIFFERENT_IN_PROCESS_1 = """
 import os, sys
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 what, folder = sys.argv.pop(1), sys.argv.pop(1)
 os.chdir(folder)
 if os.environ["RANK"] == "1":
@@ -134,7 +134,7 @@ def test_a_process_that_does_not_come_is_named(forks, tmp_path):
     source = """
 import os, sys
 from datetime import timedelta
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 from lowmem_ft.training import meeting
 meeting.PATIENCE = timedelta(seconds=1)
 if os.environ["RANK"] == "1":
@@ -156,7 +156,7 @@ def test_a_process_that_waits_for_others_in_torch_is_ended_by_its_launcher(waits
     source = """
 import os, signal, sys, threading
 import torch.distributed
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 from lowmem_ft.training import joining, meeting
 def terminate(*args, **options):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -183,7 +183,7 @@ def test_a_port_in_use_is_explained(forks, tmp_path):
     source = """
 import os, socket, sys
 from datetime import timedelta
-from lowmem_ft.cli.train import main
+from lowmem_ft.cli.commands.train import main
 from lowmem_ft.training import meeting
 meeting.PATIENCE = timedelta(seconds=1)
 if os.environ["RANK"] == "0":

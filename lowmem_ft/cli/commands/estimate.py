@@ -1,0 +1,287 @@
+"""``lowmem-ft estimate``: what a run will need, before anything is trained or rented."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.estimating.estimate_files import report_console, write_json, write_pictures
+from lowmem_ft.cli.estimating.estimate_model import (
+    OF_DEFAULTS,
+    check_model_alone,
+    estimate_model,
+    gpus_asked_for,
+    is_for_processor,
+)
+from lowmem_ft.cli.estimating.estimate_options import (
+    ALL_GPUS,
+    CPU,
+    FOR_THE_PROCESSOR,
+    NO_SNAPSHOT_OF_CPU,
+    names_script,
+    parse,
+)
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lowmem_ft.estimator.changes import Change, Changes
+    from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
+    from lowmem_ft.memory.memory_estimate import MemoryEstimate
+    from lowmem_ft.recipe import Recipe
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Estimate what the settings describe, on one GPU or on all of the catalogue.
+
+    Args:
+        argv: ``recipe=NAME|PATH``, ``key=value`` settings and options; None: those of this process.
+
+    Returns:
+        The exit code: 0 if it fits (on one GPU at least); 3 if it does not, or may not.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if names_script(arguments):
+        from lowmem_ft.cli.estimating.estimate_script import estimate_script
+
+        return estimate_script(arguments)
+    options, recipe_name, settings = parse(arguments)
+    is_by_method = recipe_name is None and not is_for_processor(settings, options)
+
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.gpu_count import on_cards
+    from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
+    from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
+    from lowmem_ft.recipe.shipped.fine_tuning_methods import of_model_alone
+
+    set_up_logging()
+    logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
+    with progress_line("loading torch and transformers"):
+        recipe = load_recipe(recipe_name, of_model_alone(settings) if is_by_method else settings)
+        if options.gpu not in (ALL_GPUS, CPU) and not is_by_method:
+            recipe, options.gpu = on_cards(recipe, options.gpu)
+        else:
+            recipe, _ = on_cards(recipe, None)
+        if options.gpu == ALL_GPUS and recipe.checkpointing.mode == "auto":
+            raise UserError(
+                "checkpointing.mode=auto is chosen for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or "
+                "set checkpointing.mode=full."
+            )
+        of_size = [lambda: check_sizes_of_model(recipe), lambda: _check_named_device(recipe, options)]
+        raise_together(
+            *([lambda: refuse_budget_beyond_all(recipe)] if options.gpu in (None, ALL_GPUS, CPU) else []),
+            lambda: check_model_files(recipe, architecture_only=True),
+            lambda: check_packages(recipe),
+            *([lambda: check_model_alone(recipe, settings, options)] if is_by_method else of_size),
+        )
+        import lowmem_ft.estimator  # noqa: F401 - imports the libraries whose logs are taken over
+
+    take_over_library_logs()
+    if is_by_method:
+        gpus = gpus_asked_for(recipe, options)
+        if gpus:
+            return estimate_model(recipe, settings, gpus, options)
+        recipe = load_recipe(None, settings)
+    options.is_of_defaults = recipe_name is None
+    return (_estimate_on_all if options.gpu == ALL_GPUS else _estimate_on_one)(recipe, options)
+
+
+def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
+    """What can be told of a device that is named; torch alone knows what this machine has."""
+    from lowmem_ft.catalog.gpu_catalog import find_gpu
+    from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
+
+    if options.gpu == CPU or (options.gpu is None and recipe.training.use_cpu):
+        if options.snapshot is not None:
+            raise UserError(NO_SNAPSHOT_OF_CPU)
+        check_device_of_estimate(recipe, None)
+    elif options.gpu not in (None, ALL_GPUS):
+        check_device_of_estimate(recipe, find_gpu(options.gpu))
+
+
+def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.estimator import estimate_memory
+    from lowmem_ft.estimator.device_target import choose_gpu
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
+    from lowmem_ft.reports.costs import with_cost
+    from lowmem_ft.reports.estimate_table import estimate_table
+    from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs
+
+    target, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
+    if target is None and options.snapshot is not None:
+        raise UserError(NO_SNAPSHOT_OF_CPU)
+    chosen: list[str] = []
+    if recipe.checkpointing.mode == "auto":
+        recipe, words = _with_layers_chosen(recipe, options.gpu)
+        chosen.append(words)
+    try:
+        with progress_line(_tracing(recipe)):
+            estimate = estimate_memory(recipe, options.gpu, kept=KeptTraces.of_user())
+    except UserError as error:
+        if target is None and options.gpu is None:
+            raise UserError(*error.problems, FOR_THE_PROCESSOR) from error
+        raise
+    estimate = dataclasses.replace(estimate, choices=(*chosen, *estimate.choices))
+    gpu = load_gpus().get(estimate.gpu.name)
+    console = report_console(options)
+    console.print(estimate_table(estimate, gpu.cheapest_price if gpu else None))
+    if options.is_of_defaults:
+        console.print(f"\n{OF_DEFAULTS}")
+    if options.gpu is None and estimate.is_of_cpu:
+        needs = needs_of_shipped_recipes().get(recipe.name)
+        console.print(f"\n{FOR_THE_PROCESSOR}")
+        if needs is not None and needs.gpu != CPU:
+            console.print(f"{recipe.name} is made for --gpu {needs.gpu}.")
+    write_pictures(estimate, options, allocator_config_of_runs(target))
+    return _conclude([estimate], with_cost(estimate, gpu), options.gpu, recipe, options, console)
+
+
+def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
+    """The recipe with the checkpointed layers that were chosen, and what to say of them."""
+    from lowmem_ft.planner import plan_checkpointing
+    from lowmem_ft.planner.automatic_checkpointing import chosen_in_words
+
+    with progress_line("choosing the checkpointed layers") as say:
+        found = plan_checkpointing(
+            recipe,
+            gpu=gpu,
+            on_progress=lambda progress: say(f"choosing the checkpointed layers: {progress.estimated} tried"),
+        )
+    return found.recipe, chosen_in_words(found)
+
+
+def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.estimator import estimate_on_gpus, estimate_on_several
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.memory.memory_estimate import SCHEMA, MemoryEstimate
+    from lowmem_ft.reports.costs import with_cost
+    from lowmem_ft.reports.gpu_table import by_cost, gpu_table, several_table
+
+    gpus, kept = load_gpus(), KeptTraces.of_user()
+    with progress_line(_tracing(recipe)):
+        results = estimate_on_gpus(recipe, list(gpus.values()), kept=kept)
+    estimates = by_cost([result for result in results if isinstance(result, MemoryEstimate)], gpus)
+    refusals = [result for result in results if not isinstance(result, MemoryEstimate)]
+    cannot_run = {refusal.gpu.name: " ".join(refusal.problems) for refusal in refusals}
+    console = report_console(options)
+    console.print(gpu_table(estimates, gpus, cannot_run))
+    with progress_line(f"{_name(recipe)}: trying several cards") as say:
+        several = estimate_on_several(
+            recipe,
+            [gpus[estimate.gpu.name] for estimate in estimates if not estimate.fits],
+            kept=kept,
+            on_number=lambda number: say(f"{_name(recipe)}: trying {number} cards of a kind"),
+        )
+    if several.tried or several.problems:
+        console.print("", several_table(several, gpus), sep="\n")
+    values = {
+        "schema": SCHEMA,
+        "estimates": [with_cost(estimate, gpus[estimate.gpu.name]) for estimate in estimates],
+        "several_cards": {
+            "tried": several.tried,
+            "estimates": [
+                with_cost(estimate, gpus[estimate.gpu.name]) for estimate in by_cost(several.estimates, gpus)
+            ],
+            "problems": several.problems,
+        },
+        "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],
+    }
+    return _conclude(estimates, values, _nearest(estimates).gpu.name, recipe, options, console)
+
+
+def _conclude(
+    estimates: Sequence[MemoryEstimate],
+    values: dict[str, Any],
+    gpu: str | None,
+    recipe: Recipe,
+    options: argparse.Namespace,
+    console: Console,
+) -> int:
+    """Write the JSON; the exit code. If nothing fits, first the changes that would make it fit on a GPU."""
+    from lowmem_ft.reports.estimate_table import changes_table, shipped_table
+
+    fits = any(estimate.fits for estimate in estimates)
+    changes = shipped = None
+    if not fits and _is_search_wanted(options):
+        name = _nearest(estimates).gpu.name
+
+        def tell(found: ShippedRecipe) -> None:
+            nonlocal shipped
+            shipped = found
+            console.print("", shipped_table(found, name), sep="\n", soft_wrap=True)
+
+        changes = _search(recipe, gpu, tell)
+        console.print("", changes_table(changes, name), sep="\n")
+        if len(estimates) == 1 and changes.complete and not changes.fitting:
+            console.print("See other GPUs with --gpu all.")
+    elif not fits:
+        console.print("\nWith --changes: the cheapest changes that make it fit, a search of some minutes.")
+    if options.changes:
+        values = {
+            **values,
+            "changes": None if changes is None else changes.to_json(),
+            "shipped_recipe": None if shipped is None else shipped.to_json(),
+        }
+    write_json(values, options)
+    return 0 if fits else EXIT_DOES_NOT_FIT
+
+
+def _is_search_wanted(options: argparse.Namespace) -> bool:
+    """A script that reads JSON waits for nothing that it has not asked for."""
+    return options.json is None if options.changes is None else options.changes
+
+
+def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], None]) -> Changes:
+    """The changes found, until the search ends or the user ends it; before it, a shipped recipe that fits is told."""
+    from lowmem_ft.estimator.changes import ChangeSearch
+    from lowmem_ft.estimator.fitting_recipe import shipped_recipe_that_fits
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.system.ctrl_c import CtrlC
+
+    kept = KeptTraces.of_user()
+    found: list[Change] = []
+
+    def before_an_estimate(made: int) -> None:
+        ctrl_c.check()
+        say(f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it")
+
+    search = ChangeSearch(recipe, gpu, kept=kept, on_estimate=before_an_estimate)
+    with CtrlC() as ctrl_c:
+        try:
+            with progress_line(f"{_name(recipe)}: looking for a shipped recipe that fits"):
+                shipped = shipped_recipe_that_fits(recipe, gpu, kept=kept)
+            if shipped is not None:
+                tell(shipped)
+            with progress_line(f"{_name(recipe)}: searching for changes that make it fit") as say:
+                for change in search:
+                    found.append(change)
+        except KeyboardInterrupt:
+            return search.found(complete=False)
+    return search.found(complete=True)
+
+
+def _nearest(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:
+    """Where the most is left, or the least is missing."""
+    return max(estimates, key=lambda estimate: estimate.headroom_bytes or 0)
+
+
+def _tracing(recipe: Recipe) -> str:
+    return f"{_name(recipe)}: running one step on a virtual GPU"
+
+
+def _name(recipe: Recipe) -> str:
+    from lowmem_ft.reports.wording import short_name
+
+    return short_name(recipe.model.name_or_path or "")

@@ -1,0 +1,79 @@
+"""``lowmem-ft merge``: a LoRA adapter added to its base model, as a plain model folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.foundation.user_paths import expand_user
+
+_EXAMPLES = """\
+examples:
+  lowmem-ft merge runs/7b-lora/model merged
+  lowmem-ft merge runs/7b-qlora/checkpoint-500 merged --dtype bfloat16 --base models/Qwen2.5-7B
+
+The base is read in its own type into host memory; nothing runs on a GPU."""
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Merge an adapter into its base.
+
+    Args:
+        argv: the adapter's folder, the new folder and options; None: those of this process.
+
+    Returns:
+        The exit code, 0.
+    """
+    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe.rules.path_checks import check_merge
+
+    set_up_logging()
+    adapter, target = expand_user(arguments.adapter), expand_user(arguments.target)
+    check_merge(adapter, target, base=arguments.base)  # before the imports below, which take seconds
+
+    from lowmem_ft.training.export.merging import merge_into_base
+
+    take_over_library_logs()
+    merge_into_base(
+        adapter,
+        target,
+        base=arguments.base,
+        dtype=arguments.dtype,
+        track=_with_bar,
+    )
+    return 0
+
+
+def _with_bar(layers: list[Any]) -> Iterable[Any]:
+    import rich
+    from rich.progress import track
+
+    return track(layers, description="Merging", console=rich.get_console(), transient=True)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft merge",
+        description="Add a LoRA adapter to the weights of its base model, each matrix in float32 and rounded once, and "
+        "write a model folder that from_pretrained loads.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument(
+        "adapter", metavar="ADAPTER_DIR", type=Path, help="folder with adapter_config.json: a run's model/"
+    )
+    parser.add_argument("target", metavar="OUT_DIR", type=Path, help="the new model folder")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="type of the merged weights; auto: the base's own",
+    )
+    parser.add_argument("--base", metavar="NAME", help="hub id or folder of the base, where it has moved")
+    return parser

@@ -1,0 +1,265 @@
+"""``lowmem-ft plan``: the memory knobs with which a step is fastest inside a budget, and why."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.estimating.estimate_files import report_console, write_json, writing
+from lowmem_ft.cli.estimating.estimate_options import (
+    ALL_GPUS,
+    Once,
+    add_overwrite,
+    gpu_problems,
+    split_recipe,
+    write_problem,
+)
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
+from lowmem_ft.foundation.packages import may_have_gpu
+
+if TYPE_CHECKING:
+    from lowmem_ft.memory.memory_estimate import StepTime
+    from lowmem_ft.planner import MemoryPlan, PlanProgress
+    from lowmem_ft.planner.run_length import RunLength
+    from lowmem_ft.recipe import Recipe
+
+_USAGE = (
+    "lowmem-ft plan recipe=NAME|PATH | model=NAME [key=value ...] [--gpu NAME]\n"
+    "       [--max-cards N] [--write FILE.yaml] [--json FILE|-] [--overwrite]"
+)
+_EXAMPLES = """\
+examples:
+  lowmem-ft plan model=llama-3.1-8b budget=24GiB budget.host=64GiB
+  lowmem-ft plan recipe=7b-bf16 --gpu rtx-4090 --write my.yaml
+  lowmem-ft plan recipe=8b-bf16 --gpu 8xrtx-4090
+  lowmem-ft plan model=llama-3.1-70b --gpu h100-80gb --max-cards 8
+  lowmem-ft plan recipe=7b-bf16 budget=8GiB 'plan.keep=[optimizer.state]' 'plan.allow=[lora,qlora]'
+
+The rows of a step and the mathematics stay (unbiased rounding may come): plan.allow=[...] names what may go, the least
+missed first, and plan.keep=[...] keys that stay as they are. A model alone is planned for steps of 16 rows of 2048
+tokens. With --gpu 8xNAME each card takes the recipe's batch, with --max-cards they share the rows of a step. Ctrl-C
+ends the search and gives the best so far.
+
+Exit codes: 0 a plan that fits; 3 nothing fits; 2 the input is at fault."""
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan what the settings describe.
+
+    Args:
+        argv: ``recipe=NAME|PATH`` or ``model=NAME``, ``key=value`` settings and options; None: those of this process.
+
+    Returns:
+        The exit code: 0 if the plan fits, else 3.
+    """
+    parser = _parser()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options, others = parser.parse_known_args(arguments)
+    if problems := parser.misspelt(others):
+        raise UserError(*problems)
+    recipe_name, settings = split_recipe(others, "A plan")
+    _check(options)
+
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.gpu_count import on_cards
+    from lowmem_ft.recipe.reading.defaults import named_as_planned, with_defaults_of_plan
+    from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
+    from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
+
+    set_up_logging()
+    asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
+    with progress_line("loading torch and transformers"):
+        recipe = load_recipe(recipe_name, asked)
+        recipe, options.gpu = on_cards(recipe, options.gpu, is_planned=True)
+        is_open = options.gpu is None and recipe.budget.device is None and not recipe.training.use_cpu
+        raise_together(
+            lambda: check_budget_of_plan(recipe, options.gpu),
+            lambda: check_model_files(recipe, architecture_only=True),
+            lambda: check_sizes_of_model(recipe, is_planned=True),
+            lambda: check_packages(recipe),
+        )
+        if is_open and not may_have_gpu():
+            raise UserError(_for_no_device(arguments))
+        import torch
+
+        if is_open and not torch.cuda.is_available():
+            raise UserError(_for_no_device(arguments))
+        import lowmem_ft.planner
+        from lowmem_ft.reports.wording import short_name
+
+    take_over_library_logs()
+    with progress_line(f"{short_name(recipe.model.name_or_path or '')}: planning") as say:
+        plan = lowmem_ft.planner.plan(
+            recipe,
+            gpu=options.gpu,
+            max_cards=int(options.max_cards or 1),
+            on_progress=lambda progress: say(_words(progress)),
+        )
+    where = [place for place in (recipe.budget.device, options.gpu) if place is not None]
+    named = named_as_planned(plan.recipe, settings, *(where or [plan.estimate.gpu.name.partition(" ")[0]]))
+    plan = dataclasses.replace(plan, recipe=named)
+    return _report(
+        plan, recipe, [f"recipe={recipe_name}", *settings, *_shared(recipe)] if recipe_name else None, options
+    )
+
+
+def _shared(recipe: Recipe) -> list[str]:
+    """What says that several processes share the model; nothing for one."""
+    config = recipe.distributed
+    if config.num_processes in (None, 1):
+        return []
+    strategy = [] if config.strategy is None else [f"distributed.strategy={config.strategy}"]
+    return [*strategy, f"distributed.num_processes={config.num_processes}"]
+
+
+def _for_no_device(arguments: Sequence[str]) -> str:
+    """What to say where nothing tells what a plan is for: the processor's would take minutes, and few want it."""
+    command = shlex.join(["lowmem-ft", "plan", *arguments])
+    return (
+        "A plan is for a GPU or a budget, got neither, and this machine has no GPU. Name a card, such as "
+        f"`{command} --gpu rtx-4090` (`lowmem-ft gpus` lists them), or what there is, such as `{command} "
+        "budget=24GiB`; --gpu cpu plans for this machine's processor."
+    )
+
+
+def _words(progress: PlanProgress) -> str:
+    """How far a search is, in less than 80 columns: what comes last is how to end it."""
+    best = progress.best
+    found = "nothing fits yet" if best is None else "one fits"
+    if best is not None and best.step is not None:
+        found = f"{best.step.seconds:.3g} s a step so far"
+    return f"planning: {progress.estimated} of {progress.combinations:,} tried, {found}; Ctrl-C ends it"
+
+
+def _report(
+    plan: MemoryPlan, recipe: Recipe, command: Sequence[str] | None, options: argparse.Namespace
+) -> int:
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.recipe import recipe_to_yaml
+    from lowmem_ft.reports.costs import with_cost
+    from lowmem_ft.reports.plan_table import launched, plan_table, planned_for, run_words, train_command
+    from lowmem_ft.reports.text.prose import Prose
+    from lowmem_ft.reports.text.wrapping import shell_lines
+
+    console = report_console(options)
+    if reason := _why_this_card(recipe, options):
+        console.print(Prose(f"{reason}; --gpu NAME takes another."))
+    console.print(plan_table(plan, recipe))
+    values = plan.to_json()
+    values["chosen"]["estimate"] = with_cost(plan.estimate, load_gpus().get(plan.estimate.gpu.name))
+    values["run"] = None
+    if plan.fits and plan.estimate.step is not None:
+        with progress_line("reading the data"):
+            length = _length_or_problem(plan.recipe, plan.estimate.step)
+        if isinstance(length, str):
+            console.print("", Prose(length), sep="\n")
+        elif length is not None:
+            values["run"] = dataclasses.asdict(length)
+            console.print("", Prose(run_words(length, plan.estimate)), sep="\n")
+    data = [] if recipe.data.path is not None else ["data=YOUR_DATA"]
+    if plan.fits and command is not None:
+        lines = shell_lines([*train_command(plan, command), *data], console.width)
+        console.print("\nTrain it:", *lines, sep="\n", soft_wrap=True)
+    if options.write is not None and plan.fits:
+        with writing("write", options.write) as path:
+            trains = shlex.join([*launched(plan.recipe), f"recipe={path}", *data])
+            head = f"# {trains}\n# {planned_for(plan)}\n"
+            path.write_text(head + recipe_to_yaml(plan.recipe), encoding="utf-8")
+        console.print(f"\nWritten: {path}. Train it:\n  {trains}", soft_wrap=True)
+    elif options.write is not None:
+        console.print(f"\n{options.write} is not written, as nothing fits.")
+    elif plan.fits and command is None:  # train would plan a model alone anew
+        trains = shlex.join([*launched(plan.recipe), "recipe=my.yaml", *data])
+        console.print(f"\nTo train it, plan with --write my.yaml, then:\n  {trains}")
+    write_json(values, options)
+    return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _why_this_card(recipe: Recipe, options: argparse.Namespace) -> str:
+    """Which card of the catalogue stands for a budget; empty where one is named, or this machine's is meant."""
+    from lowmem_ft.estimator.device_target import choose_gpu
+
+    is_of_budget = options.gpu is None and recipe.budget.device is not None
+    gpu, reason = (
+        choose_gpu(None, recipe.budget, use_cpu=recipe.training.use_cpu) if is_of_budget else (None, "")
+    )
+    return f"D{reason[1:]}" if gpu is not None else ""
+
+
+def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None:
+    """How long the run takes, or why nobody knows; None where its data is not on this machine, or has no end."""
+    from lowmem_ft.data.sources.files import local_files
+    from lowmem_ft.foundation.user_paths import expand_user
+    from lowmem_ft.planner.run_length import run_length
+
+    path = recipe.data.path
+    if path is None or recipe.data.streaming:
+        return None
+    try:
+        is_here = local_files(path) or expand_user(path).is_dir()
+        return run_length(recipe, step) if is_here else None
+    except UserError as error:
+        return f"How long the run takes is not known: {' '.join(error.problems)}"
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = list(gpu_problems(options.gpu))
+    if options.gpu is not None and options.gpu.strip().lower() == ALL_GPUS:
+        problems.append(
+            "A plan is for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or a budget."
+        )
+    if options.max_cards is not None and not options.max_cards.isdecimal():
+        problems.append(f"--max-cards is a number of cards, got {options.max_cards}.")
+    for name in ("write", "json"):
+        file = getattr(options, name)
+        if file is None or (name, file) == ("json", "-"):
+            continue
+        problem = write_problem(name, file, Path(file), overwrite=options.overwrite)
+        problems += [problem] if problem else []
+    if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
+        problems.append(f"--write names a recipe's file, which ends in .yaml, got {options.write}.")
+    if options.write is not None and options.json is not None and options.write == options.json:
+        problems.append(f"--write and --json write files of their own, got {options.write} for both.")
+    if problems:
+        raise UserError(*problems)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft plan",
+        usage=_USAGE,
+        description="Choose the memory knobs with which a step is fastest inside a budget of device and host memory, "
+        "and say why.",
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        action=Once,
+        help="a GPU of `lowmem-ft gpus`, or cpu; without: this machine's GPU, or one of the budget's size",
+    )
+    parser.add_argument(
+        "--max-cards",
+        metavar="N",
+        action=Once,
+        help="where one card does not do, try 2, 4, ... up to N of them, at most 8, that share the recipe",
+    )
+    parser.add_argument(
+        "--write", metavar="FILE.yaml", action=Once, help="write the plan as a recipe that trains as it is"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE|-", action=Once, help="write the plan as JSON; - is stdout, then JSON alone"
+    )
+    add_overwrite(parser)
+    return parser

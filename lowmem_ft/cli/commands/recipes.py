@@ -1,0 +1,63 @@
+"""``lowmem-ft recipes``: the shipped recipes, or one of them with every key explained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.reports.text.wrapping import filled
+
+COLUMNS = 80
+INDENT = 16
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the list of recipes, or one recipe as YAML that can be edited and trained.
+
+    Args:
+        argv: nothing, or a recipe's name or path and ``key=value`` settings; None: those of this process.
+
+    Returns:
+        The exit code, 0.
+    """
+    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+
+    from lowmem_ft.recipe import load_recipe, recipe_to_yaml
+
+    if arguments.recipe is None:
+        _print_list()
+        return 0
+    recipe = load_recipe(arguments.recipe.removeprefix("recipe="), arguments.settings)
+    print(
+        f"# Save as FILE.yaml, edit, and: lowmem-ft train recipe=FILE.yaml\n"
+        f"# On several GPUs: accelerate launch -m lowmem_ft train recipe=FILE.yaml\n\n{recipe_to_yaml(recipe)}",
+        end="",
+    )
+    return 0
+
+
+def _print_list() -> None:
+    """Each recipe with what it needs on the card that it names, and what it is, indented below."""
+    from lowmem_ft.recipe import load_recipe, shipped_recipes
+    from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
+
+    needs = needs_of_shipped_recipes()
+    for name in shipped_recipes():
+        print(f"{name:<{INDENT}}{needs.get(name, 'not estimated')}")
+        indent = " " * INDENT
+        text = load_recipe(name).description or ""
+        print("\n".join(filled(text, COLUMNS, indent=indent)))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft recipes",
+        description="List the shipped recipes with what each needs on the card it is made for, or print one with "
+        "every default and what each memory knob frees and costs.",
+    )
+    parser.add_argument("recipe", nargs="?", help="a recipe's name or path")
+    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to show it with")
+    return parser

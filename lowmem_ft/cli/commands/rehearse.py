@@ -1,0 +1,245 @@
+"""``lowmem-ft rehearse``: the whole of a run but its values, before a GPU is rented."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.estimating.estimate_files import report_console, write_json
+from lowmem_ft.cli.estimating.estimate_options import (
+    ALL_GPUS,
+    CPU,
+    Once,
+    add_overwrite,
+    gpu_problems,
+    write_problem,
+)
+from lowmem_ft.cli.processes.signals import if_stopped
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError, raise_together
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lowmem_ft.recipe import Recipe
+    from lowmem_ft.rehearsal import Rehearsal
+    from lowmem_ft.rehearsal.fix_search import Mend
+
+_USAGE = (
+    "lowmem-ft rehearse recipe=NAME|PATH [key=value ...] [--gpu NAME]\n"
+    "       [--steps N] [--changes|--no-changes] [--json FILE|-] [--overwrite]"
+)
+_EXAMPLES = """\
+examples:
+  lowmem-ft rehearse recipe=7b-lora data=chats.jsonl --gpu rtx-4090
+  lowmem-ft rehearse recipe=8b-24gb data=chats.jsonl --gpu rtx-4090 --steps 100
+  lowmem-ft rehearse recipe=my.yaml --gpu l4 --json rehearsal.json
+
+The run's own loop goes over the real data, tokenized and batched as in training; the model is there by its config
+alone, on a virtual GPU. Needed are the data and the tokenizer: where no hub can be reached, name a folder with
+model.tokenizer_name_or_path=FOLDER. A step is traced for each shape of data, and the others of its shape are counted.
+
+Exit codes: 0 it fits; 3 it does not, or may not; 2 the input is at fault."""
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rehearse what the settings describe.
+
+    Args:
+        argv: ``recipe=NAME|PATH``, ``key=value`` settings and options; None: those of this process.
+
+    Returns:
+        The exit code: 0 if it fits; 3 if it does not, or may not.
+    """
+    with if_stopped("while rehearsing: nothing is kept."):
+        return _rehearse(list(sys.argv[1:] if argv is None else argv))
+
+
+def _rehearse(arguments: list[str]) -> int:
+    parser = _parser()
+    options, others = parser.parse_known_args(arguments)
+    if problems := parser.misspelt(others):
+        raise UserError(*problems)
+    recipe_name, settings = _split(others)
+    _check(options)
+
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.gpu_count import on_cards
+    from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
+    from lowmem_ft.recipe.rules.path_checks import check_paths_of_rehearsal
+
+    set_up_logging()
+    logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report says what happened
+    recipe, options.gpu = on_cards(load_recipe(recipe_name, settings), options.gpu)
+    from lowmem_ft.catalog.gpu_catalog import find_gpu
+    from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
+
+    gpu = None if options.gpu is None else find_gpu(options.gpu)
+    raise_together(
+        lambda: check_paths_of_rehearsal(recipe),
+        lambda: refuse_budget_beyond_all(recipe) if gpu is None else check_device_of_estimate(recipe, gpu),
+    )
+
+    from lowmem_ft.data.sources.early_checks import check_small_local_data
+
+    take_over_library_logs()
+    check_small_local_data(recipe.data)
+    with progress_line("loading torch and transformers"):
+        import lowmem_ft.rehearsal
+        from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+        from lowmem_ft.reports.rehearsal_table import rehearsal_table
+        from lowmem_ft.reports.text.prose import Prose
+        from lowmem_ft.reports.wording import short_name
+
+    take_over_library_logs()
+    doing = f"{short_name(recipe.model.name_or_path or '')}: rehearsing"
+    with progress_line(doing) as say:
+        found = lowmem_ft.rehearsal.rehearse(
+            recipe,
+            options.gpu,
+            steps=options.steps,
+            kept=KeptTraces.of_user(),
+            on_step=lambda step, shapes: say(f"{doing}: step {step:,}, shapes traced {shapes}"),
+        )
+    console = report_console(options)
+    console.print(rehearsal_table(found))
+    values = found.to_json()
+    if not found.fits and (options.json is None if options.changes is None else options.changes):
+        console.print("", *_mended(found, values), sep="\n")
+    elif not found.fits:
+        console.print(
+            Prose("\nWith --changes: the smallest change with which it fits, rehearsed, in some minutes.")
+        )
+    console.print(Prose(_kept(recipe, values)))
+    write_json(values, options)
+    return 0 if found.fits else EXIT_DOES_NOT_FIT
+
+
+def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType]:
+    """What is to be said of changes that were rehearsed, up to the first that fits; they are added to the values."""
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.rehearsal.fix_search import Mending
+    from lowmem_ft.reports.rehearsal_table import mend_table
+    from lowmem_ft.system.ctrl_c import CtrlC
+
+    tried: list[Mend] = []
+    complete = False
+    doing = "searching for a change with which it fits"
+    with CtrlC() as ctrl_c, progress_line(doing) as say:
+
+        def before_an_estimate(made: int) -> None:
+            ctrl_c.check()
+            say(f"{doing}: {made} estimated, {len(tried)} rehearsed; Ctrl-C ends it")
+
+        def on_step(step: int, shapes: int) -> None:
+            ctrl_c.check()
+            say(f"rehearsing a change: step {step:,}, shapes traced {shapes}; Ctrl-C ends it")
+
+        mending = Mending(found, kept=KeptTraces.of_user(), on_estimate=before_an_estimate, on_step=on_step)
+        with contextlib.suppress(KeyboardInterrupt):
+            for mend in mending:
+                tried.append(mend)
+                if mend.rehearsal.fits:
+                    break
+            complete = True
+    values["mends"] = [mend.to_json() for mend in tried]
+    yield mend_table(tried, mending.all_together, found.gpu.name, complete=complete)
+
+
+def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
+    """Leave what was found in the run's folder, for ``lowmem-ft report``; what to say of that."""
+    from lowmem_ft.recipe.rules.output_folder import run_folder_of
+    from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
+    from lowmem_ft.training.run.replaced_run import REHEARSAL_FILE
+
+    file = run_folder_of(recipe) / REHEARSAL_FILE
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole_file(file, json.dumps(values))
+    except OSError as error:
+        return f"\nNot kept for `lowmem-ft report`: {file} cannot be written ({error.strerror})."
+    return (
+        f"\nKept in {file}: after the run, `{shlex.join(['lowmem-ft', 'report', str(file.parent)])}` sets it beside "
+        "what was measured."
+    )
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    choices = [argument for argument in arguments if argument.startswith("recipe=")]
+    settings = [argument for argument in arguments if not argument.startswith("recipe=")]
+    if len(choices) != 1 or choices == ["recipe="]:
+        from lowmem_ft.recipe.reading.recipe_files import meant_by
+
+        raise RecipeError(
+            f"A rehearsal needs one recipe=NAME|PATH, got {' '.join(choices or arguments) or 'nothing'}."
+            f"{meant_by(settings)} `lowmem-ft recipes` lists the names."
+        )
+    return choices[0].partition("=")[2], settings
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    if options.gpu is not None:
+        options.gpu = options.gpu.strip()
+    if options.gpu is not None and options.gpu.lower() in (ALL_GPUS, CPU):
+        problems.append(
+            f"A rehearsal is for one GPU, got --gpu {options.gpu}. Name one, such as --gpu rtx-4090."
+        )
+    else:
+        problems += gpu_problems(options.gpu)
+    if options.steps is not None and options.steps < 1:
+        problems.append(f"--steps is at least 1, got {options.steps}.")
+    if options.json not in (None, "-"):
+        problem = write_problem("json", options.json, Path(options.json), overwrite=options.overwrite)
+        problems += [problem] if problem else []
+    if problems:
+        raise UserError(*problems)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft rehearse",
+        usage=_USAGE,
+        description="Run all of a training run but its values on a virtual GPU: memory over the real batches, hours, "
+        "cost, files, warnings.",
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        action=Once,
+        help="a GPU of `lowmem-ft gpus`; without: what this machine has, or one of the budget's size",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        action=Once,
+        help="optimizer steps to rehearse, the first of the run; without: all",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE|-",
+        action=Once,
+        help="write what was found as JSON; - is stdout, then JSON alone",
+    )
+    parser.add_argument(
+        "--changes",
+        action=argparse.BooleanOptionalAction,
+        help="where it does not fit, search for the smallest change with which it does, and which trains the same "
+        "numbers, and rehearse it, which takes minutes; the default, but under --json (Ctrl-C ends the search)",
+    )
+    add_overwrite(parser)
+    return parser

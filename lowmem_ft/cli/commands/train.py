@@ -1,0 +1,163 @@
+"""``lowmem-ft train``: the same program by itself and as one of several processes of ``accelerate launch``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.cli.processes.signals import if_stopped
+from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems, raise_together
+from lowmem_ft.system.startup_signals import is_launched
+
+_EXAMPLES = """\
+examples:
+  lowmem-ft train recipe=demo
+  lowmem-ft train recipe=7b-bf16 data=chats.jsonl data.eval_size=100
+  lowmem-ft train recipe=my/recipe.yaml training.resume_from_checkpoint=auto
+  accelerate launch --num_processes 2 -m lowmem_ft train recipe=1b-bf16
+  lowmem-ft train recipe=7b-bf16 data=chats.jsonl budget=24GiB plan=auto
+  lowmem-ft train model=Qwen/Qwen2.5-7B data=chats.jsonl budget=24GiB
+
+model=X, data=X and budget=X are short for model.name_or_path=X, data.path=X and budget.device=X. plan=auto, or a
+model, data and a budget without a recipe: the memory knobs are chosen first, as `lowmem-ft plan` does;
+checkpointing.mode=auto: the checkpointed layers alone are.
+`lowmem-ft recipes` lists the recipes; `lowmem-ft recipes NAME` shows every key with its default."""
+
+_ENOUGH_FOR_A_PLAN = (
+    {"model", "model.name_or_path"},
+    {"data", "data.path"},
+    {"budget", "budget.device"},
+)
+"""Settings that say what to train, on what, and within what: the rest can be chosen."""
+
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what the settings describe.
+
+    Args:
+        argv: ``recipe=NAME|PATH`` and further ``key=value`` settings; None: those of this process.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        RecipeError: if no recipe is named, or more than one.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        _parser().print_help()
+        return 0
+    stopped_early = if_stopped("before the first step: nothing was trained, and nothing is written.")
+    with stopped_early, _told_to_all_processes():
+        _train(*_split(arguments))
+    return 0
+
+
+@contextlib.contextmanager
+def _told_to_all_processes() -> Iterator[None]:
+    """Let the other processes of a launch end with what this one is refused, as they would wait for it."""
+    try:
+        yield
+    except UserError as error:
+        if is_launched():
+            from lowmem_ft.training.distributed.rendezvous import tell_others
+
+            tell_others(error)
+        raise
+
+
+def _train(recipe_name: str | None, settings: list[str]) -> None:
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.cli.processes.cpu_launch import start_requested_processes
+    from lowmem_ft.foundation.allocator_setting import use_growing_segments
+    from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.reading.defaults import named_as_planned
+    from lowmem_ft.recipe.rules.budget_limits import check_budget_of_run
+    from lowmem_ft.recipe.rules.device_checks import check_device_of_run
+    from lowmem_ft.recipe.rules.path_checks import check_paths_of_run
+    from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
+    from lowmem_ft.training.distributed.launch import as_launched, read_launch
+    from lowmem_ft.training.run.run_folder import RunFolder
+
+    set_up_logging()
+    use_growing_segments()
+    recipe = load_recipe(recipe_name, settings)
+    if recipe_name is None and recipe.budget.device is not None:
+        recipe = named_as_planned(recipe, settings, recipe.budget.device)
+    start_requested_processes(use_cpu=recipe.training.use_cpu)
+    launch = read_launch(use_cpu=recipe.training.use_cpu)
+    raise_together(
+        lambda: raise_problems(problems_with_processes(as_launched(recipe, launch), launch.num_processes)),
+        lambda: check_budget_of_run(recipe),
+        lambda: check_paths_of_run(recipe),
+        *([lambda: check_device_of_run(recipe)] if recipe.plan.mode == "none" else []),
+    )
+    if recipe.training.push_to_hub:
+        from lowmem_ft.training.export.hub_upload import check_upload
+
+        check_upload()
+    # Before the imports below, which take seconds; what a run goes on with that is still to be planned, is known later.
+    is_planned = not recipe.left_to_choose
+    may_open = is_planned or recipe.training.resume_from_checkpoint is None
+    folder = RunFolder.open(recipe) if may_open else None
+
+    # It imports datasets, which takes a second or two, but neither torch nor transformers.
+    from lowmem_ft.data.sources.early_checks import check_small_local_data
+
+    take_over_library_logs()
+    check_small_local_data(recipe.data)
+
+    from lowmem_ft.preflight import train
+
+    take_over_library_logs()  # of what this imported
+    train(recipe, folder if is_planned else None)
+
+
+def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe's name or path, and the other settings; without a recipe those of a plan for a model alone."""
+    if asked := [word for word in arguments if word.lstrip("-").partition("=")[0] in ("gpu", "gpus")]:
+        raise UserError(
+            f"A run is on this machine, got {asked[0]}: --gpu is for `lowmem-ft estimate` and `lowmem-ft plan`. Leave "
+            "it out."
+        )
+    choices = [argument for argument in arguments if argument.startswith("recipe=")]
+    settings = [argument for argument in arguments if not argument.startswith("recipe=")]
+    named = [choice.partition("=")[2] for choice in choices]
+    if len(named) == 1 and named[0]:
+        return named[0], settings
+    keys = {setting.partition("=")[0] for setting in settings}
+    if not choices and all(keys & names for names in _ENOUGH_FOR_A_PLAN):
+        from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
+
+        return None, ["plan.mode=auto", *with_defaults_of_plan(settings)]
+    from lowmem_ft.recipe.reading.recipe_files import meant_by
+
+    seen = " ".join(choices or arguments) or "nothing"
+    meant = meant_by(settings) or " Write for instance recipe=demo;"
+    raise RecipeError(
+        f"Training needs one recipe=NAME|PATH, or model=X data=X budget=X to be planned for; got {seen}.{meant} "
+        "`lowmem-ft recipes` lists the names."
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft train",
+        usage="lowmem-ft train recipe=NAME|PATH [key=value ...]\n"
+        "       lowmem-ft train model=X data=X budget=X [key=value ...]",
+        description="Fine-tune a model by a recipe, into a folder that HuggingFace transformers loads.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument(
+        "recipe",
+        metavar="recipe=NAME|PATH",
+        help="a shipped recipe or a .yaml file; without one, model=, data= and budget= are planned for",
+    )
+    parser.add_argument(
+        "settings", metavar="key=value", nargs="*", help="settings that override the recipe's"
+    )
+    return parser

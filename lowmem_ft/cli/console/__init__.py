@@ -1,0 +1,1 @@
+"""The terminal: parsers, help, logs, errors, exit codes, tables."""

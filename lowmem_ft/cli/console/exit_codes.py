@@ -1,0 +1,187 @@
+"""How a command ends: a user's error is a few lines on stderr and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import select
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol, TextIO
+
+from lowmem_ft.cli.processes.signals import (
+    sigterm_as_ctrl_c,
+    stop_behind,
+    stopped_by,
+    was_terminated,
+    words_of,
+)
+from lowmem_ft.foundation.errors import (
+    Interrupted,
+    OtherProcessError,
+    UserError,
+    is_panic,
+    machine_problem,
+    panic_problem,
+)
+from lowmem_ft.reports.text.wrapping import filled
+from lowmem_ft.system.startup_signals import SIGNALLED, is_main_process, raise_at_ctrl_c
+
+EXIT_NOBODY_READS = 141
+"""128 + SIGPIPE: stdout was closed, as by ``| head``."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+class Command(Protocol):
+    """A subcommand: arguments in (None: those of this process), exit code out."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...  # noqa: D102
+
+
+def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Command:
+    """The command, each problem of a ``UserError`` printed on its own line; our own bugs pass through."""
+
+    @functools.wraps(command)
+    def explained(argv: Sequence[str] | None = None) -> int:
+        with sigterm_as_ctrl_c():
+            exit_code = _explained(command, argv)
+            return SIGNALLED + stopped_by() if was_terminated() else exit_code
+
+    return explained
+
+
+def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    try:
+        _open_closed_streams()
+        raise_at_ctrl_c()
+        exit_code = _exit_code_of(command, argv)
+        sys.stdout.flush()
+        return exit_code
+    except Interrupted as stop:
+        return _tell_of_stop(str(stop), stop.exit_code)
+    except KeyboardInterrupt as stop:
+        if isinstance(stop.__context__, OtherProcessError):
+            return _tell(stop.__context__)  # for which a launcher ends this process, too
+        return _tell_of_stop(words_of(stop), SIGNALLED + stopped_by())
+    except Exception as error:
+        if (stop := stop_behind(error)) is not None:
+            return _tell_of_stop(words_of(stop), SIGNALLED + stopped_by())
+        if _may_be_of_a_stream(error) and (why := _give_up(sys.stdout)) is not None:
+            if isinstance(why, BrokenPipeError):  # and no other pipe, such as one to a data loader's worker
+                return EXIT_NOBODY_READS
+            return _tell(
+                UserError(f"What is printed cannot be written: {why.strerror}. Write it where there is room.")
+            )
+        if isinstance(error, OSError) and (problem := machine_problem(error)) is not None:
+            return _tell(UserError(problem))
+        if isinstance(error, UserError):
+            return _tell(error)
+        raise
+    except BaseException as error:
+        if is_panic(error):
+            return _tell(UserError(panic_problem(error)))
+        raise
+
+
+def _exit_code_of(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    try:
+        return command(argv)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # as rich leaves, with 1
+            return EXIT_NOBODY_READS
+        if end.code not in (None, 0):
+            raise
+        return 0  # argparse, after --help and --version
+
+
+def _open_closed_streams() -> None:
+    """Give what the caller has closed (``>&-``) to nobody: Python has None there, and the next file would be stdout."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - until the process ends
+            setattr(sys, name, stream)
+
+
+def _may_be_of_a_stream(error: BaseException) -> bool:
+    is_full = isinstance(error, OSError) and error.errno in _FULL and error.filename is None
+    return is_full or isinstance(error, BrokenPipeError)
+
+
+def _give_up(output: TextIO) -> OSError | None:
+    """Why a stream takes nothing more; then it goes nowhere, or Python would complain at its exit. None: it does."""
+    try:
+        if not _is_read(output):
+            raise BrokenPipeError
+        output.write(
+            "\n"
+        )  # no other question tells: an unbuffered stream has forgotten what it could not write
+        output.flush()
+        return None
+    except OSError as why:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+        return why
+
+
+def _is_read(output: TextIO) -> bool:
+    """Whether anybody reads a pipe."""
+    poll = select.poll()
+    poll.register(output, 0)
+    return not any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _say(text: str) -> None:
+    """On stderr, if that takes anything."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _give_up(sys.stderr)
+
+
+def _tell_of_stop(words: str, exit_code: int) -> int:
+    if is_main_process():
+        _say(_filled(words))
+    return exit_code
+
+
+def _tell(error: UserError) -> int:
+    """Each problem on lines of its own, filled to the terminal's width; in a file or a pipe on one."""
+    if _speaks_for(error):
+        for problem in error.problems:
+            _say(_filled(f"error: {problem}"))
+    return error.exit_code
+
+
+def _filled(text: str) -> str:
+    if not sys.stderr.isatty():
+        return text
+    return "\n".join(filled(text, shutil.get_terminal_size().columns, hanging="  "))
+
+
+def _speaks_for(error: UserError) -> bool:
+    """Whether to print an error: the main process until the processes have met, then the first that has it.
+
+    A launcher ends all of them as soon as one has ended, the main one among them.
+    """
+    if (
+        meeting := sys.modules.get("lowmem_ft.training.distributed.rendezvous")
+    ) is not None and meeting.have_met():
+        return meeting.is_first_to_say(str(error))
+    if "torch.distributed" not in sys.modules:
+        return is_main_process()
+    from lowmem_ft.training.distributed.error_propagation import meeting_store
+
+    store = meeting_store()
+    if store is None:
+        return is_main_process()
+    try:
+        # It counts for all of them, also when one of them has nothing to report.
+        return store.add(f"lowmem_ft error: {error}", 1) == 1
+    except RuntimeError:
+        return True  # gone with the process that had it: better twice than not at all

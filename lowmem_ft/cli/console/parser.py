@@ -1,0 +1,77 @@
+"""The parser of a subcommand's options: help that keeps its examples, errors in the words of all the others."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from lowmem_ft.cli.console.help_formatter import HelpFormatter
+from lowmem_ft.foundation.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's; what cannot be parsed is a ``UserError``, which the command tells and exits with 2."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        self._options: dict[str, str] = {}
+        self._flags: set[str] = set()
+        super().__init__(prog=prog, formatter_class=HelpFormatter, **settings)
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:  # noqa: D102
+        action = super().add_argument(*names, **settings)
+        self._options |= {name.lstrip("-"): name for name in action.option_strings if name.startswith("--")}
+        self._flags |= set() if action.nargs is None else {*action.option_strings}
+        return action
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse's, which would take ``-1xl4`` behind ``--gpu`` for an option."""
+        words: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            if words and re.match(r"-\d", word) and words[-1] in {*self._options.values()} - self._flags:
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:  # noqa: D102
+        raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} --help` shows what it takes.")
+
+    def print_help(self, file: Any = None) -> None:
+        """As argparse's, which passes over what cannot be written."""
+        print(self.format_help(), file=file or sys.stdout, end="")
+
+    def misspelt(self, others: Sequence[str]) -> list[str]:
+        """What to say of words that are none of its options and meant one: ``--gpus l4``, ``gpu=l4``.
+
+        Args:
+            others: what :meth:`parse_known_args` has left; recipe keys may be among them.
+
+        Returns:
+            A sentence for each.
+        """
+        problems = []
+        for word, following in itertools.zip_longest(others, others[1:], fillvalue=""):
+            name, equals, value = word.lstrip("-").partition("=")
+            option = self._option_near(name)
+            if option is None or not (word.startswith("-") or equals):
+                continue
+            if option not in self._flags | {"--help"} and not (
+                equals or "=" in following or following[:2] == "--"
+            ):
+                value = following
+            shown = shlex.join([option, value] if value else [option])
+            what = "option" if word.startswith("-") else "setting"
+            problems.append(
+                f"There is no {what} {word.partition('=')[0]}. Did you mean the option `{shown}`?"
+            )
+        return problems
+
+    def _option_near(self, name: str) -> str | None:
+        near = difflib.get_close_matches(name, self._options, n=1, cutoff=0.75)
+        return self._options[near[0]] if near else None

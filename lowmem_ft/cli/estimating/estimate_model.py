@@ -1,0 +1,189 @@
+"""``lowmem-ft estimate model=NAME [key=value ...]``: where a model can be fine-tuned at all, and by which method."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.estimating.estimate_files import report_console, write_json
+from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.foundation.packages import may_have_gpu
+
+if TYPE_CHECKING:
+    from lowmem_ft.catalog.gpu_spec import Gpu
+    from lowmem_ft.estimator import MethodEstimate
+    from lowmem_ft.recipe import Recipe
+
+
+OF_DEFAULTS = (
+    "No recipe was named: what was not typed has its default, as float32 weights without checkpointing. "
+    "recipe=NAME in front takes a shipped recipe's settings; a GPU (--gpu NAME) is answered by method."
+)
+
+
+def is_for_processor(settings: Sequence[str], options: argparse.Namespace) -> bool:
+    """Whether settings without a recipe are surely for this machine's processor; torch alone knows of its GPU."""
+    from lowmem_ft.recipe.shipped.fine_tuning_methods import values_of
+
+    values = values_of(settings)
+    if options.gpu == CPU or values.get("training.use_cpu", "").lower() in ("true", "yes", "on"):
+        return True
+    return options.gpu is None and "budget.device" not in values and not may_have_gpu()
+
+
+def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse.Namespace) -> None:
+    """Refuse what a model without a recipe cannot be asked.
+
+    Args:
+        recipe: of the model's name alone.
+        settings: as typed.
+        options: of the command.
+
+    Raises:
+        UserError: if a picture, several cards or chosen layers are asked for, or no method goes with the settings.
+    """
+    from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
+    from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
+    from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
+    from lowmem_ft.recipe.rules.path_checks import check_sizes_of_model
+    from lowmem_ft.recipe.shipped.fine_tuning_methods import check_methods, values_of
+
+    model = recipe.model.name_or_path
+    named = shlex.join(["recipe=7b-lora", f"model={model}"])
+    count = None if options.gpu in (None, ALL_GPUS) else split_count(options.gpu)[0]
+    problems = []
+    if options.plot is not None or options.snapshot is not None:
+        problems.append(
+            f"--plot and --snapshot show one run, got model={model} without a recipe, which is estimated by method. "
+            f"Name one, such as {named}."
+        )
+    if count not in (None, 1):
+        problems.append(
+            f"A model without a recipe is estimated on one card, got {options.gpu}. Name a recipe, such as "
+            f"{shlex.join(['recipe=8b-fsdp2', f'model={model}'])}, or ask `lowmem-ft plan` with the same words."
+        )
+    if values_of(settings).get("checkpointing.mode") == "auto":
+        problems.append(
+            f"checkpointing.mode=auto is chosen for a recipe, got model={model} without one. Name one, such as {named}."
+        )
+    if options.changes:
+        problems.append(
+            f"--changes are those of a recipe, got model={model} without one. Name one, such as {named}."
+        )
+    if problems:
+        raise UserError(*problems)
+    gpu = None if options.gpu in (None, ALL_GPUS) else find_gpu(split_count(options.gpu)[1])
+    limit = limit_of_positions(text_fields(recipe.model).get)
+
+    def check(of_method: Recipe) -> None:
+        length = of_method.data.max_length
+        if limit is not None and length is not None and "data.max_length" not in values_of(settings):
+            data = dataclasses.replace(of_method.data, max_length=min(limit, length))
+            of_method = dataclasses.replace(of_method, data=data)
+        check_sizes_of_model(of_method)
+        if gpu is not None:
+            check_device_of_estimate(of_method, gpu)
+
+    check_methods(settings, check, has_bfloat16=gpu is None or gpu.has_bfloat16)
+
+
+def gpus_asked_for(recipe: Recipe, options: argparse.Namespace) -> list[Gpu]:
+    """All of the catalogue, or one; none if it is this machine's processor."""
+    from lowmem_ft.catalog.gpu_catalog import load_gpus, split_count
+    from lowmem_ft.estimator.device_target import choose_gpu
+
+    if options.gpu == ALL_GPUS:
+        return list(load_gpus().values())
+    name = None if options.gpu is None else split_count(options.gpu)[1]
+    gpu, _ = choose_gpu(name, recipe.budget, use_cpu=False)
+    return [] if gpu is None else [gpu]
+
+
+def estimate_model(
+    recipe: Recipe, settings: Sequence[str], gpus: Sequence[Gpu], options: argparse.Namespace
+) -> int:
+    """Report what a model without a recipe needs by each method that its settings leave open.
+
+    Args:
+        recipe: for the model's name.
+        settings: as typed.
+        gpus: at least one.
+        options: of the command.
+
+    Returns:
+        The exit code: 0 if something fits, else 3.
+
+    Raises:
+        UserError: if no method can be estimated on any GPU.
+    """
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.estimator import estimate_methods
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
+    from lowmem_ft.reports.text.wrapping import shell_lines
+    from lowmem_ft.reports.wording import short_name
+
+    model = recipe.model.name_or_path or ""
+    is_all = options.gpu == ALL_GPUS
+    short = short_name(model)
+    others = [each for each in settings if each.partition("=")[0] not in _MODEL_NAME]
+    with progress_line(f"{short}: reading its architecture") as say:
+        results = estimate_methods(
+            model,
+            gpus,
+            settings=others,
+            is_thorough=not is_all,
+            kept=KeptTraces.of_user(),
+            on_start=lambda doing: say(f"{short}: {doing}: running one step on a virtual GPU"),
+        )
+    problems = {problem: None for result in results for problem in result.problems}
+    if not any(result.estimate for result in results):
+        raise UserError(*problems)
+    console = report_console(options)
+    console.print(methods_on_gpus(results, load_gpus()) if is_all else methods_on_gpu(results, gpus[0]))
+    fits = any(result.fits for result in results)
+    if not fits:
+        nearest = max(
+            (result for result in results if result.estimate is not None),
+            key=lambda result: (result.estimate and result.estimate.headroom_bytes) or 0,
+        )
+        command = ["lowmem-ft", "plan", f"model={model}", *others, "--gpu", nearest.gpu.name]
+        console.print("\nTo search for settings with which it fits:")
+        console.print("\n".join(shell_lines(command, console.width)), soft_wrap=True)
+        if not is_all:
+            console.print("See other GPUs with --gpu all.")
+    _write_json(results, options)
+    return 0 if fits else EXIT_DOES_NOT_FIT
+
+
+_MODEL_NAME = ("model", "model.name_or_path")
+
+
+def _write_json(results: Sequence[MethodEstimate], options: argparse.Namespace) -> None:
+    from lowmem_ft.memory.memory_estimate import SCHEMA
+    from lowmem_ft.reports.costs import with_cost
+
+    values = {
+        "schema": SCHEMA,
+        "estimates": [
+            {
+                "method": result.method.name,
+                "recipe": result.rung,
+                "settings": list(result.command),
+                **with_cost(result.estimate, result.gpu),
+            }
+            for result in results
+            if result.estimate is not None
+        ],
+        "cannot_run": [
+            {"method": result.method.name, "gpu": result.gpu.name, "reason": " ".join(result.problems)}
+            for result in results
+            if result.estimate is None
+        ],
+    }
+    write_json(values, options)

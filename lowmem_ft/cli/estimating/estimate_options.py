@@ -1,0 +1,317 @@
+"""What ``lowmem-ft estimate`` was asked: its options, and what can be refused before time is spent on it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.foundation.errors import RecipeError, UserError
+
+ALL_GPUS = "all"
+CPU = "cpu"
+FOR_THE_PROCESSOR = "This is for the machine's processor. See GPUs with --gpu NAME or --gpu all."
+STEPS_OF_SCRIPT, FEWEST_STEPS = 3, 2
+
+_USAGE = (
+    "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
+    "       lowmem-ft estimate --script FILE.py [--steps N] [options] -- ARGS\n"
+    "       [--gpu NAME|all] [--changes] [--json FILE|-] [--plot FILE]\n"
+    "       [--snapshot FILE.pickle] [--overwrite]"
+)
+_EXAMPLES = """\
+examples:
+  lowmem-ft estimate recipe=7b-bf16 --gpu l40s
+  lowmem-ft estimate model=llama-3.1-8b --gpu all
+  lowmem-ft estimate model=qwen3-14b adapter.name=lora data.max_length=4096 budget=16GiB
+  lowmem-ft estimate recipe=8b-bf16 data.max_length=8192 checkpointing.mode=none --gpu h100-80gb --plot memory.html
+  lowmem-ft estimate recipe=my/recipe.yaml budget=24GiB --json -
+  lowmem-ft estimate recipe=7b-lora checkpointing.mode=auto --gpu rtx-4090
+  lowmem-ft estimate --script train.py --gpu rtx-4090 -- --learning_rate 1e-4
+
+A model without a recipe is estimated in three ways, with the settings that are typed: full fine-tuning by the fastest
+shipped recipe that fits, LoRA (adapter.name=lora: alone) and QLoRA (model.quantization=nf4: alone). Data is not read:
+rows are taken to be data.max_length long. The recipe's own step runs on a virtual GPU, without weights.
+`lowmem-ft gpus` and `lowmem-ft models` list the names.
+
+A script is run as it is, on a virtual GPU, for a few optimizer steps: its weights are not read, it writes nothing,
+and what stands behind `--` are its own arguments.
+
+Traces are kept in the folder that LOWMEM_FT_TRACE_CACHE names, by default ~/.cache/lowmem_ft/traces; `off` keeps none.
+
+Exit codes: 0 it fits, if only tightly, which is said; 3 it does not, or may not, as the limit is within the
+estimate's range; 2 the input is at fault."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, list[str]]:
+    """The options, the recipe's name or path (None where the settings name a model instead), and the settings.
+
+    Raises:
+        UserError: if an option cannot be done, or neither a recipe nor a model is named.
+    """
+    parser = _parser()
+    options, others = parser.parse_known_args(list(arguments))
+    if problems := parser.misspelt(others):
+        raise UserError(*problems)
+    if options.steps is not None:
+        raise UserError(f"--steps is for --script, got {options.steps} without it. Leave it out.")
+    recipe_name, settings = split_recipe(others)
+    _check(options)
+    return options, recipe_name, settings
+
+
+def names_script(arguments: Sequence[str]) -> bool:
+    """Whether a script is to be estimated, and no recipe."""
+    own = _before_dashes(arguments)
+    return any(argument == "--script" or argument.startswith("--script=") for argument in own)
+
+
+def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the script's own arguments, which stand behind ``--``.
+
+    Raises:
+        UserError: if an option cannot be done for a script.
+    """
+    parser = _parser()
+    own = _before_dashes(arguments)
+    options, others = parser.parse_known_args(own)
+    problems = [_problem_beside_script(other) for other in others[:1]]
+    if options.steps is None:
+        options.steps = STEPS_OF_SCRIPT
+    elif options.steps < FEWEST_STEPS:
+        problems.append(
+            f"--steps is at least {FEWEST_STEPS}, as the first step only makes the optimizer's state, "
+            f"got {options.steps}."
+        )
+    if options.gpu is not None and (several := _several_cards(options.gpu)):
+        problems.append(
+            f"A script is estimated in one process, on one GPU, got --gpu {options.gpu}. Ask for --gpu {several}."
+        )
+    if options.changes:
+        problems.append("--changes are those of a recipe, got --script. Leave it out.")
+    if problems:
+        raise UserError(*problems)
+    _check(options)
+    return options, list(arguments[len(own) + 1 :])
+
+
+def _several_cards(gpu: str) -> str:
+    """The name of a card of which a number is asked for; empty: of none."""
+    from lowmem_ft.catalog.gpu_catalog import split_count
+
+    number, name = split_count(gpu)
+    return "" if number is None else name
+
+
+def _before_dashes(arguments: Sequence[str]) -> list[str]:
+    return list(itertools.takewhile(lambda argument: argument != "--", arguments))
+
+
+def _problem_beside_script(word: str) -> str:
+    if word.partition("=")[0] in ("--gpus", "--num_processes", "--nproc_per_node"):
+        return (
+            f"A script is estimated in one process, on one GPU, got {word}. Leave it out: a virtual GPU stands for one "
+            "device."
+        )
+    if word.startswith(("recipe=", "model=")):
+        return f"An estimate is of one thing, got --script and {word}. Leave one out."
+    return f"--script takes the script's own arguments behind `--`, got {word} before it. Write `-- {word}`."
+
+
+def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str | None, list[str]]:
+    """The recipe's name or path, None where the settings name a model instead; and the settings.
+
+    Args:
+        arguments: as typed, without options.
+        what: needs one of the two, for the error.
+
+    Raises:
+        RecipeError: if there is neither, or more than one recipe.
+    """
+    choices = [argument for argument in arguments if argument.startswith("recipe=")]
+    settings = [argument for argument in arguments if not argument.startswith("recipe=")]
+    names_model = any(setting.startswith(("model=", "model.name_or_path=")) for setting in settings)
+    if choices == ["recipe="] or len(choices) > 1 or (not choices and not names_model):
+        from lowmem_ft.recipe.reading.recipe_files import meant_by
+
+        seen = " ".join(choices or arguments) or "nothing"
+        raise RecipeError(
+            f"{what} needs one recipe=NAME|PATH, or model=NAME, got {seen}.{meant_by(settings)} "
+            "`lowmem-ft recipes` and `lowmem-ft models` list the names."
+        )
+    return (choices[0].partition("=")[2] if choices else None), settings
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse a GPU that nobody knows, and files that could not be written."""
+    if options.gpu is not None:
+        options.gpu = options.gpu.strip()
+        if options.gpu.lower() in (ALL_GPUS, CPU):
+            options.gpu = options.gpu.lower()
+    problems = [*gpu_problems(options.gpu), *_file_problems(options)]
+    if problems:
+        raise UserError(*problems)
+    if options.plot is not None:
+        from lowmem_ft.reports.plots.memory_plot import check_plot_path
+
+        check_plot_path(Path(options.plot))
+
+
+def gpu_problems(gpu: str | None) -> Sequence[str]:
+    """What is wrong with what ``--gpu`` names."""
+    if gpu in (None, ALL_GPUS, CPU):
+        return ()
+    if "," in gpu or " " in gpu.strip():
+        names = [name for name in gpu.replace(",", " ").split() if name]
+        from lowmem_ft.catalog.gpu_catalog import load_gpus
+
+        if len(names) > 1 and any(name in load_gpus() for name in names):
+            return (
+                f"--gpu takes one name, or all, got {gpu}. Ask for one after the other, or for --gpu all.",
+            )
+    from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
+
+    try:
+        find_gpu(split_count(gpu)[1])
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def _file_problems(options: argparse.Namespace) -> list[str]:
+    files = {name: getattr(options, name) for name in ("json", "plot", "snapshot")}
+    problems: list[str] = []
+    options_by_file: dict[Path, str] = {}
+    for name, file in files.items():
+        if file is None or (name, file) == ("json", "-"):
+            continue
+        path = Path(file)
+        problem = write_problem(name, file, path, overwrite=options.overwrite)
+        if problem is None and path.absolute() in options_by_file:
+            other = options_by_file[path.absolute()]
+            problem = f"--{other} and --{name} write files of their own, got {file} for both. Name another."
+        options_by_file[path.absolute()] = name
+        problems += [problem] if problem else []
+        if name == "snapshot" and path.suffix != ".pickle":
+            problems.append(f"--snapshot writes a .pickle, got {file}. Name it {path.stem}.pickle.")
+        if name != "json" and options.gpu == ALL_GPUS:
+            problems.append(f"--{name} shows one GPU, got --gpu all. Name one, such as --gpu rtx-4090.")
+    if options.snapshot is not None and options.gpu == CPU:
+        problems.append(NO_SNAPSHOT_OF_CPU)
+    return problems
+
+
+NO_SNAPSHOT_OF_CPU = "--snapshot shows CUDA's caching allocator, got a CPU. Name a GPU: --gpu NAME."
+
+
+def write_problem(name: str, file: str, path: Path, *, overwrite: bool) -> str | None:
+    """Why a file could not be written; None if nothing is known to stand in the way.
+
+    Args:
+        name: of the option.
+        file: as typed.
+        path: the same.
+        overwrite: whether ``--overwrite`` lets it replace what is there; an empty file is nothing.
+    """
+    if path.is_dir():
+        return f"--{name} names a file, got the folder {file or repr(file)}. Name a file in it."
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        if parent.exists():
+            return f"--{name} writes into a folder, got {file}, where {path.parent} is a file. Name another."
+        return f"--{name} writes into a folder that exists, got {file}. Create {path.parent} first."
+    if not os.access(path if path.exists() else parent, os.W_OK):
+        return (
+            f"--{name} needs a file that may be written, got {file}. Name another, or change its permissions."
+        )
+    if path.is_file() and path.stat().st_size and not overwrite:
+        return (
+            f"--{name} writes a new file, got {file}, which is there already. Name another, or add --overwrite to "
+            "replace it."
+        )
+    return None
+
+
+def add_overwrite(parser: Parser) -> None:
+    """The option that lets the others replace files."""
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace files that are there already",
+    )
+
+
+class Once(argparse.Action):
+    """Of two values for one option argparse would take the last, and say nothing."""
+
+    def __call__(  # noqa: D102
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            raise UserError(
+                f"{option_string} is given once, got {before} and {values}. "
+                + ("Ask for one, or for --gpu all." if self.dest == "gpu" else "Leave one out.")
+            )
+        setattr(namespace, self.dest, values)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft estimate",
+        usage=_USAGE,
+        description="Say what a run will need on a GPU: memory by use and phase, time, cost, and whether it fits.",
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME|all",
+        action=Once,
+        help="a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all by the price of tokens; without: what this "
+        "machine has",
+    )
+    parser.add_argument(
+        "--script",
+        metavar="FILE.py",
+        action=Once,
+        help="a training script of your own, in place of a recipe; its arguments stand behind --",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        action=Once,
+        help=f"with --script: optimizer steps to see, {STEPS_OF_SCRIPT} by default",
+    )
+    parser.add_argument(
+        "--changes",
+        action=argparse.BooleanOptionalAction,
+        help="where it does not fit, search for the cheapest changes that make it fit, which can take minutes; the "
+        "default, but under --json (Ctrl-C ends the search and keeps what it has found)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE|-",
+        action=Once,
+        help="write the estimate as JSON; - is stdout, then JSON alone",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", action=Once, help="draw memory over the run: .html to explore, or .png"
+    )
+    parser.add_argument(
+        "--snapshot",
+        metavar="FILE.pickle",
+        action=Once,
+        help="write what https://pytorch.org/memory_viz opens",
+    )
+    add_overwrite(parser)
+    return parser

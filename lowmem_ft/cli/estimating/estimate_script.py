@@ -1,0 +1,205 @@
+"""``lowmem-ft estimate --script train.py -- ARGS``: what somebody's unchanged training script needs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.estimating.estimate_files import report_console, write_json, write_pictures
+from lowmem_ft.cli.estimating.estimate_options import (
+    ALL_GPUS,
+    FOR_THE_PROCESSOR,
+    NO_SNAPSHOT_OF_CPU,
+    parse_for_script,
+)
+from lowmem_ft.cli.processes.isolated_process import in_own_process
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.foundation.packages import may_have_gpu
+from lowmem_ft.foundation.script_file import check_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lowmem_ft.estimator.script import ScriptEstimate
+    from lowmem_ft.hf.script.attach_savings import Savings
+
+logger = logging.getLogger(__name__)
+
+_NO_TRAINER = (
+    "it is for trainers of transformers and TRL; each technique has a function for a loop of your own"
+)
+
+
+def estimate_script(arguments: Sequence[str]) -> int:
+    """Report what a script needs on one GPU, or on all.
+
+    Args:
+        arguments: of the command; those of the script come behind ``--``.
+
+    Returns:
+        The exit code: 0 if it fits (on one GPU at least); 3 if it does not, or may not.
+
+    Raises:
+        UserError: if the script cannot be run, or not be estimated.
+        CrashedError: if it has taken its process down.
+    """
+    options, script_arguments = parse_for_script(arguments)
+    path = check_script(options.script)
+    return in_own_process(lambda: _estimate(path, script_arguments, options), str(path))
+
+
+def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Namespace) -> int:
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+
+    set_up_logging()
+    logging.getLogger("lowmem_ft").setLevel(logging.WARNING)
+    with progress_line("loading torch and transformers"):
+        import lowmem_ft.estimator.script
+
+    take_over_library_logs()
+    try:
+        with _bound_to_stderr(), progress_line(f"{_doing(path)}: making it ready") as say:
+            report = _on_all if options.gpu == ALL_GPUS else _on_one
+            finish = report(path, script_arguments, options, say)
+    except lowmem_ft.estimator.script.ScriptError as error:
+        print(error.own_traceback, end="", file=sys.stderr)
+        if options.gpu is None and not may_have_gpu():
+            raise UserError(*error.problems, FOR_THE_PROCESSOR) from error
+        raise
+    return finish()
+
+
+@contextlib.contextmanager
+def _bound_to_stderr() -> Iterator[None]:
+    """The line of progress goes to the present stderr, not to what stands for it while the script runs."""
+    import rich
+
+    console = rich.get_console()
+    console.file = sys.stderr
+    try:
+        yield
+    finally:
+        console.file = None  # type: ignore[assignment]  # whatever stderr is by then
+
+
+def _doing(path: Path) -> str:
+    return f"{path.name}: running on a virtual GPU"
+
+
+def _says_steps(doing: str, options: argparse.Namespace, say: Callable[[str], None]) -> Callable[[int], None]:
+    def on_step(step: int) -> None:
+        say(f"{doing}: step {min(step + 1, options.steps)} of {options.steps}")
+
+    return on_step
+
+
+def _on_one(
+    path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
+) -> Callable[[], int]:
+    from lowmem_ft.estimator.script import ScriptError, estimate_script
+    from lowmem_ft.hf.script.attach_savings import Savings, TrainerSeen
+
+    seen = TrainerSeen()
+    run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=options.steps)
+    reading = functools.partial(say, f"{_doing(path)}: reading its data")
+    found = run(on_step=_says_steps(_doing(path), options, say), on_trainer=seen, on_reading=reading)
+    savings, problems = None, seen.problems if seen.is_there else (_NO_TRAINER,)
+    if seen.failure:
+        logger.debug("No line of hf.attach:\n%s", seen.failure)
+    if settings := seen.settings:
+        doing = f"{path.name}: once more, with hf.attach"
+        say(doing)
+        try:
+            after = run(on_step=_says_steps(doing, options, say), on_trainer=seen.attach_to)
+            whole = Savings(settings=settings, before=found, after=after)
+            savings = whole if whole.is_one else None
+        except ScriptError as error:  # without hf.attach it had none
+            logger.debug("No line of hf.attach: %s\n%s", error, error.own_traceback)
+        except UserError as error:
+            problems = error.problems
+    return lambda: _report_one(found, savings, problems, options)
+
+
+def _report_one(
+    found: ScriptEstimate, savings: Savings | None, problems: Sequence[str], options: argparse.Namespace
+) -> int:
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.reports.estimate_table import estimate_table
+    from lowmem_ft.reports.script_facts import script_facts, ways_to_fit
+    from lowmem_ft.reports.text.prose import Prose
+    from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_environment
+
+    if found.estimate.is_of_cpu and options.snapshot is not None:
+        raise UserError(NO_SNAPSHOT_OF_CPU)
+    gpu = load_gpus().get(found.estimate.gpu.name)
+    console = report_console(options)
+    price = gpu.cheapest_price if gpu else None
+    console.print(
+        estimate_table(found.estimate, price, (*script_facts(found), *_attach_facts(savings, problems)))
+    )
+    if options.gpu is None and found.estimate.is_of_cpu:
+        console.print(f"\n{FOR_THE_PROCESSOR}")
+    if not found.estimate.fits:
+        console.print(Prose(f"\n{ways_to_fit([found], is_all=False)}"))
+    write_pictures(found.estimate, options, allocator_config_of_environment())
+    write_json({**found.to_json(), "attach": savings and savings.to_json()}, options)
+    return 0 if found.estimate.fits else EXIT_DOES_NOT_FIT
+
+
+def _attach_facts(savings: Savings | None, problems: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What ``hf.attach`` would save, or why that is not known; nothing where there is nothing to save."""
+    yield from (
+        ("" if index else "hf.attach", f"not estimated: {text}") for index, text in enumerate(problems)
+    )
+    if savings is not None:
+        yield "hf.attach", str(savings)
+
+
+def _on_all(
+    path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
+) -> Callable[[], int]:
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.estimator import CannotRun
+    from lowmem_ft.estimator.script import estimate_script_on_gpus
+
+    gpus = list(load_gpus().values())
+    on_step = _says_steps(_doing(path), options, say)
+    reading = functools.partial(say, f"{_doing(path)}: reading its data")
+    results = estimate_script_on_gpus(
+        path, arguments, gpus, steps=options.steps, on_step=on_step, on_reading=reading
+    )
+    found = [result for result in results if not isinstance(result, CannotRun)]
+    cannot_run = {
+        result.gpu.name: " ".join(result.problems) for result in results if isinstance(result, CannotRun)
+    }
+    return lambda: _report_all(found, cannot_run, options)
+
+
+def _report_all(
+    found: Sequence[ScriptEstimate], cannot_run: dict[str, str], options: argparse.Namespace
+) -> int:
+    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.memory.memory_estimate import SCHEMA
+    from lowmem_ft.reports.gpu_table import gpu_table
+    from lowmem_ft.reports.script_facts import ways_to_fit
+    from lowmem_ft.reports.text.prose import Prose
+
+    console = report_console(options)
+    console.print(gpu_table([each.estimate for each in found], load_gpus(), cannot_run))
+    fits = any(each.estimate.fits for each in found)
+    if not fits:
+        console.print(Prose(f"\n{ways_to_fit(found, is_all=True)}"))
+    values = {
+        "schema": SCHEMA,
+        "estimates": [each.to_json() for each in found],
+        "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],
+    }
+    write_json(values, options)
+    return 0 if fits else EXIT_DOES_NOT_FIT

@@ -1,0 +1,1 @@
+"""Processes that a command starts, and signals that end it."""

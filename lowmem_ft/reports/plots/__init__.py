@@ -1,0 +1,1 @@
+"""Memory over time as pictures and HTML pages."""

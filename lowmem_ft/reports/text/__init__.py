@@ -1,0 +1,1 @@
+"""Text on a terminal of any width."""

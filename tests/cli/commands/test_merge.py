@@ -1,0 +1,171 @@
+"""`lowmem-ft merge`, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+pytest.importorskip("peft")
+
+from lowmem_ft.cli import main
+from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.techniques.config import AdapterConfig
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+IDS = torch.arange(40).view(2, 20)
+
+
+@pytest.fixture(autouse=True)
+def _captured_logs(monkeypatch, caplog):
+    """Ours would write to a stream that the next test has closed."""
+    caplog.set_level("INFO")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A base, and an adapter of it that changes something, with their tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=512
+    )
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(base)
+    AutoTokenizer.from_pretrained(RECIPES / "tiny").save_pretrained(base)
+    lora = enable_lora(model, AdapterConfig(name="lora", r=4), base_name=str(base))
+    for parameter in lora.parameters().values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    adapter.mkdir()
+    lora.save(adapter)
+    return tmp_path, base, adapter, model
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_the_new_folder_is_the_adapted_model(folders, dtype, caplog):
+    tmp_path, base, adapter, adapted = folders
+    assert main(["merge", str(adapter), str(tmp_path / "out"), "--dtype", dtype]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
+    wanted, found = adapted.float()(IDS).logits, merged.float()(IDS).logits
+    plain = AutoModelForCausalLM.from_pretrained(base).float()(IDS).logits
+    error, change = (found - wanted).norm(), (wanted - plain).norm()
+    assert error < (1e-2 if dtype == "auto" else 1e-5) * change
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 512
+    rounded = " and rounded to bfloat16" if dtype == "auto" else ""
+    assert f"14 layers merged in float32{rounded}; the model is in" in caplog.text
+
+
+def test_the_merged_model_has_a_card_with_what_the_adapters_card_says(folders):
+    tmp_path, _, adapter, _ = folders
+    card = """---
+library_name: peft
+base_model: Qwen/Qwen2.5-7B
+base_model_relation: adapter
+datasets: [HuggingFaceH4/ultrachat_200k]
+license: apache-2.0
+tags: [lowmem_ft, lora]
+---
+
+# mine
+
+| optimizer steps | 7 |
+
+## Settings
+"""
+    (adapter / "README.md").write_text(card)
+    assert main(["merge", str(adapter), str(tmp_path / "out")]) == 0
+    written = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (written.data.base_model, written.data.base_model_relation) == ("Qwen/Qwen2.5-7B", "finetune")
+    assert (written.data.license, written.data.library_name) == ("apache-2.0", "transformers")
+    assert written.data.datasets == ["HuggingFaceH4/ultrachat_200k"]
+    assert written.data.tags == ["lowmem_ft"]
+    assert "# out" in written.text
+    assert "| optimizer steps | 7 |\n\n### Settings" in written.text
+    assert str(tmp_path) not in str(written)
+
+
+def test_without_a_card_of_the_adapter_the_licence_is_the_bases(folders):
+    tmp_path, base, adapter, _ = folders
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert main(["merge", str(adapter), str(tmp_path / "out")]) == 0
+    written = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (written.data.license, written.data.base_model) == ("mit", None)
+    assert "A local model with LoRA adapters added" in written.text
+
+
+def test_a_base_that_has_moved_can_be_named(folders, capsys):
+    tmp_path, base, adapter, _ = folders
+    base.rename(tmp_path / "moved")
+    assert main(["merge", str(adapter), str(tmp_path / "out")]) == 2
+    assert f"{base} is no folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(tmp_path / "moved")]) == 0
+
+
+def test_what_is_no_adapter_is_refused_with_the_folder_that_is(folders, capsys):
+    tmp_path, base, adapter, _ = folders
+    shutil.move(adapter, tmp_path / "run" / "model")
+    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert f"Did you mean {tmp_path / 'run' / 'model'}?" in capsys.readouterr().err
+    assert main(["merge", str(base), str(tmp_path / "out")]) == 2
+    assert "lacks adapter_config.json and adapter_model.safetensors" in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten(folders, capsys):
+    _, base, adapter, _ = folders
+    before = sorted(base.iterdir())
+    assert main(["merge", str(adapter), str(base)]) == 2
+    assert "is there already, and not empty" in capsys.readouterr().err
+    assert sorted(base.iterdir()) == before
+
+
+def test_an_adapter_of_another_model_or_kind_says_so(folders, capsys):
+    tmp_path, base, adapter, _ = folders
+    config = json.loads((base / "config.json").read_text())
+    other = LlamaConfig(**{**config, "hidden_size": 64})
+    AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "other")
+    assert main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(tmp_path / "other")]) == 2
+    assert "does not fit LlamaForCausalLM" in capsys.readouterr().err
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "peft_type": "IA3"}))
+    assert main(["merge", str(adapter), str(tmp_path / "out")]) == 2
+    assert "takes LoRA adapters, got IA3" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_was_rounded_while_training_is_mentioned(folders, caplog):
+    tmp_path, _, adapter, _ = folders
+    shutil.move(adapter, tmp_path / "run" / "model")
+    (tmp_path / "run" / "recipe.yaml").write_text(
+        "model: {name_or_path: any, quantization: nf4}\nadapter: {name: lora}\n"
+    )
+    assert main(["merge", str(tmp_path / "run" / "model"), str(tmp_path / "out")]) == 0
+    assert "trained beside weights rounded by model.quantization=nf4" in caplog.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_merge_raises_no_warning_of_a_library(folders):
+    tmp_path, _, adapter, _ = folders
+    assert main(["merge", str(adapter), str(tmp_path / "quiet")]) == 0
+
+
+def test_an_adapter_of_random_weights_says_why_there_is_nothing_to_merge_it_into(folders, capsys):
+    tmp_path, base, adapter, _ = folders
+    run = tmp_path / "run"
+    shutil.copytree(adapter, run / "model")
+    (run / "recipe.yaml").write_text(
+        f"model: {{name_or_path: {base}, weights: random}}\nadapter: {{name: lora}}\n"
+    )
+    assert main(["merge", str(run / "model"), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "were random (model.weights=random in " in said
+    assert "Train it with model.weights=pretrained" in said
+    assert not (tmp_path / "out").exists()
+    assert main(["merge", str(run / "model"), str(tmp_path / "out"), "--base", str(base)]) == 0

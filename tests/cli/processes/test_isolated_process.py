@@ -1,0 +1,84 @@
+"""What ends somebody's script, and the process that it runs in, is told in a sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.processes.isolated_process import in_own_process
+from lowmem_ft.foundation.errors import UserError
+
+def work():
+    {work}
+    return 3
+
+sys.exit(explains_user_errors(lambda argv: in_own_process(work, "train.py"))())
+"""
+
+
+def start(work):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(work=work)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("SIGSEGV", "code that is not Python has crashed, a library's or its own"),
+        ("SIGABRT", "code that is not Python has crashed, a library's or its own"),
+        ("SIGKILL", "the host's memory has run out"),
+    ],
+)
+def test_a_script_that_a_signal_ends_is_a_sentence(name, words):
+    process = start(f"os.kill(os.getpid(), signal.{name})")
+    output, errors = process.communicate()
+    assert process.returncode == 1
+    assert output == ""
+    [line] = errors.splitlines()
+    assert line.startswith(f"error: train.py was ended by {name} while it was estimated")
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    "work, code, words",
+    [
+        ("print('done')", 3, ""),
+        ("raise UserError('a mistake')", 2, "error: a mistake\n"),
+        ("sys.exit(7)", 7, ""),
+    ],
+)
+def test_what_it_returns_or_says_is_returned_and_said_once(work, code, words):
+    process = start(work)
+    output, errors = process.communicate()
+    assert (process.returncode, errors) == (code, words)
+    assert output == ("done\n" if "print" in work else "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("reaches_both", [True, False], ids=["both", "one"])
+def test_a_signal_to_the_command_ends_both_processes_tidily(number, reaches_both, tmp_path):
+    ready, tidied = tmp_path / "ready", tmp_path / "tidied"
+    process = start(
+        f"try:\n        open({str(ready)!r}, 'w').close()\n        time.sleep(600)\n"
+        f"    finally:\n        open({str(tidied)!r}, 'w').close()"
+    )
+    while not ready.exists():
+        time.sleep(0.01)
+    (os.killpg if reaches_both else os.kill)(process.pid, number)
+    _, errors = process.communicate()
+    assert process.returncode == 128 + number
+    assert errors == f"Stopped by {number.name} before it was done: nothing is written.\n"
+    assert tidied.exists()
