@@ -107,7 +107,8 @@ def time_estimates(model: str, gpu: str, mode: str) -> dict[str, Any]:
 def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
     """Seconds of a recipe's first estimate, of a variant, and of both once more by another reader of the same files.
 
-    And of a first one that asks torch about every operator, not only about new ones (``virtual_gpu/recording/fake_results.py``).
+    And of a first one that asks torch about every operator, not only about new ones
+    (``virtual_gpu/recording/fake_results.py``).
     """
     import tempfile
     from pathlib import Path

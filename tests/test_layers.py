@@ -6,6 +6,7 @@ import ast
 import graphlib
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,25 @@ def imported_by(path):
             assert node.level == 0, f"{path} imports by a relative name"
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in MODULES else node.module for name in modules)
+
+
+SAME_THING_IN_ANOTHER_ROOM = {
+    "config": "a part's settings",
+    "loading": "reads what a config names",
+    "runtime": "the surroundings of a step",
+    "estimate": "the command and what it calls",
+    "rehearse": "the command and what it calls",
+    "train": "the command and what it calls",
+}
+"""File names that may occur twice, and what they name."""
+
+
+def test_rooms_are_small():
+    rooms = Counter(path.parent for path in MODULES.values())
+    assert len(rooms) > 30
+    assert {str(room.relative_to(ROOT)): files for room, files in rooms.items() if files > 16} == {}
+
+
+def test_a_file_name_occurs_once_unless_it_names_the_same_thing():
+    names = Counter(path.stem for path in MODULES.values() if path.stem not in ("__init__", "__main__"))
+    assert {name for name, times in names.items() if times > 1} == set(SAME_THING_IN_ANOTHER_ROOM)

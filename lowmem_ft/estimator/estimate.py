@@ -56,7 +56,8 @@ def estimate_memory(
         gpu: a GPU or its name in the catalogue (``rtx-4090``), several (``8xrtx-4090``), or ``cpu``; None: this
             machine's GPU, else one of the size of the budget, else this machine's processor.
         budget: what may be used; None: the recipe's own.
-        kept: traces made before, and where to keep this one, see ``estimator/traces/trace_cache.py``; None: it is made anew.
+        kept: traces made before, and where to keep this one, see ``estimator/traces/trace_cache.py``; None: it is made
+        anew.
 
     Returns:
         The estimate.

@@ -28,8 +28,8 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
     """A recipe's ``transformers.TrainingArguments``: all that they can say of it.
 
     The rest is carried by ``hf.attach`` (techniques, optimizer), ``hf.prepare_model`` (the model), or is the script's
-    own (data); ``hf/trainers/key_table.py`` has each key. HF's own checkpointing flag stays off, as ``attach`` brings the
-    recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
+    own (data); ``hf/trainers/key_table.py`` has each key. HF's own checkpointing flag stays off, as ``attach`` brings
+    the recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
 
     Args:
         recipe: what is to be trained.

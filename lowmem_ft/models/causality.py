@@ -24,7 +24,8 @@ _NEITHER_CONFIG_NOR_MODULES_TELL = {
 def refuse_bidirectional(name: str, hf_config: PretrainedConfig) -> None:
     """Refuse encoders, encoder-decoders, and decoders whose attention is switched to both directions.
 
-    Not every config tells, of models with code of their own least of all: ``training/causality_check.py`` asks the weights.
+    Not every config tells, of models with code of their own least of all: ``training/causality_check.py`` asks the
+    weights.
 
     Args:
         name: the model, as the user calls it.

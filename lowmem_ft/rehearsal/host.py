@@ -8,7 +8,7 @@ from lowmem_ft.virtual_gpu.replay.host_peak import ON_HOST
 
 
 class RehearsedHost:
-    """A :class:`~lowmem_ft.training.out_of_memory.budget_cap.Host` that holds a process's libraries and what the trace has put there.
+    """A host, as ``budget_cap.py`` asks it, that holds a process's libraries and what the trace has put there.
 
     Weights on their way while files are read and written are no part of a trace; the estimate adds them
     (``estimator/run_host_memory.py``).

@@ -47,8 +47,8 @@ def rehearse(
     """Run all of a training run but its values: its data, its loop, its evaluations, its files.
 
     The recipe's data is read, tokenized and batched as in training; the model comes by its config alone and lives on a
-    virtual GPU. A step is traced for each shape of data, see ``rehearsal/window_shapes.py``; the others of its shape are
-    counted. Races between streams are looked for. Nothing is written but into a temporary folder, which goes.
+    virtual GPU. A step is traced for each shape of data, see ``rehearsal/window_shapes.py``; the others of its shape
+    are counted. Races between streams are looked for. Nothing is written but into a temporary folder, which goes.
 
     Args:
         recipe: what would be trained.

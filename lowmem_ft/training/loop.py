@@ -1,9 +1,10 @@
 """The training run: open the folder, build, step until done, evaluate, save.
 
-Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoints.checkpoint_folders.Progress`, so that a run that was
-killed goes on as if it had not been. A run ends in one of four ways: done (a model folder), interrupted by a signal (a
-checkpoint, and :class:`~lowmem_ft.foundation.errors.Interrupted` says where), stopped because step after step was not finite, or
-with a user error. A signal before the first step ends the process at once, as there is nothing to save.
+Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoints.checkpoint_folders.Progress`, so that a
+run that was killed goes on as if it had not been. A run ends in one of four ways: done (a model folder), interrupted by
+a signal (a checkpoint, and :class:`~lowmem_ft.foundation.errors.Interrupted` says where), stopped because step after
+step was not finite, or with a user error. A signal before the first step ends the process at once, as there is nothing
+to save.
 """
 
 from __future__ import annotations

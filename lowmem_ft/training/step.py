@@ -84,8 +84,9 @@ class WindowPass:
     Args:
         session: see :func:`train_step`.
         window: likewise.
-        max_tokens: micro-batches are cut into pieces of at most so many (``data/batches/splitting.py``), under the normaliser of
-            the uncut window; None: they are taken as they are. In vertical order the layers cut by themselves.
+        max_tokens: micro-batches are cut into pieces of at most so many (``data/batches/splitting.py``), under the
+            normaliser of the uncut window; None: they are taken as they are. In vertical order the layers cut by
+            themselves.
 
     Attributes:
         working_on: what the model has, or had when an error ended it; None: nothing yet, or all is done.

@@ -1,7 +1,7 @@
 """What a script saves and reads back: tensors go to its files as shapes, and come back as tensors of these shapes.
 
-Files are written in the temporary folder of ``files.py``. Objects are pickled as torch does it; of a tensor its shape,
-type and place are kept, and its values where the trace knows them, as it does a step's number.
+Files are written in the temporary folder of ``temporary_files.py``. Objects are pickled as torch does it; of a tensor
+its shape, type and place are kept, and its values where the trace knows them, as it does a step's number.
 """
 
 from __future__ import annotations

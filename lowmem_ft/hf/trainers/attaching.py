@@ -88,7 +88,8 @@ def attach(
             neither its default nor that value is refused, unless it was overridden by name as the arguments were made
             (:func:`lowmem_ft.hf.training_arguments`).
         plan: in place of a recipe, ``auto``: the memory knobs with which the trainer's own step is fastest inside the
-            budget, see :func:`lowmem_ft.hf.script.script_plan.plan_for`. The trainer's checkpointing flag is one of them.
+            budget, see :func:`lowmem_ft.hf.script.script_plan.plan_for`. The trainer's checkpointing flag is one of
+            them.
         budget: for the plan: a budget, or the device's part such as ``24GiB``; None: all there is.
 
     Returns:

@@ -14,7 +14,7 @@ Carrier = Literal["arguments", "attach", "prepare_model", "callback", "script", 
 """Who sees to a key.
 
 arguments: fields of ``TrainingArguments`` or of TRL's configs, which ``attach`` reads in its turn. An override of such
-    a field wins (``overrides.py``); arguments that differ from a recipe for another reason are refused there.
+    a field wins (``argument_overrides.py``); arguments that differ from a recipe for another reason are refused there.
 attach: ``hf.attach``. Fields that say the same are set too, and an override that says otherwise is refused.
 prepare_model: ``hf.prepare_model``, or the script's own ``from_pretrained``.
 callback: ``hf.MemoryCallback``.

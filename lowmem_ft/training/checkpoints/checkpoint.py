@@ -11,7 +11,7 @@ The main process alone writes, into ``checkpoint-N.incomplete/``, which is flush
 share a model (``distributed.strategy=fsdp2``) write there together: in place of the model's weights and the optimizer's
 state, each its own rows, in ``shard-RANK-of-RANKS-*.safetensors`` (``sharded_files.py``), and the main process the
 rest, once all are done. Under DeepSpeed the main process is handed what it writes by the others, a parameter at a time
-(``engine_state.py``). A folder without a ``checkpoint.json`` that matches its files is never picked up, and an older
+(``deepspeed_state.py``). A folder without a ``checkpoint.json`` that matches its files is never picked up, and an older
 checkpoint is deleted only after the newer one stands.
 """
 

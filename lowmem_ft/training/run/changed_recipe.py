@@ -22,9 +22,9 @@ _MUST_STAY = re.compile(
 """Settings that decide what a run's data, its weights and its optimizer's state mean. All others may change, those of a
 technique that is new among them.
 
-State is read into other formats, exactly where both hold float32 weights in full (``optimizers/state/state_conversion.py``).
-Paths may change, as a run moves to another machine: model and tokenizer come from the checkpoint, and other data is
-noticed by its size.
+State is read into other formats, exactly where both hold float32 weights in full
+(``optimizers/state/state_conversion.py``). Paths may change, as a run moves to another machine: model and tokenizer
+come from the checkpoint, and other data is noticed by its size.
 """
 
 _DECIDES_THE_BASE = re.compile(r"model\.(weights|revision|gguf_file)")

@@ -56,7 +56,7 @@ _MAKE_OF_VALUES = (
 """They copy an array to the device by ``Tensor.to`` in C++, which asks CUDA itself for the index of ``cuda``."""
 
 _OURS = ("stands_for", "register_host_memory", "host_may_use")
-"""What a virtual device has and CUDA has not: for lowmem_ft.foundation.devices, host/pinned_memory.py and streamed weights."""
+"""What a virtual device has and CUDA lacks: for foundation/devices.py, host/pinned_memory.py, streamed weights."""
 
 _REMEMBER_ANSWERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
 """Modules that ask once whether there is a GPU, and remember."""
