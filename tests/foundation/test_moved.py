@@ -1,0 +1,27 @@
+"""Documented modules that have moved are found by their old names."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+OLD = [
+    ("lowmem_ft.errors", "RaceError"),
+    ("lowmem_ft.memory.host_memory", "HostMemory"),
+    ("lowmem_ft.optimizers.adamw", "AdamW"),
+]
+
+
+@pytest.mark.parametrize("module, name", OLD)
+def test_the_old_name_works_and_says_the_new_one(module, name):
+    with pytest.warns(DeprecationWarning, match=rf"{module} is lowmem_ft\.\S+ now") as told:
+        found = getattr(importlib.import_module(module), name)
+    assert found.__name__ == name
+    assert found.__module__ in str(told[0].message)
+    assert told[0].filename == __file__
+
+
+def test_a_name_that_was_never_there_is_an_error_of_the_new_module():
+    with pytest.raises(AttributeError, match=r"lowmem_ft\.foundation\.errors"):
+        _ = importlib.import_module("lowmem_ft.errors").Nothing
