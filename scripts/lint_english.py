@@ -1,0 +1,94 @@
+"""Hold docstrings and comments to the project's English: how a docstring begins, and words that are not idiom.
+
+    python scripts/lint_english.py [FILE|FOLDER ...]
+
+Exits 1 with one line a finding, and with the way to say it better. CONTRIBUTING has the rules in words.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FOLDERS = ("lowmem_ft", "scripts")
+"""Looked at where no path is named."""
+
+OPENINGS = re.compile(
+    "(What|Whether|Which|How|Where|Whose|Who|When|Why|Of|Is|Are|Does|Do|Has|Have|And|Or|But|Nor|None|Also|As|So|Not|Only|"
+    r"By|Told|Asked)\b"
+)
+"""Words that begin a question or the rest of a sentence: a docstring begins with a verb or with the thing itself."""
+
+WORDS = {
+    r"beside": "next to, and, in addition to",
+    r"besides": "also",
+    r"anew": "again",
+    r"(all|nothing|none|anything|everything|each) but|but for": "except",
+    r"go(es|ing)? on|went on": "resume, continue",
+    r"(is|are|was|were) none": "there is no",
+    r"(stands?|stood|lies?|lay|lying) (in(?! for)|on|at|there|here|above|below|between)": "is, is stored",
+    r"nobody": "no one, or name the actor",
+    r"somebody('s)?": "a user, another program",
+    r"(?<!model )cards?": "GPU",
+    r"whose ever": "whoever's",
+}
+"""Patterns and what to write in their place."""
+
+
+def findings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield each line of ``source`` with a finding, and the finding in words."""
+    for line, text in _docstrings(ast.parse(source)):
+        first = OPENINGS.match(text)
+        if first is not None:
+            yield (
+                line,
+                f"a docstring begins with a verb or the thing, not with {first[0]!r}: {text.splitlines()[0]}",
+            )
+        yield from _words(line, text)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _words(token.start[0], token.string)
+
+
+def _words(line: int, text: str) -> Iterator[tuple[int, str]]:
+    for pattern, better in WORDS.items():
+        for found in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
+            yield line + text.count("\n", 0, found.start()), f"{found[0]!r}: write {better}"
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield docstrings of modules, classes and functions, and the strings below constants and fields."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node)
+        if text is not None:
+            yield node.body[0].lineno, text
+        for before, after in zip(node.body, node.body[1:], strict=False):
+            if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+                value = after.value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield after.lineno, value.value
+
+
+def main(paths: list[str]) -> int:
+    """Print the findings of files and folders; return 1 if there are any."""
+    roots = [Path(path) for path in paths] or [ROOT / folder for folder in FOLDERS]
+    files = [file for root in roots for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root])]
+    count = 0
+    for file in files:
+        for line, words in sorted(findings(file.read_text(encoding="utf-8"))):
+            print(f"{file}:{line}: {words}")
+            count += 1
+    return int(count > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
