@@ -171,7 +171,7 @@ class DataSummary:
         return f"left out {self._share(self.dropped[why])}: {why}"
 
     def _answers_cut(self, limits: LengthLimits) -> str:
-        wanted = covering_length(self.whole_lengths, COVERED)
+        wanted = _covering_length(self.whole_lengths, COVERED)
         longest = max(self.whole_lengths)
         if limits.of_model is None or wanted <= limits.of_model:
             way_out = f"data.max_length={wanted} holds {COVERED:.0%} of the examples whole"
@@ -206,7 +206,7 @@ class DataSummary:
         covering = ""
         if self.outcomes[Outcome.ANSWER_CUT_OFF]:
             covering = (
-                f" ({covering_length(self.whole_lengths, COVERED)} holds {COVERED:.0%} of the examples)"
+                f" ({_covering_length(self.whole_lengths, COVERED)} holds {COVERED:.0%} of the examples)"
             )
         raise DataError(
             f"Nothing is left to learn from {source}: {reasons}. Look at the data, at data.loss_on and at "
@@ -254,7 +254,7 @@ def _counted(values: np.ndarray) -> Iterator[tuple[int, int]]:
     yield from zip(found.tolist(), counts.tolist(), strict=True)
 
 
-def covering_length(lengths: Counter[int], share: float) -> int:
+def _covering_length(lengths: Counter[int], share: float) -> int:
     """The least ``data.max_length``, as a multiple of what rows are padded to, that holds a share of examples whole.
 
     Args:

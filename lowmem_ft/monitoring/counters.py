@@ -52,7 +52,7 @@ class Counters(Protocol):
         ...
 
 
-class HostCounters:
+class _HostCounters:
     """What the process holds, which the system counts: no cost between two readings."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class HostCounters:
 
     def peak(self) -> MemoryUsage:
         """See :class:`Counters`."""
-        return MemoryUsage(host_bytes=phase_peak_bytes(_CPU)) if self._can_reset else HostCounters.now(self)
+        return MemoryUsage(host_bytes=phase_peak_bytes(_CPU)) if self._can_reset else _HostCounters.now(self)
 
     def peak_since_start(self) -> MemoryUsage:
         """See :class:`Counters`."""
@@ -81,7 +81,7 @@ class HostCounters:
             )
 
 
-class StorageCounters(HostCounters):
+class _StorageCounters(_HostCounters):
     """Every storage on the CPU, to the byte, and what the process holds.
 
     Args:
@@ -106,7 +106,7 @@ class StorageCounters(HostCounters):
         self._tracker.reset_peak()
 
 
-class CudaCounters(HostCounters):
+class _CudaCounters(_HostCounters):
     """The counters of torch's allocator, which move when the host asks for memory: no need to wait for kernels.
 
     Args:
@@ -150,7 +150,7 @@ class CudaCounters(HostCounters):
         super().reset_peak()
 
 
-class VirtualCounters:
+class _VirtualCounters:
     """The trace of a virtual GPU as far as it has come. Host memory is that of the tracing process, and not counted."""
 
     def __init__(self) -> None:
@@ -224,12 +224,12 @@ def counters_of(device: torch.device, running: contextlib.ExitStack, *, exact: b
         exact: count every storage of a CPU; CUDA's counters are exact as they are.
     """
     if device.type != "cpu" and active_gpu_or_none() is not None:  # its block lends it the name of CUDA
-        return VirtualCounters()
+        return _VirtualCounters()
     if device.type == "cuda":
-        return CudaCounters(device)
+        return _CudaCounters(device)
     if not exact:
-        return HostCounters()
+        return _HostCounters()
     tracker = StorageTracker()
     for tensor in live_tensors():
         tracker.add(tensor)
-    return StorageCounters(running.enter_context(tracker))
+    return _StorageCounters(running.enter_context(tracker))

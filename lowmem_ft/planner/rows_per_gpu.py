@@ -53,7 +53,7 @@ def numbers_up_to(max_cards: int, recipe: Recipe) -> tuple[int, ...]:
     return (1, *divide)
 
 
-def dealt_out(recipe: Recipe, number: int) -> Settings:
+def _dealt_out(recipe: Recipe, number: int) -> Settings:
     """What makes one process of several of a recipe, whose steps stay what they are.
 
     Args:
@@ -73,8 +73,8 @@ def dealt_out(recipe: Recipe, number: int) -> Settings:
 
 
 def on_number(recipe: Recipe, number: int) -> Recipe:
-    """The recipe with :func:`dealt_out`; fsdp2 where ``plan.keep`` holds the strategy that it leaves open."""
-    dealt = with_settings(recipe, dealt_out(recipe, number))
+    """The recipe with :func:`_dealt_out`; fsdp2 where ``plan.keep`` holds the strategy that it leaves open."""
+    dealt = with_settings(recipe, _dealt_out(recipe, number))
     if number == 1 or not {"distributed", "distributed.strategy"} & {*recipe.plan.keep}:
         return dealt
     return dataclasses.replace(dealt, distributed=dataclasses.replace(dealt.distributed, strategy="fsdp2"))

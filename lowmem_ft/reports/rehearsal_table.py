@@ -33,7 +33,7 @@ def rehearsal_table(rehearsal: Rehearsal) -> RenderableType:
     """
     parts: list[RenderableType] = [headline(rehearsal.estimate)]
     if rehearsal.failure is not None:
-        parts += [Text(), Prose(failure_words(rehearsal.failure), "bold red")]
+        parts += [Text(), Prose(_failure_words(rehearsal.failure), "bold red")]
     parts += [Text(), labelled(_lines(rehearsal)), Text(), _shapes(rehearsal)]
     return Group(*parts)
 
@@ -78,7 +78,7 @@ def mend_table(
     )
 
 
-def failure_words(failure: Failure) -> str:
+def _failure_words(failure: Failure) -> str:
     """Where memory runs out, in a sentence."""
     where = "while the model is loaded"
     if failure.at_step is not None:

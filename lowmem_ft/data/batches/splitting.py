@@ -30,7 +30,7 @@ def pieces(rows: LabelledRows, max_tokens: int | None) -> list[LabelledRows]:
     if max_tokens is None or rows.input_ids_BT.numel() <= max_tokens:
         return [rows]
     num_rows, length = rows.input_ids_BT.shape
-    at_once = rows_within(max_tokens, length)
+    at_once = _rows_within(max_tokens, length)
     if at_once < num_rows:
         parts = [_part(rows, slice(b, b + at_once), slice(None)) for b in range(0, num_rows, at_once)]
         return [piece for part in parts for piece in pieces(part, max_tokens)]
@@ -54,7 +54,7 @@ def half_of_rows(num_rows: int, length: int) -> int | None:
     return -(-num_rows // 2) * length if num_rows > 1 else None
 
 
-def rows_within(max_tokens: int, length: int) -> int:
+def _rows_within(max_tokens: int, length: int) -> int:
     """How many rows of a length have at most this many tokens; at least one."""
     return max(1, max_tokens // length)
 

@@ -102,7 +102,7 @@ def csv_header(file: str, separator: str, setting: str) -> list[str]:
     Raises:
         DataError: if they are separated by another sign, or one stands there twice.
     """
-    with open_text(file, errors="replace") as lines:
+    with _open_text(file, errors="replace") as lines:
         header = next(csv.reader(lines, delimiter=separator), [])
     if len(header) == 1 and (other := next((sign for sign in ";\t|," if sign in header[0]), None)):
         raise DataError(
@@ -151,7 +151,7 @@ def _keys_of_json_lines(file: str, setting: str) -> list[str] | None:
     keys: dict[str, None] = {}
     num_characters = 0
     try:
-        with open_text(file) as lines:
+        with _open_text(file) as lines:
             for line in lines:
                 num_characters += len(line)
                 if num_characters > _MOST_CHARACTERS:
@@ -173,7 +173,7 @@ def _keys_of_json_lines(file: str, setting: str) -> list[str] | None:
 def malformed_json(file: str) -> str | None:
     """Which line of a JSON or JSON-lines file is malformed, and what stands there; None if all is well."""
     try:
-        with open_text(file) as lines:
+        with _open_text(file) as lines:
             for number, line in _whole_or_lines(lines):
                 try:
                     value = json.loads(line)
@@ -216,7 +216,7 @@ def read_chat_template(path: str) -> str:
         ) from error
 
 
-def open_text(file: str, errors: str = "strict") -> TextIO:
+def _open_text(file: str, errors: str = "strict") -> TextIO:
     """A text file to read, decompressed if it is a gzip file, whatever its suffix."""
     with open(file, "rb") as raw:
         is_gzip = raw.read(2) == _GZIP_MAGIC

@@ -17,7 +17,7 @@ from lowmem_ft.upstream.on_import import when_imported
 from lowmem_ft.upstream.patches import existing, replace
 
 
-class ScriptRefusal(UserError):
+class _ScriptRefusal(UserError):
     """The script does what an estimate cannot."""
 
 
@@ -32,7 +32,7 @@ def refuse_what_cannot_be(undo: contextlib.ExitStack) -> None:
 
 
 def _refuse_to_ask(*args: Any) -> NoReturn:
-    raise ScriptRefusal(
+    raise _ScriptRefusal(
         "A script that is estimated gets no answers: it called input() or read stdin. Give it what it asks for as "
         "arguments, behind `--`."
     )
@@ -67,7 +67,7 @@ def _adapt_accelerate(undo: contextlib.ExitStack, accelerate: Any) -> None:
 
 
 def _refuse_processes(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ScriptRefusal(
+    raise _ScriptRefusal(
         "A script is estimated in one process, on one GPU, but it starts others to train in. Call the function that it "
         "gives them from a script of its own, for one process."
     )

@@ -28,7 +28,7 @@ Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InTrainer:
+class _InTrainer:
     """What becomes of one key.
 
     Args:
@@ -43,9 +43,9 @@ class InTrainer:
     instead: str = ""
 
 
-def _same_name(key: str) -> InTrainer:
+def _same_name(key: str) -> _InTrainer:
     name = key.rpartition(".")[2]
-    return InTrainer(carrier="arguments", fields=lambda recipe: {name: getattr(recipe.training, name)})
+    return _InTrainer(carrier="arguments", fields=lambda recipe: {name: getattr(recipe.training, name)})
 
 
 def _rows(recipe: Recipe) -> Fields:
@@ -63,7 +63,7 @@ def _evaluation_rows(recipe: Recipe) -> Fields:
     return {"per_device_eval_batch_size": rows}
 
 
-def _strategy(name: str) -> InTrainer:
+def _strategy(name: str) -> _InTrainer:
     def fields(recipe: Recipe) -> Fields:
         steps = getattr(recipe.training, f"{name}_steps")
         return (
@@ -72,7 +72,7 @@ def _strategy(name: str) -> InTrainer:
             else {f"{name}_strategy": "steps", f"{name}_steps": steps}
         )
 
-    return InTrainer(carrier="arguments", fields=fields)
+    return _InTrainer(carrier="arguments", fields=fields)
 
 
 def _resumed(recipe: Recipe) -> Fields:
@@ -146,14 +146,14 @@ def _if_set(name: str, value: Callable[[Recipe], Any]) -> Callable[[Recipe], Fie
     return lambda recipe: {} if value(recipe) is None else {name: value(recipe)}
 
 
-_ATTACH = InTrainer(carrier="attach")
-_PREPARE = InTrainer(carrier="prepare_model")
-_SCRIPT = InTrainer(carrier="script")
-_PLAN = InTrainer(carrier="plan")
-_CALLBACK = InTrainer(carrier="callback")
-_WORDS = InTrainer(carrier="nothing")
+_ATTACH = _InTrainer(carrier="attach")
+_PREPARE = _InTrainer(carrier="prepare_model")
+_SCRIPT = _InTrainer(carrier="script")
+_PLAN = _InTrainer(carrier="plan")
+_CALLBACK = _InTrainer(carrier="callback")
+_WORDS = _InTrainer(carrier="nothing")
 
-IN_TRAINER: Mapping[str, InTrainer] = {
+IN_TRAINER: Mapping[str, _InTrainer] = {
     "name": _WORDS,
     "description": _WORDS,
     **{
@@ -169,7 +169,7 @@ IN_TRAINER: Mapping[str, InTrainer] = {
             "attn_implementation",
         )
     },
-    "model.trust_remote_code": InTrainer(
+    "model.trust_remote_code": _InTrainer(
         carrier="prepare_model", fields=lambda recipe: {"trust_remote_code": recipe.model.trust_remote_code}
     ),
     **{
@@ -207,31 +207,31 @@ IN_TRAINER: Mapping[str, InTrainer] = {
             "eval_size",
         )
     },
-    "data.text_column": InTrainer(
+    "data.text_column": _InTrainer(
         carrier="script", fields=_if_set("dataset_text_field", lambda recipe: recipe.data.text_column)
     ),
-    "data.chat_template": InTrainer(
+    "data.chat_template": _InTrainer(
         carrier="script", fields=_if_set("chat_template_path", lambda recipe: recipe.data.chat_template)
     ),
-    "data.loss_on": InTrainer(carrier="script", fields=_learnt_tokens),
-    "data.max_length": InTrainer(
+    "data.loss_on": _InTrainer(carrier="script", fields=_learnt_tokens),
+    "data.max_length": _InTrainer(
         carrier="script", fields=lambda recipe: {"max_length": recipe.data.max_length}
     ),
-    "data.packing": InTrainer(carrier="script", fields=lambda recipe: {"packing": recipe.data.packing}),
-    "data.group_by_length": InTrainer(carrier="arguments", fields=_order_of_rows),
-    "data.shuffle": InTrainer(carrier="arguments", fields=_order_of_rows),
-    "data.num_proc": InTrainer(
+    "data.packing": _InTrainer(carrier="script", fields=lambda recipe: {"packing": recipe.data.packing}),
+    "data.group_by_length": _InTrainer(carrier="arguments", fields=_order_of_rows),
+    "data.shuffle": _InTrainer(carrier="arguments", fields=_order_of_rows),
+    "data.num_proc": _InTrainer(
         carrier="script", fields=_if_set("dataset_num_proc", lambda recipe: recipe.data.num_proc)
     ),
-    "training.output_dir": InTrainer(
+    "training.output_dir": _InTrainer(
         carrier="arguments", fields=lambda recipe: {"output_dir": str(run_folder_of(recipe))}
     ),
-    "training.overwrite_output_dir": InTrainer(
+    "training.overwrite_output_dir": _InTrainer(
         carrier="our loop", instead="Delete the folder, or set training.output_dir to another one."
     ),
-    "training.per_device_train_batch_size": InTrainer(carrier="arguments", fields=_rows),
-    "training.gradient_accumulation_steps": InTrainer(carrier="arguments", fields=_rows),
-    "training.per_device_eval_batch_size": InTrainer(carrier="arguments", fields=_evaluation_rows),
+    "training.per_device_train_batch_size": _InTrainer(carrier="arguments", fields=_rows),
+    "training.gradient_accumulation_steps": _InTrainer(carrier="arguments", fields=_rows),
+    "training.per_device_eval_batch_size": _InTrainer(carrier="arguments", fields=_evaluation_rows),
     **{
         key: _same_name(key)
         for key in (
@@ -254,11 +254,11 @@ IN_TRAINER: Mapping[str, InTrainer] = {
             "training.hub_private_repo",
         )
     },
-    "training.max_grad_norm": InTrainer(
+    "training.max_grad_norm": _InTrainer(
         carrier="arguments", fields=lambda recipe: {"max_grad_norm": recipe.training.max_grad_norm or 0.0}
     ),
     "training.max_skipped_steps": _ATTACH,
-    "training.mixed_precision": InTrainer(
+    "training.mixed_precision": _InTrainer(
         carrier="arguments",
         fields=lambda recipe: {
             "bf16": recipe.training.mixed_precision == "bf16",
@@ -267,24 +267,24 @@ IN_TRAINER: Mapping[str, InTrainer] = {
     ),
     "training.eval_steps": _strategy("eval"),
     "training.save_steps": _strategy("save"),
-    "training.resume_from_checkpoint": InTrainer(carrier="arguments", fields=_resumed),
-    "training.report_to": InTrainer(
+    "training.resume_from_checkpoint": _InTrainer(carrier="arguments", fields=_resumed),
+    "training.report_to": _InTrainer(
         carrier="arguments", fields=lambda recipe: {"report_to": list(recipe.training.report_to)}
     ),
-    "optimizer.name": InTrainer(carrier="attach", fields=_optimizer),
-    "optimizer.betas": InTrainer(carrier="arguments", fields=_betas),
-    "optimizer.eps": InTrainer(carrier="arguments", fields=_eps),
-    "optimizer.momentum": InTrainer(carrier="arguments", fields=_momentum),
-    "optimizer.weight_decay": InTrainer(
+    "optimizer.name": _InTrainer(carrier="attach", fields=_optimizer),
+    "optimizer.betas": _InTrainer(carrier="arguments", fields=_betas),
+    "optimizer.eps": _InTrainer(carrier="arguments", fields=_eps),
+    "optimizer.momentum": _InTrainer(carrier="arguments", fields=_momentum),
+    "optimizer.weight_decay": _InTrainer(
         carrier="arguments", fields=lambda recipe: {"weight_decay": recipe.optimizer.weight_decay}
     ),
     "optimizer.state": _ATTACH,
     "optimizer.master": _ATTACH,
     "optimizer.in_backward": _ATTACH,
-    "checkpointing.mode": InTrainer(carrier="attach", fields=_layers_are_ours),
+    "checkpointing.mode": _InTrainer(carrier="attach", fields=_layers_are_ours),
     "checkpointing.every_n_layers": _ATTACH,
     "checkpointing.skip_last_layers": _ATTACH,
-    "offload.activations": InTrainer(
+    "offload.activations": _InTrainer(
         carrier="attach", fields=lambda recipe: {"activation_offloading": False}
     ),
     "offload.optimizer": _ATTACH,
@@ -295,13 +295,13 @@ IN_TRAINER: Mapping[str, InTrainer] = {
     "accumulation.dtype": _ATTACH,
     "loss.chunk_tokens": _ATTACH,
     # Trainer's own smoothing would take the labels away before the loss is computed.
-    "loss.label_smoothing_factor": InTrainer(
+    "loss.label_smoothing_factor": _InTrainer(
         carrier="attach", fields=lambda recipe: {"label_smoothing_factor": 0.0}
     ),
     "tiling.mlp": _ATTACH,
     "tiling.head": _ATTACH,
     **{
-        f"distributed.{name}": InTrainer(
+        f"distributed.{name}": _InTrainer(
             carrier="our loop",
             instead="Leave it out: the script's launcher says how many processes there are. DDP works in a Trainer, "
             "FSDP and DeepSpeed in `lowmem-ft train`.",
@@ -319,7 +319,7 @@ IN_TRAINER: Mapping[str, InTrainer] = {
     "budget.host": _ATTACH,
     "budget.enforce": _ATTACH,
     "budget.preflight": _CALLBACK,
-    "budget.retry": InTrainer(
+    "budget.retry": _InTrainer(
         carrier="our loop", instead="Leave it out: a step of a Trainer that runs out of memory ends the run."
     ),
     "plan.mode": _PLAN,

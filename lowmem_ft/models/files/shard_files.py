@@ -39,7 +39,7 @@ _CHECKPOINT = "lowmem_ft_checkpoint"
 _SHAPES = "lowmem_ft_shapes"
 
 
-def file_name(process_index: int, num_processes: int, what: str, number: int) -> str:
+def _file_name(process_index: int, num_processes: int, what: str, number: int) -> str:
     """The name of one of a process's files."""
     return f"shard-{process_index:05d}-of-{num_processes:05d}-{what}-{number:05d}.safetensors"
 
@@ -100,7 +100,7 @@ class ShardWriter:
             SafetensorError: likewise.
         """
         for number, together in enumerate(by_file(parts, lambda part: part.values.nbytes)):
-            name = file_name(self._process_index, self._num_processes, what, number)
+            name = _file_name(self._process_index, self._num_processes, what, number)
             self._write(self._folder / name, together)
 
     def _write(self, file: Path, parts: Mapping[str, Part]) -> None:

@@ -43,7 +43,7 @@ def lerp(
 
 
 @triton.jit
-def read_average(
+def _read_average(
     values: tl.tensor,
     scales: tl.tensor,
     lane: tl.tensor,
@@ -64,7 +64,7 @@ def read_average(
 
 
 @triton.jit
-def write_average(
+def _write_average(
     value: tl.tensor,
     values: tl.tensor,
     scales: tl.tensor,
@@ -170,16 +170,16 @@ def update_chunk(
         g = g * tl.load(clip)
     a = g
     if AVERAGES >= 1:
-        a = read_average(values_0, scales_0, lane, inside, row, is_row, STATE, SIGNED_OCTAVES, True)
+        a = _read_average(values_0, scales_0, lane, inside, row, is_row, STATE, SIGNED_OCTAVES, True)
 
     if RULE == "adamw":
         # decay, 1 - beta1, beta1, beta2, 1 - beta2, root of the second correction, eps, minus the step's length
-        b = read_average(values_1, scales_1, lane, inside, row, is_row, STATE, UNSIGNED_OCTAVES, False)
+        b = _read_average(values_1, scales_1, lane, inside, row, is_row, STATE, UNSIGNED_OCTAVES, False)
         a = lerp(a, g, c1, c2, FROM_END_0)
         b = b * c3 + (c4 * g) * g
         divisor = tl.full(b.shape, 1.0, tl.float32) * c5
         w = w * c0 + tl.math.div_rn(c7 * a, tl.math.div_rn(tl.math.sqrt_rn(b), divisor) + c6)
-        write_average(
+        _write_average(
             b, values_1, scales_1, lane, inside, row, is_row, first, key_1, STATE, UNSIGNED_OCTAVES, False
         )
     elif RULE == "lion":
@@ -197,7 +197,7 @@ def update_chunk(
         w = w + c2 * direction
 
     if AVERAGES >= 1:
-        write_average(
+        _write_average(
             a, values_0, scales_0, lane, inside, row, is_row, first, key_0, STATE, SIGNED_OCTAVES, True
         )
 

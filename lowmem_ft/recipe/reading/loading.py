@@ -119,7 +119,7 @@ class _Draft:
             return
         self.unresolved = {key: why for key, why in self.unresolved.items() if recipe_key_of(key) != path}
         try:
-            self.values[path] = typed_value(key, value)
+            self.values[path] = _typed_value(key, value)
         except (
             OmegaConfBaseException,
             TypeError,
@@ -143,7 +143,7 @@ class _Draft:
         return {name: self.values[prefix + name] for name in names if prefix + name in self.values}
 
 
-def typed_value(key: RecipeKey, value: Any) -> Any:
+def _typed_value(key: RecipeKey, value: Any) -> Any:
     """The value in the key's own type, as OmegaConf converts it.
 
     Raises:

@@ -44,7 +44,7 @@ def streamed_tensors(module: nn.Module, name: str, stub: Tensor) -> Iterator[Str
         stub: of the parameter's shape and type, on the device where it will be used.
     """
     values = module._parameters[name].data  # type: ignore[union-attr]
-    parameter: Any = move_parameter(module, name, stub)
+    parameter: Any = _move_parameter(module, name, stub)
     holders = [(parameter, "data")]
     quantized: Any = module
     if getattr(parameter, "quant_state", None) is not None:  # bitsandbytes, 4 bits
@@ -57,7 +57,7 @@ def streamed_tensors(module: nn.Module, name: str, stub: Tensor) -> Iterator[Str
     yield StreamedTensor(values, tuple(holders))
 
 
-def move_parameter(module: nn.Module, name: str, tensor: Tensor) -> nn.Parameter:
+def _move_parameter(module: nn.Module, name: str, tensor: Tensor) -> nn.Parameter:
     """Give a parameter another tensor, on another device maybe, as ``Module.to`` does.
 
     Returns:
@@ -85,7 +85,7 @@ def move_the_rest(module: nn.Module, device: torch.device, waiting: set[nn.Param
             if parameter is None or parameter in waiting or parameter.device == device:
                 continue
             if parameter not in moved:
-                moved[parameter] = move_parameter(part, name, parameter.data.to(device))
+                moved[parameter] = _move_parameter(part, name, parameter.data.to(device))
             part._parameters[name] = moved[parameter]
         for name, buffer in part._buffers.items():
             if buffer is not None:

@@ -37,7 +37,7 @@ def saved_files(folder: Path) -> list[Path]:
     return [path for path, name in paths if name in listed or _NAMES.fullmatch(name)]
 
 
-def own_files(folder: Path) -> list[Path]:
+def _own_files(folder: Path) -> list[Path]:
     """All others: somebody's own."""
     return sorted(set(_files(folder)) - set(saved_files(folder)))
 
@@ -53,7 +53,7 @@ def delete_saved(target: Path) -> None:
         for file in saved:
             file.unlink()
         _remove_emptied(saved, target)
-        logger.warning("%s stays where it is: no run wrote %s in it.", target, _some(own_files(target)))
+        logger.warning("%s stays where it is: no run wrote %s in it.", target, _some(_own_files(target)))
 
 
 def move_saved(source: Path, target: Path) -> None:
@@ -74,7 +74,7 @@ def move_saved(source: Path, target: Path) -> None:
 def replace_saved(old: Path, successor: Path) -> None:
     """Delete what was saved in a folder, now that its successor stands; somebody's own files move there."""
     if old.is_dir():
-        _move(own_files(old), old, successor)
+        _move(_own_files(old), old, successor)
         shutil.rmtree(old)
 
 
@@ -88,7 +88,7 @@ def _move(files: Iterable[Path], source: Path, target: Path) -> None:
 
 
 def _holds_nothing_else(folder: Path) -> bool:
-    return not own_files(folder)
+    return not _own_files(folder)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -29,13 +29,13 @@ def refuse_other_data(data: PreparedData, runtime: RunRuntime) -> None:
     """
     if runtime.num_processes == 1:
         return
-    arrivals = runtime.gather([Arrival(socket.gethostname(), (), facts_of(data))])
+    arrivals = runtime.gather([Arrival(socket.gethostname(), (), _facts_of(data))])
     way_out = "Let data.path and its files be the same on every machine."
     if problems := list(differences(arrivals, way_out)):
         raise DataError(*problems)
 
 
-def facts_of(data: PreparedData) -> dict[str, str]:
+def _facts_of(data: PreparedData) -> dict[str, str]:
     """What is the same where data are, by name."""
     facts = {}
     for which, summary in (("training", data.summary), ("held-out", data.evaluation_summary)):

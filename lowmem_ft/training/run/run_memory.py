@@ -57,7 +57,7 @@ class RunMemory:
         """Note how long a step took, and after the first of them what stays."""
         self._step_seconds.append(seconds)
         if not self._by_category:
-            self._by_category = bytes_that_stay(model, optimizer, techniques, self._device)
+            self._by_category = _bytes_that_stay(model, optimizer, techniques, self._device)
 
     def measured(self) -> Peaks:
         """All so far."""
@@ -101,7 +101,7 @@ class RunMemory:
         return None if self._step_seconds else self._earlier
 
 
-def bytes_that_stay(
+def _bytes_that_stay(
     model: nn.Module, optimizer: Optimizer, techniques: Techniques, device: torch.device
 ) -> dict[str, int]:
     """Storage of weights and of optimizer state on a device between two steps, each storage once."""
