@@ -116,7 +116,7 @@ def assert_equal(found, expected):
     found, expected = dict(kept(found)), dict(kept(expected))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize("name,state,master", itertools.product(("adamw", "lion", "sgd"), STATES, MASTERS))
