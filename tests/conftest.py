@@ -199,11 +199,10 @@ def cuda_driver(monkeypatch):
 def linux_process(monkeypatch):
     """This process, as Linux would show it: the test says what is resident."""
     from lowmem_ft.foundation.units import MIB
-    from lowmem_ft.system import memory_meter as meter
-    from lowmem_ft.system import process_memory
+    from lowmem_ft.system import memory_meter, process_memory
 
     process = LinuxProcess(held=100 * MIB, of_files=50 * MIB)
     monkeypatch.setattr(process_memory, "_STATUS", process)
     monkeypatch.setattr(process_memory, "_CLEAR_REFS", process)
-    monkeypatch.setattr(meter, "_peaks_before", {})
+    monkeypatch.setattr(memory_meter, "_peaks_before", {})
     return process

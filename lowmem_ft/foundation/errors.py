@@ -15,6 +15,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "CheckpointError",
+    "CrashedError",
+    "DataError",
+    "DoesNotFitError",
+    "Interrupted",
+    "LostMemoryError",
+    "MissingPackageError",
+    "ModelError",
+    "OtherProcessError",
+    "RaceError",
+    "RecipeError",
+    "UserError",
+]
+
 EXIT_OTHER_PROCESS = 1
 EXIT_OURS = 1
 EXIT_USER_ERROR = 2

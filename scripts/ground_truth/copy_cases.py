@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lowmem_ft.data import Batch
-from lowmem_ft.host import copy_engine as host_copies
+from lowmem_ft.host import copy_engine
 from lowmem_ft.models import load_model_config
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe
@@ -128,7 +128,7 @@ def make_model(folder: Path, case: CopyCase) -> Path:
 def in_small_pieces() -> Iterator[None]:
     """Let tensors as small as these be cut as large ones are."""
     with (
-        mock.patch.object(host_copies, "STAGING_BYTES", 1024),
+        mock.patch.object(copy_engine, "STAGING_BYTES", 1024),
         mock.patch.object(chunked_optimizer, "CPU_CHUNK_ELEMENTS", 2048),
         mock.patch.object(streamed_embedding, "_CHUNK_ELEMENTS", 2048),
         mock.patch.object(optimizer_in_backward, "_ELEMENTS_AT_ONCE", 1024),

@@ -30,9 +30,7 @@ from ground_truth.late_streams import HostRanges, Stream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lowmem_ft.host import copy_engine as host_copies
-from lowmem_ft.host import pinned_memory as host_memory
-from lowmem_ft.host import side_stream
+from lowmem_ft.host import copy_engine, pinned_memory, side_stream
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.techniques import optimizer_offload
@@ -127,8 +125,8 @@ class LateDevice(TorchDispatchMode):
 
         with (
             mock.patch.object(torch, "get_device_module", self.module_of),
-            mock.patch.object(host_copies, "kernels_of", _stands_for_cuda),
-            mock.patch.object(host_memory, "kernels_of", _stands_for_cuda),
+            mock.patch.object(copy_engine, "kernels_of", _stands_for_cuda),
+            mock.patch.object(pinned_memory, "kernels_of", _stands_for_cuda),
             mock.patch.object(side_stream, "kernels_of", _stands_for_cuda),
             mock.patch.object(chunked_optimizer, "is_apart", self.is_apart),
             mock.patch.object(optimizer_offload, "is_apart", self.is_apart),

@@ -91,7 +91,7 @@ def test_each_is_told_without_them(tmp_path):
     code = f"""
 import sys
 from lowmem_ft.cli import main
-from lowmem_ft import packages
+from lowmem_ft.foundation import packages
 from lowmem_ft.foundation.packages import is_installed
 packages.may_have_gpu = lambda: False
 for command in {COMMANDS!r}:

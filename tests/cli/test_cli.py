@@ -206,10 +206,10 @@ def test_sigterm_that_a_launcher_passes_on_is_no_second_one(trained, monkeypatch
 
 TOLD_AGAIN = """
 import signal
-from lowmem_ft.cli import stopping
+from lowmem_ft.cli.processes import signals
 
-stopping.ONE_REQUEST_SECONDS = -1
-with stopping.sigterm_as_ctrl_c():
+signals.ONE_REQUEST_SECONDS = -1
+with signals.sigterm_as_ctrl_c():
     try:
         signal.raise_signal(signal.SIGTERM)
     finally:

@@ -32,7 +32,8 @@ def code_if_stopped_at(number):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 BEFORE_ANYTHING_CAN_BE_DONE = (
-    "lowmem_ft.__main__", "lowmem_ft.foundation.lazy_exports", "lowmem_ft.system.startup_signals",
+    "lowmem_ft.__main__", "lowmem_ft.foundation", "lowmem_ft.foundation.lazy_exports", "lowmem_ft.system",
+    "lowmem_ft.system.startup_signals",
 )
 PROGRAM = {program!r}
 sys.argv = ["lowmem-ft", "--help"]

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator import fitting_recipe as shipped
+from lowmem_ft.estimator import estimate_memory, fitting_recipe
 from lowmem_ft.estimator.fitting_recipe import shipped_recipe_that_fits
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
@@ -24,7 +23,7 @@ def asked(monkeypatch):
             raise UserError("its model is unknown")
         return dataclasses.replace(plain, fits=fits[recipe.name])
 
-    monkeypatch.setattr(shipped, "estimate_memory", estimated)
+    monkeypatch.setattr(fitting_recipe, "estimate_memory", estimated)
     return fits, names
 
 

@@ -9,7 +9,7 @@ import torch
 from ground_truth.late_copies import DEVICE, late_copies
 
 import lowmem_ft
-from lowmem_ft.host import copy_engine as host_copies
+from lowmem_ft.host import copy_engine
 from lowmem_ft.host.copy_engine import SOURCES_KEPT, CopyEngine
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -119,7 +119,7 @@ def test_no_copy_of_pinned_memory_holds_the_host(gpu):
 @pytest.mark.parametrize("num_elements", [1, 15, 16, 17, 100])
 def test_pageable_memory_goes_through_small_buffers_and_arrives(monkeypatch, num_elements):
     """In pieces of 64 bytes: the real code on this machine's memory, with a device that does everything at once."""
-    monkeypatch.setattr(host_copies, "STAGING_BYTES", 64)
+    monkeypatch.setattr(copy_engine, "STAGING_BYTES", 64)
     empty, buffers = torch.empty, []
 
     def counting(*shape, **options):
@@ -143,7 +143,7 @@ def test_pageable_memory_goes_through_small_buffers_and_arrives(monkeypatch, num
 
 
 def test_the_host_waits_before_it_touches_a_buffer_that_travels(monkeypatch):
-    monkeypatch.setattr(host_copies, "STAGING_BYTES", 64)
+    monkeypatch.setattr(copy_engine, "STAGING_BYTES", 64)
     with VirtualGPU("rtx-4090") as gpu:
         engine, pageable = CopyEngine(gpu.device), torch.empty(16 * 5)
         engine.to_device(pageable, torch.empty(16 * 5, device=gpu.device))
@@ -244,7 +244,7 @@ def test_where_no_buffer_can_be_pinned_copies_arrive_all_the_same_and_it_is_said
         if options.get("pin_memory"):
             raise RuntimeError(message)
         made = empty(*shape, **options)
-        if shape == (host_copies.STAGING_BYTES,):
+        if shape == (copy_engine.STAGING_BYTES,):
             late.host.add(made)
         return made
 
@@ -256,7 +256,7 @@ def test_where_no_buffer_can_be_pinned_copies_arrive_all_the_same_and_it_is_said
             with pytest.raises(RuntimeError, match="unknown error"):
                 engine.wait(engine.to_device(host, device))
             return
-        monkeypatch.setattr(host_copies, "STAGING_BYTES", 64)
+        monkeypatch.setattr(copy_engine, "STAGING_BYTES", 64)
         engine.wait(engine.to_device(host, device))
         assert torch.equal(device, host)
         engine.to_host(device.mul_(2), host).synchronize()

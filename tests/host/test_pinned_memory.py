@@ -11,7 +11,7 @@ import torch
 
 from lowmem_ft.foundation import wsl
 from lowmem_ft.foundation.errors import DoesNotFitError
-from lowmem_ft.host import pinned_memory as host_memory
+from lowmem_ft.host import pinned_memory
 from lowmem_ft.host.copy_engine import STAGING_BYTES
 from lowmem_ft.host.mapped_files import MappedFiles, is_in_file
 from lowmem_ft.host.pinned_memory import IN_FILES, PAGE_BYTES, HostMemory
@@ -64,7 +64,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(
         torch, "get_device_module", lambda device: {"cuda": driver}[torch.device(device).type]
     )
-    monkeypatch.setattr(host_memory, "_clear_last_error", driver.cleared.append)
+    monkeypatch.setattr(pinned_memory, "_clear_last_error", driver.cleared.append)
     return driver
 
 
@@ -198,7 +198,7 @@ def left(monkeypatch):
 
     def set_left(num_bytes):
         limit = HostLimit(num_bytes, "the machine has little available")
-        monkeypatch.setattr(host_memory, "tightest_host_limit", lambda budget_bytes, file_bytes: limit)
+        monkeypatch.setattr(pinned_memory, "tightest_host_limit", lambda budget_bytes, file_bytes: limit)
 
     return set_left
 
@@ -226,7 +226,7 @@ def test_a_trace_of_another_machine_has_no_limit(left):
 def test_a_budget_is_of_resident_memory(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        host_memory,
+        pinned_memory,
         "tightest_host_limit",
         lambda budget, file_bytes: seen.append(budget) or HostLimit(10, ""),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ground_truth import small_visits
 from ground_truth.checked_streams import leave_out_each, orders_of_visits, visited_gpu
 
-from lowmem_ft.host import pinned_memory as host_memory
+from lowmem_ft.host import pinned_memory
 from lowmem_ft.host.copy_engine import CopyEngine
 
 NOT_NEEDED = {
@@ -38,7 +38,7 @@ def test_each_ordering_that_is_left_out_is_found_or_implied():
 
 
 def test_memory_that_goes_without_waiting_for_its_copies_is_found(monkeypatch):
-    monkeypatch.setattr(host_memory, "_unregister", lambda synchronize, unregister: unregister())
+    monkeypatch.setattr(pinned_memory, "_unregister", lambda synchronize, unregister: unregister())
     [race] = visited_gpu(small_visits.memory_that_goes_while_it_is_copied, pins=True).races
     assert (race.kind, race.second.operator) == ("free after read", "cudaHostUnregister")
     assert "gives back 4.00 KiB of pinned memory" in str(race)

@@ -52,7 +52,7 @@ SMALL = ["plan.keep=[model.dtype,training.mixed_precision,optimizer,offload,tili
 @pytest.fixture
 def at_once(monkeypatch):
     """An estimator at once, by what a recipe says: bytes, seconds. Its rules are as strict as the real one's."""
-    from lowmem_ft.planner import plan_target as target
+    from lowmem_ft.planner import plan_target
 
     asked: list[Recipe] = []
 
@@ -79,7 +79,7 @@ def at_once(monkeypatch):
                 fits=device <= limit and (host_limit is None or host <= host_limit),
             )
 
-        monkeypatch.setattr(target, "estimate_memory", estimate_memory)
+        monkeypatch.setattr(plan_target, "estimate_memory", estimate_memory)
         return asked
 
     return pretend

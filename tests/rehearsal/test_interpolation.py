@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from lowmem_ft.rehearsal import rehearse, runtime
-from lowmem_ft.rehearsal import window_shapes as shapes
+from lowmem_ft.rehearsal import rehearse, runtime, window_shapes
 from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
@@ -67,7 +66,7 @@ def test_a_few_shapes_tell_the_seconds_of_all(order, recipe, chats, wide, monkey
     assert few.rounding > 0.02
     for name in ("MOST_SHAPES", "MOST_EVALUATION_SHAPES"):
         monkeypatch.setattr(runtime, name, 10_000)
-    monkeypatch.setattr(shapes, "_rounded_up", lambda shape, largest: shape)
+    monkeypatch.setattr(window_shapes, "_rounded_up", lambda shape, largest: shape)
     exact = rehearse(recipe(*settings), "rtx-4060")
     assert exact.rounding == 0
     assert few.time.steps == pytest.approx(exact.time.steps, rel=0.015)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowmem_ft.foundation.errors import DoesNotFitError
-from lowmem_ft.host import pinned_memory as host_memory
+from lowmem_ft.host import pinned_memory
 from lowmem_ft.host.pinned_memory import PAGE_BYTES, HostMemory
 from lowmem_ft.optimizers import OPTIMIZERS, OptimizerConfig, create_optimizer
 from lowmem_ft.system.host_limits import HostLimit
@@ -139,7 +139,7 @@ def test_a_chunk_larger_than_the_slots_makes_them_grow(monkeypatch):
 
 def test_too_little_host_memory_is_refused_before_any_is_taken(monkeypatch):
     monkeypatch.setattr(
-        host_memory,
+        pinned_memory,
         "tightest_host_limit",
         lambda budget, file_bytes: HostLimit(1000, "the process holds 3 GiB"),
     )

@@ -110,7 +110,7 @@ import os, signal, sys
 from lowmem_ft.cli.commands.train import main
 from lowmem_ft.data import DataStream
 from lowmem_ft.foundation.errors import DataError
-from lowmem_ft.training import session_files
+from lowmem_ft.training.checkpoints import session_files
 
 what, rank = sys.argv.pop(1), os.environ["RANK"]
 next_window, count = DataStream.next_window, 0

@@ -19,7 +19,7 @@ from lowmem_ft.training import train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoints import checkpoint, session_files
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
-from lowmem_ft.training.distributed import process_group as joining
+from lowmem_ft.training.distributed import process_group
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import train_step
 
@@ -164,7 +164,7 @@ def fp16_on_cpu(monkeypatch):
         scalers.append(runtime.scaler)
         return runtime
 
-    monkeypatch.setattr(joining.AccelerateRuntime, "create", staticmethod(with_scaler))
+    monkeypatch.setattr(process_group.AccelerateRuntime, "create", staticmethod(with_scaler))
     return scalers
 
 
@@ -213,7 +213,7 @@ def test_a_run_skips_overflows_without_giving_up(tiny, metrics, tmp_path, monkey
         use_scaler(runtime, init_scale=2.0**24)
         return runtime
 
-    monkeypatch.setattr(joining.AccelerateRuntime, "create", staticmethod(with_scaler))
+    monkeypatch.setattr(process_group.AccelerateRuntime, "create", staticmethod(with_scaler))
     with caplog.at_level("INFO"):
         train(
             tiny(

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import DoesNotFitError
-from lowmem_ft.host import pinned_memory as host_memory
+from lowmem_ft.host import pinned_memory
 from lowmem_ft.system.host_limits import HostLimit
 from lowmem_ft.training import train
 
@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_its_state_elsewhere(tiny, metrics, tmp_path, first, 
 
 def test_state_that_the_host_cannot_hold_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        host_memory, "tightest_host_limit", lambda budget, file_bytes: HostLimit(1023, "little is left")
+        pinned_memory, "tightest_host_limit", lambda budget, file_bytes: HostLimit(1023, "little is left")
     )
     with pytest.raises(
         DoesNotFitError, match=r"offload\.optimizer=host needs .* more host memory, and little is left"

@@ -15,8 +15,8 @@ from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training import train
 from lowmem_ft.training.checkpoints.session_files import save_trained
-from lowmem_ft.training.distributed import process_group as joining
-from lowmem_ft.training.out_of_memory import diagnosis as out_of_memory_report
+from lowmem_ft.training.distributed import process_group
+from lowmem_ft.training.out_of_memory import diagnosis
 from lowmem_ft.training.out_of_memory.budget_cap import ThisHost
 from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.schedule import create_scheduler
@@ -155,7 +155,7 @@ def test_a_run_on_another_runtime_is_the_same_run_and_goes_on_from_its_own_files
     tiny, tmp_path, metrics, monkeypatch
 ):
     train(tiny(*SHORT, output_dir=tmp_path / "accelerate"))
-    monkeypatch.delattr(joining, "AccelerateRuntime")
+    monkeypatch.delattr(process_group, "AccelerateRuntime")
     runtime = PlainRuntime()
     train(tiny(*SHORT, output_dir=tmp_path / "plain"), runtime=runtime)
     assert [record["step"] for record in runtime.logged if "eval_loss" in record] == [2, 4]
@@ -183,9 +183,9 @@ def test_memory_that_runs_out_while_loading_is_that_of_the_runtime(tiny, monkeyp
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     known = {}
-    refuse = out_of_memory_report.does_not_fit
+    refuse = diagnosis.does_not_fit
     monkeypatch.setattr(
-        out_of_memory_report,
+        diagnosis,
         "does_not_fit",
         lambda *args, **told: known.update(told) or refuse(*args, **told),
     )

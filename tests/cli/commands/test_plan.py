@@ -15,7 +15,7 @@ from lowmem_ft.cli.commands import plan as cli_plan
 from lowmem_ft.estimator.device_target import limits
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import DeviceLimit, MemoryEstimate, ModelSize, StepTime
-from lowmem_ft.planner import plan_target as target
+from lowmem_ft.planner import plan_target
 from lowmem_ft.recipe import load_recipe
 
 KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation]"
@@ -56,7 +56,7 @@ def at_once(monkeypatch):
             fits=allowed.device_bytes is not None and peak <= allowed.device_bytes,
         )
 
-    monkeypatch.setattr(target, "estimate_memory", estimate_memory)
+    monkeypatch.setattr(plan_target, "estimate_memory", estimate_memory)
 
 
 def test_a_plan_says_what_to_set_and_why(folder, capsys):
@@ -231,7 +231,7 @@ def test_a_host_budget_below_the_process(folder, capsys):
 
 
 def test_ctrl_c_shows_the_best_so_far(folder, capsys, monkeypatch):
-    estimate, made = target.estimate_memory, []
+    estimate, made = plan_target.estimate_memory, []
 
     def until_ctrl_c(recipe, gpu, *, budget, kept):
         if len(made) == 4:
@@ -239,7 +239,7 @@ def test_ctrl_c_shows_the_best_so_far(folder, capsys, monkeypatch):
         made.append(recipe)
         return estimate(recipe, gpu, budget=budget)
 
-    monkeypatch.setattr(target, "estimate_memory", until_ctrl_c)
+    monkeypatch.setattr(plan_target, "estimate_memory", until_ctrl_c)
     assert main(["plan", f"model={folder}", "model.weights=random", KEEP, "budget=9GiB", "--gpu", "l4"]) == 0
     assert "You ended the search." in " ".join(capsys.readouterr().out.split())
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from lowmem_ft.data import load_data
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.sources import early_checks as first_look
+from lowmem_ft.data.sources import early_checks
 from lowmem_ft.data.sources.early_checks import check_small_local_data
 from lowmem_ft.foundation.errors import DataError
 
@@ -40,18 +40,18 @@ def test_held_out_data_is_looked_at_too(data, tmp_path):
 def test_streams_large_files_and_hub_names_are_left_for_later(data, monkeypatch):
     check_small_local_data(DataConfig(path=data, streaming=True))
     check_small_local_data(DataConfig(path="org/dataset"))
-    monkeypatch.setattr(first_look, "MOST_BYTES", 10)
+    monkeypatch.setattr(early_checks, "MOST_BYTES", 10)
     check_small_local_data(DataConfig(path=data))
 
 
 def test_no_more_than_the_first_rows_are_read(data, monkeypatch):
-    monkeypatch.setattr(first_look, "NUM_ROWS", 1)
+    monkeypatch.setattr(early_checks, "NUM_ROWS", 1)
     check_small_local_data(DataConfig(path=data))
 
 
 def test_rows_are_not_empty_because_the_first_are(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(first_look, "NUM_ROWS", 1)
+    monkeypatch.setattr(early_checks, "NUM_ROWS", 1)
     (tmp_path / "late.jsonl").write_text('{"text": ""}\n{"text": "two"}\n')
     check_small_local_data(DataConfig(path=str(tmp_path / "late.jsonl")))
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from lowmem_ft.data import DataConfig
-from lowmem_ft.data.sources import early_checks as first_look
+from lowmem_ft.data.sources import early_checks
 from lowmem_ft.data.text.unused_fields import ALL, fields_of
 from lowmem_ft.foundation.errors import DataError
 
@@ -179,7 +179,7 @@ REFUSED = {
 def test_an_answer_that_must_not_be_learnt_is_refused(rows, config, words, write_jsonl, load):
     path = write_jsonl(rows)
     with pytest.raises(DataError, match=words):
-        first_look.check_small_local_data(DataConfig(path=path, **config))
+        early_checks.check_small_local_data(DataConfig(path=path, **config))
     with pytest.raises(DataError, match=words):
         load(path, **config)
 
@@ -198,7 +198,7 @@ def test_an_answer_that_must_not_be_learnt_is_refused(rows, config, words, write
 )
 def test_what_is_not_learnt_anyway_passes(rows, config, write_jsonl, load, caplog):
     path = write_jsonl(rows)
-    first_look.check_small_local_data(DataConfig(path=path, **config))
+    early_checks.check_small_local_data(DataConfig(path=path, **config))
     load(path, **config)
     assert warnings_of(caplog) == []
 

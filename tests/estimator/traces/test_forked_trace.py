@@ -12,7 +12,7 @@ import transformers
 from processes import LIMIT_SECONDS
 
 from lowmem_ft import estimate_memory
-from lowmem_ft.estimator import estimating_processes as cores
+from lowmem_ft.estimator import estimating_processes
 from lowmem_ft.estimator.traces import forked_trace
 from lowmem_ft.recipe import load_recipe
 
@@ -21,11 +21,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothi
 PROGRAM = """
 import json, os, multiprocessing, sys, time
 from lowmem_ft import estimate_memory
-from lowmem_ft.estimator import cores, forked_trace, tracing
+from lowmem_ft.estimator import estimating_processes
+from lowmem_ft.estimator.traces import forked_trace, tracing
 from lowmem_ft.recipe import load_recipe
 
-os.environ[cores.PROCESSES_VARIABLE] = "2"
-cores._cores = lambda: 2
+os.environ[estimating_processes.PROCESSES_VARIABLE] = "2"
+estimating_processes._cores = lambda: 2
 forked_trace.PATIENCE_S = float(sys.argv[2])
 here, depths, original = os.getpid(), [], tracing.trace_layers
 
@@ -96,6 +97,6 @@ def test_nothing_is_forked_after_a_trace(model, monkeypatch):
     """Torch would let the other process run no backward pass."""
     monkeypatch.setattr(forked_trace, "_is_first", False)
     monkeypatch.setattr(forked_trace, "_start", None)
-    monkeypatch.setenv(cores.PROCESSES_VARIABLE, "2")
+    monkeypatch.setenv(estimating_processes.PROCESSES_VARIABLE, "2")
     with forked_trace.forked_trace(lambda: None) as take:
         assert take() is None

@@ -18,8 +18,7 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.traces import trace_cache as kept_traces
-from lowmem_ft.estimator.traces import trace_key, tracing
+from lowmem_ft.estimator.traces import trace_cache, trace_key, tracing
 from lowmem_ft.estimator.traces.trace_cache import FOLDER_VARIABLE, KeptTraces
 from lowmem_ft.estimator.traces.trace_key import TraceKey
 from lowmem_ft.estimator.traces.traced_recipe import ShortTrace
@@ -356,7 +355,7 @@ def test_what_cannot_be_read_is_made_anew(
     KeptTraces(tmp_path).keep(KEY, short)
     (file,) = tmp_path.iterdir()
     spoil(file)
-    with caplog.at_level(logging.INFO, kept_traces.__name__):
+    with caplog.at_level(logging.INFO, trace_cache.__name__):
         kept = KeptTraces(tmp_path)
         assert kept.find(KEY) is None
         assert kept.proofs(KEY) == {}
@@ -384,7 +383,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
 ) -> None:
     (tmp_path / "file").touch()
     kept = KeptTraces(tmp_path / "file" / "traces")
-    with caplog.at_level(logging.INFO, kept_traces.__name__):
+    with caplog.at_level(logging.INFO, trace_cache.__name__):
         kept.keep(KEY, short)
     assert "not kept" in caplog.text
     assert kept.find(KEY) is short
@@ -405,10 +404,10 @@ def test_the_files_used_longest_ago_go_first(short: ShortTrace, tmp_path: Path) 
 
 def test_memory_holds_the_latest_alone(short: ShortTrace) -> None:
     kept = KeptTraces()
-    keys = [TraceKey(KEY.family, str(number)) for number in range(kept_traces.MAX_IN_MEMORY + 1)]
+    keys = [TraceKey(KEY.family, str(number)) for number in range(trace_cache.MAX_IN_MEMORY + 1)]
     for key in keys:
         kept.keep(key, short)
-    assert [kept.find(key) is None for key in keys] == [True] + [False] * kept_traces.MAX_IN_MEMORY
+    assert [kept.find(key) is None for key in keys] == [True] + [False] * trace_cache.MAX_IN_MEMORY
 
 
 def test_users_choose_the_folder_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation import packages
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.optimizers import ChunkedOptimizer
-from lowmem_ft.optimizers.triton import triton_availability as triton_choice
+from lowmem_ft.optimizers.triton import triton_availability
 from lowmem_ft.optimizers.triton.triton_availability import uses_kernel
 from lowmem_ft.optimizers.triton.triton_update import rule_in_kernel
 from lowmem_ft.optimizers.updates.adamw import AdamW
@@ -22,12 +22,12 @@ HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay"
 
 @pytest.fixture(autouse=True)
 def _ampere_with_triton(monkeypatch):
-    monkeypatch.setattr(triton_choice, "_works", {})
-    monkeypatch.setattr(triton_choice, "_told", set())
+    monkeypatch.setattr(triton_availability, "_works", {})
+    monkeypatch.setattr(triton_availability, "_told", set())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(triton_choice, "triton_lacks", lambda: None)
-    monkeypatch.setattr(triton_choice, "is_virtual", lambda device: False)
-    monkeypatch.setattr(triton_choice, "compute_capability", lambda device: (8, 0))
+    monkeypatch.setattr(triton_availability, "triton_lacks", lambda: None)
+    monkeypatch.setattr(triton_availability, "is_virtual", lambda device: False)
+    monkeypatch.setattr(triton_availability, "compute_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 
@@ -104,14 +104,14 @@ def test_a_trial_that_finds_no_room_for_the_kernel_is_made_again_with_what_the_a
 
 
 def test_what_triton_lacks_is_told_with_the_way_to_get_it(monkeypatch, caplog):
-    monkeypatch.setattr(triton_choice, "triton_lacks", lambda: "Triton needs a C compiler.")
+    monkeypatch.setattr(triton_availability, "triton_lacks", lambda: "Triton needs a C compiler.")
     with caplog.at_level(logging.WARNING):
         assert not uses_kernel("auto", GPU, "formats", trial_of(lambda expected: expected))
     assert "takes longer than one in Triton: Triton needs a C compiler." in caplog.text
 
 
 def test_a_run_and_an_estimate_of_this_machine_agree_without_a_compiler(monkeypatch, caplog, cuda_driver):
-    monkeypatch.setattr(triton_choice, "triton_lacks", packages.triton_lacks)
+    monkeypatch.setattr(triton_availability, "triton_lacks", packages.triton_lacks)
     monkeypatch.setattr(packages, "is_installed", lambda package: True)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
@@ -123,7 +123,7 @@ def test_a_run_and_an_estimate_of_this_machine_agree_without_a_compiler(monkeypa
 
 
 def test_older_gpus_go_without(monkeypatch, caplog):
-    monkeypatch.setattr(triton_choice, "compute_capability", lambda device: (7, 5))
+    monkeypatch.setattr(triton_availability, "compute_capability", lambda device: (7, 5))
     with caplog.at_level(logging.WARNING):
         assert not uses_kernel("auto", GPU, "formats", trial_of(lambda expected: expected))
     assert "has 7.5" in caplog.text
@@ -146,7 +146,7 @@ def test_a_rule_derived_from_ours_is_not_mistaken_for_it():
 
 
 def test_an_optimizer_that_demands_it_says_so(monkeypatch):
-    monkeypatch.setattr(triton_choice, "triton_lacks", lambda: "Triton is not installed.")
+    monkeypatch.setattr(triton_availability, "triton_lacks", lambda: "Triton is not installed.")
     parameter = nn.Parameter(torch.zeros(300))
     optimizer = ChunkedOptimizer([parameter], AdamW(), HYPERPARAMETERS)
     optimizer.kernel = "triton"

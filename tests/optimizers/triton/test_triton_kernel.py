@@ -10,7 +10,7 @@ from torch import nn
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer
-from lowmem_ft.optimizers.triton import triton_availability as triton_choice
+from lowmem_ft.optimizers.triton import triton_availability
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.optimizers.updates.lion import Lion
 from lowmem_ft.optimizers.updates.sgd import SGD
@@ -221,7 +221,7 @@ def test_a_checkpoint_goes_on_with_the_other_kernel():
 
 @pytest.fixture
 def tried_anew(monkeypatch):
-    monkeypatch.setattr(triton_choice, "_works", {})
+    monkeypatch.setattr(triton_availability, "_works", {})
 
 
 @pytest.mark.usefixtures("tried_anew")
@@ -229,7 +229,7 @@ def tried_anew(monkeypatch):
 @pytest.mark.parametrize("num_elements", [1024, 700], ids=["in vectors", "with a tail"])
 def test_the_kernel_passes_its_trial(num_elements, clip):
     train(build("adamw", "8bit", "split24", num_elements, "triton"), clip=clip)
-    assert set(triton_choice._works.values()) == {True}
+    assert set(triton_availability._works.values()) == {True}
 
 
 @pytest.mark.usefixtures("tried_anew")

@@ -18,11 +18,12 @@ import os, signal, sys, time
 from lowmem_ft.cli.commands.train import main
 from lowmem_ft.data import DataStream
 from lowmem_ft.models.files.shard_files import ShardWriter
-from lowmem_ft.training import ending_together, evaluation
+from lowmem_ft.training import evaluation
+from lowmem_ft.training.distributed import error_propagation
 
 what, where = sys.argv.pop(1).split()
-ending_together.LOOK_EVERY_SECONDS = 0.2
-ending_together.GRACE_SECONDS = 0.2 if what == "stuck" else 600  # a busy machine takes its time to end by itself
+error_propagation.LOOK_EVERY_SECONDS = 0.2
+error_propagation.GRACE_SECONDS = 0.2 if what == "stuck" else 600  # a busy machine takes its time to end by itself
 rank, counts = int(os.environ["RANK"]), {}
 
 def fail():

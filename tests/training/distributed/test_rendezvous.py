@@ -98,7 +98,7 @@ def test_other_data_are_named(run_two, tmp_path):
     link = tmp_path / "data.jsonl"
     link.symlink_to(tmp_path / "one" / "data.jsonl")
     read_other = f"""
-from lowmem_ft.training import start
+from lowmem_ft.training.run import start
 load = start.load_data
 import dataclasses
 start.load_data = lambda config, *args, **options: load(
@@ -135,8 +135,8 @@ def test_a_process_that_does_not_come_is_named(forks, tmp_path):
 import os, sys
 from datetime import timedelta
 from lowmem_ft.cli.commands.train import main
-from lowmem_ft.training import meeting
-meeting.PATIENCE = timedelta(seconds=1)
+from lowmem_ft.training.distributed import rendezvous
+rendezvous.PATIENCE = timedelta(seconds=1)
 if os.environ["RANK"] == "1":
     os._exit(9)
 sys.exit(main())
@@ -157,17 +157,17 @@ def test_a_process_that_waits_for_others_in_torch_is_ended_by_its_launcher(waits
 import os, signal, sys, threading
 import torch.distributed
 from lowmem_ft.cli.commands.train import main
-from lowmem_ft.training import joining, meeting
+from lowmem_ft.training.distributed import process_group, rendezvous
 def terminate(*args, **options):
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(99)  # still there: what waits in C++ calls no handler
 def when_it_waits():
-    while not meeting.have_met():
+    while not rendezvous.have_met():
         pass
-    store.wait([meeting._key("digest", 1)])
+    store.wait([rendezvous._key("digest", 1)])
     terminate()
 if sys.argv.pop(1) == "a group":
-    joining.meet, joining.AccelerateRuntime.create = (lambda *args, **options: None), terminate
+    process_group.meet, process_group.AccelerateRuntime.create = (lambda *args, **options: None), terminate
 else:
     threading.Thread(target=when_it_waits, daemon=True).start()
 store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -184,8 +184,8 @@ def test_a_port_in_use_is_explained(forks, tmp_path):
 import os, socket, sys
 from datetime import timedelta
 from lowmem_ft.cli.commands.train import main
-from lowmem_ft.training import meeting
-meeting.PATIENCE = timedelta(seconds=1)
+from lowmem_ft.training.distributed import rendezvous
+rendezvous.PATIENCE = timedelta(seconds=1)
 if os.environ["RANK"] == "0":
     other = socket.socket(socket.AF_INET6)
     other.bind(("::", int(os.environ["MASTER_PORT"])))

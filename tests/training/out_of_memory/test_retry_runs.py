@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_ft.foundation import out_of_memory_errors as out_of_memory
+from lowmem_ft.foundation import out_of_memory_errors
 from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted, UserError
 from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.optimizers import ChunkedOptimizer
@@ -20,7 +20,7 @@ from lowmem_ft.training import evaluation, loop, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress
 from lowmem_ft.training.distributed.gradient_averaging import ddp_takes
-from lowmem_ft.training.out_of_memory import diagnosis as out_of_memory_report
+from lowmem_ft.training.out_of_memory import diagnosis
 from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
 from lowmem_ft.training.run.replaced_run import allocator_file
 from lowmem_ft.training.step import WindowPass
@@ -88,7 +88,7 @@ NOT_STARTED = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calli
     "error", [NOT_STARTED, RuntimeError("Triton Error [CUDA]: out of memory")], ids=["cuBLAS", "Triton"]
 )
 def test_a_library_that_finds_no_room_lets_the_step_start_over(error, tiny, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(out_of_memory, "_free_bytes", lambda: 30 * MIB)
+    monkeypatch.setattr(out_of_memory_errors, "_free_bytes", lambda: 30 * MIB)
     run_out_at(monkeypatch, 2, error=error)
     with caplog.at_level("WARNING"):
         train(tiny(*SHORT, "training.max_steps=2", "training.save_steps=null", output_dir=tmp_path / "run"))
@@ -96,7 +96,7 @@ def test_a_library_that_finds_no_room_lets_the_step_start_over(error, tiny, tmp_
 
 
 def test_a_library_that_does_not_start_with_room_to_spare_is_broken(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(out_of_memory, "_free_bytes", lambda: 12 * GIB)
+    monkeypatch.setattr(out_of_memory_errors, "_free_bytes", lambda: 12 * GIB)
     run_out_at(monkeypatch, 2, error=NOT_STARTED)
     with pytest.raises(
         UserError, match=r"could not start .*12\.0 GiB of the device are free.*nvidia-smi"
@@ -268,13 +268,13 @@ def test_an_error_inside_an_update_ends_the_run_with_all_that_is_known(tiny, tmp
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return step(self)
 
-    living_tensors = out_of_memory_report._living_tensors
+    living_tensors = diagnosis._living_tensors
     of_others = {id(tensor) for tensor in living_tensors()}  # tests before this one
 
     def own_tensors():
         return (tensor for tensor in living_tensors() if id(tensor) not in of_others)
 
-    monkeypatch.setattr(out_of_memory_report, "_living_tensors", own_tensors)
+    monkeypatch.setattr(diagnosis, "_living_tensors", own_tensors)
     step = ChunkedOptimizer.step
     monkeypatch.setattr(ChunkedOptimizer, "step", full)
     with pytest.raises(DoesNotFitError) as raised:
@@ -304,7 +304,7 @@ def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, cuda_driv
     driver, file = cuda_driver(), tmp_path / allocator_file(0)
     driver.hold(allocated=7, reserved=9)
     driver.segments = [{"address": 1, "blocks": []}]
-    said = out_of_memory_report._with_allocator_state(file, CUDA)
+    said = diagnosis._with_allocator_state(file, CUDA)
     assert said == f"All that the allocator held is in {file}."
     written = json.loads(file.read_text())
     assert written["stats"]["allocated_bytes.all.peak"] == 7
@@ -313,11 +313,11 @@ def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, cuda_driv
 
 def test_a_full_disk_does_not_hide_that_memory_ran_out(tmp_path, cuda_driver):
     cuda_driver()
-    said = out_of_memory_report._with_allocator_state(tmp_path / "no folder" / allocator_file(0), CUDA)
+    said = diagnosis._with_allocator_state(tmp_path / "no folder" / allocator_file(0), CUDA)
     assert said.startswith("What the allocator held could not be written to")
 
 
 def test_a_run_for_the_cpu_is_not_told_of_the_gpu(tiny, cuda_driver):
     cuda_driver().hold(allocated=70 * GIB, reserved=70 * GIB)
-    error = out_of_memory_report.does_not_fit_here(tiny(), "while the model was loaded", None)
+    error = diagnosis.does_not_fit_here(tiny(), "while the model was loaded", None)
     assert "70.0 GiB" not in str(error)
