@@ -1,4 +1,4 @@
-"""The planner: a recipe and a budget in, the settings out with which a step is fastest inside it, and why."""
+"""The planner: finds the settings with which a step of a recipe is fastest inside a budget, and explains them."""
 
 from lowmem_ft.planner.automatic_checkpointing import plan_checkpointing
 from lowmem_ft.planner.memory_plan import MemoryPlan

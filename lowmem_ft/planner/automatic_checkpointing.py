@@ -1,16 +1,17 @@
-"""Which layers are checkpointed, all other knobs as the recipe has them: ``checkpointing.mode=auto``.
+"""Choice of the layers to checkpoint, with all other knobs as in the recipe: ``checkpointing.mode=auto``.
 
-Every layer that is left alone costs the bytes it keeps and saves the seconds of its second forward pass. A choice is
-a mode and how many of the last layers it leaves alone. Without checkpointing nothing is computed again; where that does
-not fit, the most layers are found that may be left alone with each mode, and what a step takes decides between them.
-That more layers left alone take no less memory and no more time is what makes the search short;
-``tests/planner/test_automatic_checkpointing.py`` holds it against estimates. What is chosen has been estimated in full.
+Each layer that is not checkpointed costs the bytes of its activations and saves the seconds of its second forward pass.
+A choice is a mode and the number of last layers that it skips. Without checkpointing nothing is recomputed; if that
+does not fit, the search finds for each mode the largest number of layers that can be skipped, and the step time decides
+between the two. The search is short because skipping more layers never takes less memory or more time;
+``tests/planner/test_automatic_checkpointing.py`` checks this against estimates. The choice has been estimated in full.
 
-The layers left alone are the last ones, in models whose layers differ too (local and global attention in turn, dense
-layers before experts). Backward reaches them first, so that their activations are gone while all others are recomputed:
-no other choice of as many alike layers takes less. Where layers alternate, the last n are a mixture of all kinds; to
-pick one kind would only pay where its seconds for a byte are much better, as with very long rows of global attention,
-and every kind of stack would need a knob of its own. Experts after dense layers are the last layers anyway.
+The skipped layers are the last ones, also in models whose layers differ (alternating local and global attention, dense
+layers before experts). Backward reaches them first, so their activations are freed before any other layer is
+recomputed: no other choice of the same number of identical layers takes less. Where layers alternate, the last n are a
+mixture of all kinds; picking one kind would only pay if it saved far more seconds per byte, as with very long rows of
+global attention, and every kind of stack would need a knob of its own. Experts after dense layers are the last layers
+anyway.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from lowmem_ft.techniques.config import CheckpointingConfig
 Mode = Literal["full", "selective"]
 
 MODES = ("none", "selective", "full")
-"""From the least that is computed again to the most."""
+"""Modes from the least recomputation to the most."""
 
 NO_LAYER, EVERY_LAYER = CheckpointingConfig(mode="none"), CheckpointingConfig(mode="full")
 
 EVERY_SELECTIVE = CheckpointingConfig(mode="selective")
 
 _LEAST_GAIN = 0.001
-"""Of a step's seconds, that is worth a word."""
+"""Smallest gain, as a share of the step's seconds, that is mentioned."""
 
 
 @only_looking()
@@ -57,23 +58,23 @@ def plan_checkpointing(
     *,
     on_progress: OnProgress = lambda progress: None,
 ) -> MemoryPlan:
-    """The checkpointed layers with which a step is fastest inside a budget, and nothing else of a recipe changed.
+    """Return the plan whose checkpointed layers make a step fastest inside a budget, with nothing else changed.
 
-    The losses and gradients are the same bit for bit, whatever is chosen. Where no clock tells seconds, on a processor,
-    the fewest layers are recomputed.
+    Losses and gradients are the same bit for bit, whatever is chosen. On a processor, which has no timing model, the
+    plan recomputes the fewest layers.
 
     Args:
-        recipe: its ``checkpointing`` counts for nothing; it is ``mode=auto`` as a rule.
+        recipe: its ``checkpointing`` is ignored; normally it is ``mode=auto``.
         budget: what may be used; None: the recipe's own.
-        gpu: where, as for :func:`lowmem_ft.estimate_memory`.
+        gpu: the device, as for :func:`lowmem_ft.estimate_memory`.
         on_progress: called before each estimate.
 
     Returns:
-        The plan, its recipe with a mode and a number of layers; where nothing fits, the nearest, with what is missing.
+        The plan, its recipe with a mode and a number of layers; if nothing fits, the nearest, with what is missing.
 
     Raises:
         RecipeError: if the recipe has conflicts.
-        UserError: if there is neither a budget nor a GPU, a budget cannot be had, or no choice runs on the device.
+        UserError: if there is neither a budget nor a GPU, a budget is not available, or no choice runs on the device.
         ModelError: if the model cannot be found or traced.
         KeyboardInterrupt: if the user ends it.
     """
@@ -95,10 +96,10 @@ def plan_checkpointing(
 
 
 def chosen_in_words(found: MemoryPlan) -> str:
-    """What was chosen, as a line of a log: ``checkpointing.mode=auto: full, skip_last_layers=12 (fits with 0.8 ...)``.
+    """Return the choice as a log line: ``checkpointing.mode=auto: full, skip_last_layers=12 (fits with 0.8 ...)``.
 
     Args:
-        found: by :func:`plan_checkpointing`.
+        found: the plan returned by :func:`plan_checkpointing`.
     """
     config, estimate = found.recipe.checkpointing, found.estimate
     skipped = f", skip_last_layers={config.skip_last_layers}" if config.skip_last_layers else ""
@@ -120,7 +121,7 @@ def chosen_in_words(found: MemoryPlan) -> str:
 
 
 def _gain(found: MemoryPlan) -> list[str]:
-    """How much faster it is than with every layer checkpointed, where that was estimated and differs."""
+    """Return how much faster the choice is than checkpointing every layer; empty if not estimated or about equal."""
     every = {"checkpointing.mode": EVERY_LAYER.mode}
     seconds = [choice.step_seconds for choice in found.alternatives if dict(choice.overrides) == every]
     if found.estimate.step is None or not seconds or not seconds[0]:
@@ -131,14 +132,14 @@ def _gain(found: MemoryPlan) -> list[str]:
 
 @dataclass(kw_only=True)
 class _Choices:
-    """What each choice needs, found out once.
+    """The needs of each choice, each estimated once.
 
     Args:
-        recipe: with all other knobs.
-        target: where.
-        ctrl_c: asked before each estimate.
-        on_progress: told before each estimate.
-        needs: of each choice so far; a text says why it cannot be built.
+        recipe: the recipe, with all other knobs.
+        target: the device, its limits and the model.
+        ctrl_c: checked before each estimate.
+        on_progress: called before each estimate.
+        needs: needs of each choice so far; a string says why it cannot be built.
     """
 
     recipe: Recipe
@@ -148,10 +149,10 @@ class _Choices:
     needs: dict[CheckpointingConfig, Need | str] = field(default_factory=dict)
 
     def try_all(self) -> None:
-        """Estimate what has to be known to choose."""
+        """Estimate everything that the choice depends on."""
         none_fits = self._fits(NO_LAYER)
         if not self._fits(EVERY_LAYER) or none_fits:
-            return  # in between nothing can fit, or be faster than both
+            return  # nothing in between can fit, or be faster than both
         self._leave_alone_as_many_as_fit("full", 0)
         if self._fits(EVERY_SELECTIVE):
             least = self._least_worth_it()
@@ -159,7 +160,7 @@ class _Choices:
                 self._leave_alone_as_many_as_fit("selective", least)
 
     def concluded(self, recipe: Recipe) -> MemoryPlan:
-        """The best that was found, or the nearest.
+        """Return the best choice found, or the nearest to fitting.
 
         Raises:
             UserError: if nothing could be built.
@@ -188,12 +189,12 @@ class _Choices:
         )
 
     def _leave_alone_as_many_as_fit(self, mode: Mode, fits: int) -> None:
-        """Narrow down the most layers, by where the room would end.
+        """Narrow down the largest number of skipped layers that fits, from where the memory would run out.
 
-        The first layers left alone may cost nothing, as the peak is elsewhere, and each of the last costs most. So the
-        room does not end before an even spread from here to what is beyond has it end, which is tried first, and not
-        after the two last choices on either side would have it end, which is tried then. Half of what is between goes
-        where neither is told.
+        The first skipped layers may cost nothing, as the peak is elsewhere, and each of the last ones costs most.
+        Linear interpolation between the ends of the interval therefore never overestimates, and is tried first; linear
+        extrapolation from the last two choices on either side never underestimates, and is tried next. If neither
+        gives a number, the search bisects.
         """
         beyond, below, above = self.target.shape.num_layers, fits, self.target.shape.num_layers
         while beyond - fits > 1:
@@ -208,22 +209,22 @@ class _Choices:
                 above, beyond = beyond, tried
 
     def _end_of_room(self, mode: Mode, fewer: int, more: int) -> float | None:
-        """With how many layers left alone nothing would be left, as two choices tell; None if they do not."""
+        """Return the number of skipped layers at which no memory is left, by two choices; None if they do not tell."""
         room, less = (self._room(self._leaving(layers, mode)) for layers in (fewer, more))
         if room is None or less is None or less >= room:
             return None
         return fewer + room / (room - less) * (more - fewer)
 
     def _leaving(self, layers: int, mode: Mode) -> CheckpointingConfig:
-        """A mode for all layers but so many of the last ones."""
+        """Return the config that checkpoints all layers except this many of the last ones."""
         if layers == self.target.shape.num_layers:
             return NO_LAYER
         return CheckpointingConfig(mode=mode, skip_last_layers=layers)
 
     def _least_worth_it(self) -> int:
-        """How many layers selective checkpointing has to leave alone to be faster than the best so far.
+        """Return how many layers selective checkpointing has to skip to be faster than the best choice so far.
 
-        Taken that each of them saves as much; a second estimate of selective checkpointing is asked for only there.
+        Assumes that each skipped layer saves the same time; only there is selective checkpointing estimated again.
         """
         fitting = [config for config, need in self.needs.items() if isinstance(need, Need) and need.fits]
         best = min((config for config in fitting if config.mode == "full"), key=self._order)
@@ -255,7 +256,7 @@ class _Choices:
         return self.needs[config]
 
     def _asked(self, config: CheckpointingConfig) -> Need | str:
-        """By the recipe's rules, which cost nothing, then by an estimate in full."""
+        """Check the recipe's rules, which cost nothing, then estimate in full."""
         recipe = self._with(config)
         if problems := recipe_problems(recipe):
             return " ".join(problems)
@@ -279,7 +280,7 @@ class _Choices:
         )
 
     def _order(self, config: CheckpointingConfig) -> tuple[float, int, int]:
-        """By seconds; where they are equal, or nobody knows them, by what is computed again."""
+        """Return the sort key: seconds; where these are equal or unknown, the number of recomputed layers."""
         need = self.needs[config]
         assert isinstance(need, Need), "only what was estimated is compared"
         again = 0 if config.mode == "none" else self.target.shape.num_layers - config.skip_last_layers
@@ -292,7 +293,7 @@ class _Choices:
 
 
 def _refuse_without_limit(recipe: Recipe, gpu: str | Gpu | None) -> None:
-    """Refuse to choose for whatever this machine's processor has free, where nobody has asked for it."""
+    """Raise an error, rather than choose for this machine's free memory, if the user named no device and no budget."""
     budget, use_cpu = recipe.budget, recipe.training.use_cpu
     is_limited = use_cpu or gpu is not None or budget.device is not None or budget.host is not None
     if is_limited or choose_gpu(None, budget, use_cpu=False)[0] is not None:
@@ -304,7 +305,7 @@ def _refuse_without_limit(recipe: Recipe, gpu: str | Gpu | None) -> None:
 
 
 def _room(limits: Limits, device_bytes: float, host_bytes: float) -> float:
-    """What is left of the memory that is shorter."""
+    """Return the bytes left of device or host memory, whichever has less left."""
     return min(limits.device_bytes - device_bytes, limits.host_bytes - host_bytes)
 
 
@@ -313,7 +314,7 @@ def _or_infinite(num_bytes: int | None) -> float:
 
 
 def _overrides(config: CheckpointingConfig) -> dict[str, str | int]:
-    """What of it is set, beside the mode."""
+    """Return the settings of the config: the mode, and the skipped layers if there are any."""
     skipped = {"checkpointing.skip_last_layers": config.skip_last_layers} if config.skip_last_layers else {}
     return {"checkpointing.mode": config.mode, **skipped}
 

@@ -1,8 +1,9 @@
-"""What any step of a recipe takes at the least: bytes that lie still, products of matrices, bytes over the host link.
+"""Lower bounds of a step of a recipe: bytes at rest, matrix products, and bytes over the host link.
 
-Nothing here is an estimate: these numbers only spare a search the combinations that cannot do. Each holds whatever the
-other settings are (``tests/planner/test_bounds.py`` holds them against estimates). Of activations only those count that
-autograd cannot do without: what trained matrices and attention multiply, what checkpointed layers begin with, logits.
+Nothing here is an estimate: these numbers only spare a search the combinations that cannot work. Each bound holds
+whatever the other settings are (``tests/planner/test_bounds.py`` checks them against estimates). The only activations
+counted are those that autograd cannot do without: inputs of trained matrices and of attention, inputs of checkpointed
+layers, and logits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate, matmul_rate
 
 BYTES_KEYS = ("model", "adapter", "optimizer", "offload", "accumulation", "training", "distributed")
-"""Groups that bounds of the device's bytes read; those of seconds, of the host and of activations read the next too."""
+"""Groups that the bounds of device bytes read; those of seconds, of the host and of activations read the next too."""
 
 STEP_KEYS = (*BYTES_KEYS, "checkpointing", "data")
 
@@ -43,30 +44,30 @@ ACTIVATION_KEYS = (
 )
 
 _LOGIT_BYTES = 8.0
-"""Of a logit of a model's own loss, in which float32 and its gradient stand side by side."""
+"""Bytes per logit of a model's own loss, which holds float32 logits and their gradients together."""
 
 _QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
-"""Of an element, without the scales."""
+"""Bytes per element, without the scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What bounds read of a model.
+    """Sizes of a model that the bounds read.
 
     Args:
         num_layers: decoder layers.
-        parameters: of the whole, a tied one once.
-        layer_parameters: of all decoder layers.
-        products: elements of the matrices in them that every token passes; experts, of which it passes some, are not.
-        products_again: of those, what the recomputation of all layers passes: it ends before each layer's last product.
+        parameters: all elements; tied weights count once.
+        layer_parameters: elements of all decoder layers.
+        products: elements of the layers' matrices that every token passes; not experts, as a token passes only some.
+        products_again: those of them that recomputing all layers passes: it ends before each layer's last product.
         head_products: elements of the head.
-        outer_parameters: of the embedding and the head, a tied one once.
-        widths: elements of a token that backward needs of all decoder layers, see :func:`_width`.
-        outputs: elements of a token that they give.
-        hidden_size: elements of a token between layers.
-        vocab_size: logits of a token.
-        longest_row: tokens of a row, where ``data.max_length`` is null.
-        checkpoint_dtype: type of the weights, where ``model.dtype`` is auto.
+        outer_parameters: elements of the embedding and the head; tied weights count once.
+        widths: elements per token that backward needs of all decoder layers, see :func:`_width`.
+        outputs: elements per token that the layers' matrices give.
+        hidden_size: elements per token between layers.
+        vocab_size: logits per token.
+        longest_row: tokens of a row, if ``data.max_length`` is null.
+        checkpoint_dtype: type of the weights, if ``model.dtype`` is auto.
     """
 
     num_layers: int
@@ -84,21 +85,21 @@ class ModelShape:
     checkpoint_dtype: torch.dtype
 
     def dtype_of(self, recipe: Recipe) -> torch.dtype:
-        """Of the weights: ``model.dtype``, or the checkpoint's own."""
+        """Return the type of the weights: ``model.dtype``, or the checkpoint's own."""
         name = recipe.model.dtype
         return self.checkpoint_dtype if name == "auto" else getattr(torch, name)
 
 
 def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.dtype) -> ModelShape:
-    """The shape of a model on the meta device.
+    """Return the shape of a model on the meta device.
 
     Args:
         model: its modules; their types do not matter.
-        longest_row: tokens of a row, where ``data.max_length`` is null.
-        checkpoint_dtype: type of the weights, where ``model.dtype`` is auto.
+        longest_row: tokens of a row, if ``data.max_length`` is null.
+        checkpoint_dtype: type of the weights, if ``model.dtype`` is auto.
 
     Returns:
-        The shape; of a model without one stack of decoder layers, one that bounds less.
+        The shape; a model without a single stack of decoder layers gets one with looser bounds.
     """
     try:
         layers: list[nn.Module] = list(decoder_layers(model))
@@ -129,17 +130,17 @@ def _numel(module: nn.Module) -> int:
 
 
 def _matrices(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Those that every token passes, by their own names."""
+    """Yield the matrices that every token passes, with the last part of their names."""
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear) and "expert" not in name:
             yield name.rpartition(".")[2], module
 
 
 def _width(layer: nn.Module, hf_config: PreTrainedConfig) -> int:
-    """Elements of a token that backward needs of a layer: what its matrices multiply, of several as wide once.
+    """Return the elements per token that backward needs of a layer: its matrices' inputs; equal widths count once.
 
-    Where they are named as Llama's are, what is known to be kept: queries, keys, values and what attention gives, and
-    in a gated MLP both factors of its product; a smooth activation keeps what it began with.
+    If the matrices have Llama's names, adds what is known to be kept: queries, keys, values and the attention output,
+    and in a gated MLP both factors of its product; a smooth activation also keeps its input.
     """
     named = dict(_matrices(layer))
     width = sum({matrix.in_features for name, matrix in named.items() if name != "o_proj"})
@@ -153,20 +154,20 @@ def _width(layer: nn.Module, hf_config: PreTrainedConfig) -> int:
 
 
 def device_bytes(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
-    """Bytes of the process on the device: at the end of a step's last backward pass, or of its last forward pass."""
+    """Return device bytes of the process at the end of a step's last backward or last forward pass, the larger."""
     forward = bytes_before_backward(recipe, shape) + activation_bytes(recipe, shape)
     return gpu.context_bytes + max(bytes_after_backward(recipe, shape), forward)
 
 
 def bytes_after_backward(recipe: Recipe, shape: ModelShape) -> float:
-    """Weights, state and gradients, at the end of the last backward pass."""
+    """Return the bytes of weights, state and gradients at the end of the last backward pass."""
     if recipe.distributed.cpu_offload:
         return 0.0
     return _weights(recipe, shape) + _state(recipe, shape) + _gradients(recipe, shape)
 
 
 def bytes_before_backward(recipe: Recipe, shape: ModelShape) -> float:
-    """Weights, state, and gradients of the micro-batches before, at the end of the last forward pass."""
+    """Return the bytes of weights, state and earlier micro-batches' gradients at the end of the last forward pass."""
     if recipe.distributed.cpu_offload:
         return _gathered(recipe, shape)
     before = 0.0
@@ -176,10 +177,10 @@ def bytes_before_backward(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """What autograd keeps at the least, at the end of the last forward pass.
+    """Return the least bytes that autograd keeps, at the end of the last forward pass.
 
-    A layer keeps what its trained matrices and attention multiply, a checkpointed one what it begins with; in vertical
-    order of all micro-batches. A model's own loss holds all logits of these tokens.
+    A layer keeps the inputs of its trained matrices and of attention, a checkpointed one its own input; in vertical
+    order for all micro-batches. A model's own loss holds all logits of these tokens.
     """
     begins, again = begin_bytes(recipe, shape), share_again(recipe, shape)
     is_kept = recipe.adapter.name == "none" and recipe.tiling.mlp == 1 and recipe.offload.activations != "all"
@@ -190,9 +191,9 @@ def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def begin_bytes(recipe: Recipe, shape: ModelShape, *, on_host: bool = False) -> float:
-    """What all layers begin with, if all are checkpointed, and it waits there.
+    """Return the bytes of all layers' inputs, if all are checkpointed and their inputs are kept there.
 
-    Not what selective checkpointing keeps of attention: nothing where that draws dropout, or has no fused kernel.
+    Leaves out what selective checkpointing keeps of attention: that is nothing with dropout or without a fused kernel.
     """
     width = shape.hidden_size * activation_itemsize(recipe, shape)
     stays = recipe.offload.activations == "all" and micro_batch_tokens(recipe, shape) * width < SMALLEST_BYTES
@@ -202,26 +203,26 @@ def begin_bytes(recipe: Recipe, shape: ModelShape, *, on_host: bool = False) -> 
 
 
 def micro_batch_tokens(recipe: Recipe, shape: ModelShape) -> int:
-    """Of a micro-batch of the longest rows."""
+    """Return the tokens of a micro-batch of the longest rows."""
     return recipe.training.per_device_train_batch_size * (recipe.data.max_length or shape.longest_row)
 
 
 def kept_tokens(recipe: Recipe, shape: ModelShape) -> int:
-    """Tokens whose activations are there at once: in vertical order those of all micro-batches."""
+    """Return the tokens whose activations exist at once: in vertical order those of all micro-batches."""
     is_vertical = recipe.accumulation.order == "vertical"
     num_micro_batches = recipe.training.gradient_accumulation_steps if is_vertical else 1
     return num_micro_batches * micro_batch_tokens(recipe, shape)
 
 
 def activation_itemsize(recipe: Recipe, shape: ModelShape) -> int:
-    """Bytes of an element of what layers compute."""
+    """Return the bytes per element of what layers compute."""
     return compute_dtype(shape.dtype_of(recipe), recipe.training.mixed_precision).itemsize
 
 
 def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Host memory while a model is saved: the process, what waits there, unless it is in files, and a file's weights.
+    """Return host bytes while a model is saved: the process, what is offloaded (unless to files), and a file's weights.
 
-    What layers begin with waits there in buffers that are kept.
+    Layer inputs are offloaded to buffers that are kept.
     """
     begins = share_again(recipe, shape) * begin_bytes(recipe, shape, on_host=True)
     weights = _waiting_weight_bytes(recipe, shape)
@@ -241,24 +242,24 @@ def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
-    """A step's products on the device, and its bytes over the host link, whichever takes longer."""
+    """Return the seconds of a step's products on the device or of its host-link copies, whichever take longer."""
     copied = copied_state_bytes(recipe, shape) + copied_weight_bytes(recipe, shape)
     return max(product_seconds(recipe, shape, gpu), copied / host_link_rate(gpu))
 
 
 def product_seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
-    """Of a step's products of matrices, at the device's best rate."""
+    """Return the seconds of a step's matrix products, at the device's best rate."""
     dtype = compute_dtype(shape.dtype_of(recipe), recipe.training.mixed_precision)
     return _flops(recipe, shape) / matmul_rate(gpu, str(dtype).removeprefix("torch."))
 
 
 def copied_state_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Of the optimizer, to the device and back in each step."""
+    """Return the bytes of optimizer state copied to the device and back in each step."""
     return state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0
 
 
 def copied_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Of the layers, to the device in each pass; of FSDP2's offload this process's part, at least once."""
+    """Return the bytes of layers copied to the device in each pass; with FSDP2's offload, this rank's shard once."""
     if recipe.distributed.cpu_offload:
         return _weights(recipe, shape)
     return _streamed_bytes(recipe, shape) if recipe.offload.parameters == "stream" else 0.0
@@ -270,9 +271,9 @@ def _flops(recipe: Recipe, shape: ModelShape) -> float:
     length = recipe.data.max_length or shape.longest_row
     tokens, learnt = rows * length, rows * (length - 1)
     if recipe.adapter.name == "none":
-        passes = 6.0  # two operations an element forward, for the input's gradient and for the weight's
+        passes = 6.0  # two operations per element: forward, for the input's gradient and for the weight's
     else:
-        # Frozen: no gradient of the weight, nor of what enters the first layer.
+        # Frozen: there is no gradient of the weight, nor of the first layer's input.
         passes = 2.0 + 2.0 * max(0, shape.num_layers - 1) / max(1, shape.num_layers)
     head = 6.0 if recipe.adapter.name == "none" else 4.0
     return (
@@ -282,7 +283,7 @@ def _flops(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def share_again(recipe: Recipe, shape: ModelShape) -> float:
-    """Of the layers, those that are computed twice."""
+    """Return the share of layers that are computed twice."""
     config = recipe.checkpointing
     if config.mode == "none" or not shape.num_layers:
         return 0.0
@@ -290,7 +291,7 @@ def share_again(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def _layer_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Of all decoder layers at rest."""
+    """Return the bytes of all decoder layers at rest."""
     itemsize = shape.dtype_of(recipe).itemsize
     quantized = _QUANTIZED_BYTES.get(recipe.model.quantization, itemsize)
     return shape.products * quantized + (shape.layer_parameters - shape.products) * min(itemsize, quantized)
@@ -305,7 +306,7 @@ def _streamed_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def _waiting_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Of streamed weights: layers, and of a model that is trained the embedding and the head."""
+    """Return host bytes of streamed weights: layers, and in full training also the embedding and the head."""
     if recipe.offload.parameters != "stream":
         return 0.0
     outer = shape.outer_parameters * shape.dtype_of(recipe).itemsize if recipe.adapter.name == "none" else 0
@@ -313,7 +314,7 @@ def _waiting_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def _kept_share(recipe: Recipe) -> float:
-    """Of weights, gradients and state, what a process keeps."""
+    """Return the share of weights, gradients and state that one process keeps."""
     config = recipe.distributed
     return 1 / (config.num_processes or 1) if config.strategy == "fsdp2" else 1.0
 
@@ -329,14 +330,14 @@ def _weights(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def _gathered(recipe: Recipe, shape: ModelShape) -> float:
-    """Whole layers beside a process's part of them, from forward to backward."""
+    """Return the bytes of whole layers that FSDP2 holds from forward to backward, in addition to the rank's shard."""
     config = recipe.distributed
     stays = config.strategy == "fsdp2" and not config.reshards
     return _layer_weight_bytes(recipe, shape) if stays else 0.0
 
 
 def state_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Of the optimizer, wherever it lies: averages and what stands beside 16-bit weights."""
+    """Return the bytes of optimizer state on either device: averages, and master tensors of 16-bit weights."""
     optimizer = recipe.optimizer
     if recipe.adapter.name != "none":
         return 0.0
@@ -354,7 +355,7 @@ def _state(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def _gradients(recipe: Recipe, shape: ModelShape) -> float:
-    """Of trained weights, all of which are there at once unless the optimizer spends them as they come."""
+    """Return the bytes of trained weights' gradients: all exist at once unless the optimizer steps in backward."""
     if recipe.adapter.name != "none":
         return 0.0
     itemsize = shape.dtype_of(recipe).itemsize
@@ -366,12 +367,12 @@ def _gradients(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def _sums_over_passes(recipe: Recipe) -> bool:
-    """Whether a backward pass meets the gradients of the micro-batches before."""
+    """Return whether a backward pass adds to the gradients of earlier micro-batches."""
     return recipe.training.gradient_accumulation_steps > 1 and recipe.accumulation.order == "horizontal"
 
 
 def _gradients_wait(recipe: Recipe) -> bool:
-    """For their norm, while the optimizer steps in backward."""
+    """Return whether gradients wait for their norm while the optimizer steps in backward."""
     return (
         recipe.optimizer.in_backward
         and recipe.training.max_grad_norm is not None

@@ -1,6 +1,6 @@
-"""The combinations of a space as a search takes them: numbers in arrays, with what orders and what bounds them.
+"""The combinations of a search space as arrays: their bounds, and what orders them.
 
-Axes: N combinations, D dimensions, U different choices of the dimensions that something reads.
+Axes: N combinations, D dimensions, U distinct choices of the dimensions that are read.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lowmem_ft.system.process_size import LIBRARIES_BYTES
 Ints = NDArray[np.int64]
 
 Bytes = tuple[float, float]
-"""Of the device and of the host."""
+"""Bytes of the device and of the host."""
 
 
 def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Candidates:
-    """All combinations of a space, with their order and their bounds.
+    """Return all combinations of a search space, with their order and their bounds.
 
     Args:
         space: at least one combination.
-        shape: of the model.
-        gpu: where it would be trained; None: a processor, of which no bounds are known.
+        shape: the model's sizes.
+        gpu: the training device; None: a processor, which has no known bounds.
 
     Returns:
         The candidates, in the order of the space.
@@ -72,7 +72,7 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
 def prior_of(
     space: Space, candidates: Candidates, limits: Limits, shape: bounds.ModelShape, gpu: Gpu | None
 ) -> Prior:
-    """What is expected of each combination that may fit; of a processor, of which no clock is known, bytes alone."""
+    """Return the expected needs of each combination that may fit; a processor has no timing model: bytes alone."""
     nothing_N = np.zeros(len(candidates))
     device_N, host_N, seconds_N, effort_N = (nothing_N.copy() for _ in range(4))
     for place in np.flatnonzero(candidates.may_fit(limits)).tolist():
@@ -92,7 +92,7 @@ def prior_of(
 
 
 def expected_bytes(recipe: Recipe, shape: bounds.ModelShape, gpu: Gpu | None) -> Bytes:
-    """What a recipe should need, with headroom; nothing is expected of the host where it is the device, too."""
+    """Return the expected bytes with headroom; the host's are 0 on a processor, where host and device are the same."""
     context_bytes = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
     host = 0.0 if gpu is None else expectations.host_bytes(recipe, shape)
     return with_headroom(context_bytes + expectations.device_bytes(recipe, shape)), with_headroom(host)
@@ -104,7 +104,7 @@ def _known(gpu: Gpu | None) -> Gpu:
 
 
 def _ranks(space: Space, choices_ND: Ints) -> tuple[Ints, Ints]:
-    """What decides before the seconds, and what where they are equal; the second is unique."""
+    """Return the rank that decides before the seconds, and the one that breaks ties; the second is unique."""
     given_up = [
         place
         for place, dimension in enumerate(space.dimensions)
@@ -135,7 +135,7 @@ def _ranks(space: Space, choices_ND: Ints) -> tuple[Ints, Ints]:
 
 
 def _complexities(space: Space, choices_ND: Ints) -> Ints:
-    """:meth:`Space.complexity` of each."""
+    """Return :meth:`Space.complexity` of each combination."""
     total_N = np.zeros(len(choices_ND), dtype=np.int64)
     for place, dimension in enumerate(space.dimensions):
         prices = [space.price(place, index) for index in range(len(dimension.choices))]
@@ -153,7 +153,7 @@ def _filled(own: list[int], places: Sequence[int], values: Sequence[int]) -> lis
 def _by_what_is_read(
     space: Space, choices_ND: Ints, keys: Sequence[str], of: Sequence[Callable[[Recipe], float]]
 ) -> NDArray[np.float64]:
-    """Numbers of each combination, a row for each, computed once for those that differ in nothing they read."""
+    """Return numbers for each combination, one row per function, computed once per distinct value of the keys read."""
     reader = Rule(keys=tuple(keys), problems=lambda recipe: ())
     places = [
         place

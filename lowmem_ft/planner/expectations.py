@@ -1,8 +1,9 @@
-"""What a step and its estimate should take, by rule of thumb: where a search begins, and nothing else.
+"""Rules of thumb for the bytes and seconds of a step and the effort of its estimate: they only start a search.
 
-Unlike the bounds, none of this has to hold. It is of the right size for common decoders, so that the first combinations
-that are estimated lie near the limits; each estimate corrects it for those that resemble it. The shares were set by
-hand against estimates of Llama-3.1-8B in budgets of 12 to 80 GiB; a wrong one costs estimates, never the plan.
+Unlike the bounds, none of this has to hold. The numbers have the right size for common decoders, so that the first
+combinations that are estimated are near the limits; each estimate corrects them for similar combinations. The shares
+were set by hand against estimates of Llama-3.1-8B in budgets of 12 to 80 GiB; a wrong one costs estimates, never the
+plan.
 """
 
 from __future__ import annotations
@@ -15,35 +16,35 @@ from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
 
 _KEPT_SHARE = 2.2
-"""Of what its matrices give, that a layer keeps for its backward pass."""
+"""Share of its matrices' outputs that a layer keeps for its backward pass."""
 
 _MLP_SHARE = 0.7
-"""Of that, what lies within the MLP."""
+"""Share of those kept activations that is within the MLP."""
 
 _HOST_SHARE = 1.01
-"""Of its bound, with buffers for copies."""
+"""Host memory as a share of its bound: the rest is buffers for copies."""
 
 _TIMES_MOVED, _TIMES_MOVED_AGAIN = 42.0, 8.0
-"""How often what its matrices give passes through memory: forward and backward, and once more forward."""
+"""Times that the matrices' outputs pass through memory: forward and backward, and one more forward."""
 
 _CASTS = 1.5
-"""How much more of it there is where some of it is float32: autocast's of float32 weights, adapters' without it."""
+"""Factor on that traffic where some of it is float32: autocast's of float32 weights, adapters' without autocast."""
 
 _SUMMED_BYTES = 20.0
-"""That pass through memory, a parameter, to add a micro-batch's gradients to those before."""
+"""Bytes per parameter that pass through memory to add a micro-batch's gradients to the earlier ones."""
 
 _TIMES_UPDATED = 4.0
-"""Likewise of weights, gradients and state, for an update."""
+"""Times that weights, gradients and state pass through memory in an update."""
 
 _TILED_MLP, _TILED_HEAD = 0.16, 0.03
-"""Of the products without checkpointing, which pieces of the MLP and of the head compute once more."""
+"""Share of the products without checkpointing that tiles of the MLP and of the head recompute."""
 
 _LOGIT_BYTES = {True: 12.0, False: 8.0}
-"""At the peak, by whether all exist at once."""
+"""Bytes per logit at the peak, by whether all logits exist at once."""
 
 
 def device_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Of the process at its peak, without its context."""
+    """Return the expected bytes of the process at its peak, without its context."""
     tokens, chunk = bounds.micro_batch_tokens(recipe, shape), recipe.loss.chunk_tokens
     token_bytes = _kept_of_a_token(recipe, shape)
     at_once = bounds.kept_tokens(recipe, shape) if chunk is None else min(tokens, chunk)
@@ -61,12 +62,12 @@ def device_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Of the host at its peak: the bound, which leaves out little."""
+    """Return the expected host bytes at the peak: about the bound, which leaves out little."""
     return _HOST_SHARE * bounds.host_bytes(recipe, shape)
 
 
 def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
-    """Of a step: products, what else passes through the device's memory, and copies that nothing hides."""
+    """Return the expected seconds of a step: products, other traffic of device memory, and exposed copies."""
     again = bounds.share_again(recipe, shape)
     products = bounds.product_seconds(recipe, shape, gpu)
     pieces = (_TILED_MLP if recipe.tiling.mlp > 1 else 0.0) + (_TILED_HEAD if recipe.tiling.head > 1 else 0.0)
@@ -83,7 +84,7 @@ def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
 
 
 def _moved_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """By all kernels that are no product: of activations, of gradients that are summed, and of updates."""
+    """Return the bytes moved by all kernels other than products: activations, summed gradients, and updates."""
     training, itemsize = recipe.training, shape.dtype_of(recipe).itemsize
     num_micro_batches = training.gradient_accumulation_steps
     tokens = bounds.micro_batch_tokens(recipe, shape) * num_micro_batches
@@ -100,7 +101,7 @@ def _moved_bytes(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def _sent_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """By a process to the others: weights that are gathered for each pass, and gradients."""
+    """Return the bytes that a rank sends to the others: weights gathered for each pass, and gradients."""
     config = recipe.distributed
     if config.strategy not in ("ddp", "fsdp2"):
         return 0.0
@@ -119,27 +120,27 @@ def _sending_rate(recipe: Recipe, gpu: Gpu) -> float:
 
 
 def effort(recipe: Recipe) -> float:
-    """Of an estimate, in common ones: vertical order that keeps more than inputs is traced with all micro-batches."""
+    """Return the effort in common estimates: vertical order that keeps more than inputs traces all micro-batches."""
     if recipe.accumulation.order == "horizontal" or recipe.checkpointing.mode == "full":
         return 1.0
     return max(1.0, recipe.training.gradient_accumulation_steps / 4)
 
 
 def _attended_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """What selective checkpointing keeps of attention: as much as a layer begins with."""
+    """Return the bytes that selective checkpointing keeps of attention: as many as a layer's input has."""
     width = shape.hidden_size * bounds.activation_itemsize(recipe, shape)
     return float(bounds.kept_tokens(recipe, shape) * shape.num_layers * width)
 
 
 def _kept_of_a_token(recipe: Recipe, shape: ModelShape) -> float:
-    """Bytes that a layer keeps for its backward pass."""
+    """Return the bytes per token that a layer keeps for its backward pass."""
     itemsize = bounds.activation_itemsize(recipe, shape)
     tiled = 1 - _MLP_SHARE + _MLP_SHARE / recipe.tiling.mlp
     return _KEPT_SHARE * itemsize * tiled * shape.outputs / max(1, shape.num_layers)
 
 
 def _layers_at_work(recipe: Recipe, shape: ModelShape) -> float:
-    """Weights and gradients of some layers at once, and the largest gradient."""
+    """Return the bytes of weights and gradients of the layers at work, with the largest gradient."""
     itemsize = shape.dtype_of(recipe).itemsize
     layer = shape.layer_parameters * itemsize / max(1, shape.num_layers)
     head = shape.head_products * itemsize / recipe.tiling.head

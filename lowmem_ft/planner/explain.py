@@ -1,4 +1,4 @@
-"""Why a plan is what it is, read from what its search has found."""
+"""Explanation of a plan, read from what its search has found."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MOST_REJECTED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """A search and what it was about.
+    """A search, and the recipe, search space and limits that it was for.
 
     Args:
-        asked: the recipe that the plan is for; that of the space may be dealt out among several cards.
+        asked: the recipe that the plan is for; the space's recipe may share its rows among several GPUs.
     """
 
     asked: Recipe
@@ -44,14 +44,14 @@ class Findings:
     found: Searched
 
     def changes(self, place: int) -> dict[str, Any]:
-        """What a combination changes of the recipe that was asked for."""
+        """Return the settings of a combination that differ from the user's recipe."""
         changed = self.space.recipe_of(self.space.combinations[place])
         keys = (*DEALT, *(key for dimension in self.space.dimensions for key in dimension.keys))
         values = {key: operator.attrgetter(key)(changed) for key in keys}
         return {key: value for key, value in values.items() if value != operator.attrgetter(key)(self.asked)}
 
     def choice(self, place: int) -> Choice:
-        """A combination with what it needs."""
+        """Return a combination with what it needs."""
         estimate: MemoryEstimate = self.found.needs[place].estimate
         return Choice(
             overrides=self.changes(place),
@@ -62,12 +62,12 @@ class Findings:
 
     @property
     def best_seconds(self) -> float:
-        """Of a step of the best; 0 where no clock tells."""
+        """Seconds per step of the best combination; 0 if nothing fits or the device has no timing model."""
         best = self.found.best
         return 0.0 if best is None else self.found.needs[best].seconds
 
     def reason(self, need: Need) -> str:
-        """Why something that was estimated does not fit; empty if it does."""
+        """Return why an estimated combination does not fit; empty if it does."""
         if need.fits:
             return ""
         over_device, over_host = self.limits.missing(need.device_bytes, need.host_bytes)
@@ -80,7 +80,7 @@ class Findings:
 
     @property
     def _faster(self) -> list[int]:
-        """Estimated combinations that would be faster by more than a simpler one may be slower, if they fitted."""
+        """Estimated combinations that do not fit and would be faster by more than ``NEARLY_AS_FAST``."""
         found, best = self.found, self.found.best
         return [
             place
@@ -90,7 +90,7 @@ class Findings:
         ]
 
     def alternatives(self) -> tuple[Choice, ...]:
-        """Others that fit: each is slower, and needs less of the device's or the host's memory than all faster ones."""
+        """Return others that fit: each is slower, and needs less device or host memory than all faster ones."""
         fitting = sorted(
             (place for place, need in self.found.needs.items() if need.fits),
             key=lambda place: (self.found.needs[place].seconds, int(self.candidates.after_N[place])),
@@ -107,7 +107,7 @@ class Findings:
         return tuple(self.choice(place) for place in kept if place != self.found.best)[:MOST_ALTERNATIVES]
 
     def rejected(self) -> tuple[Rejected, ...]:
-        """What was estimated and does not fit, that which misses least first, then what cannot be built."""
+        """Return the estimated combinations that do not fit, the nearest first, then those that cannot be built."""
         needs = self.found.needs
         missing = {
             place: sum(self.limits.missing(need.device_bytes, need.host_bytes))
@@ -124,7 +124,7 @@ class Findings:
         return tuple(rejected[:MOST_REJECTED])
 
     def binds(self) -> tuple[Binding, ...]:
-        """What the combinations lack that would be faster; ``time`` if there is none."""
+        """Return the kinds of memory that the faster combinations lack; ``time`` if there are no faster ones."""
         over = [
             self.limits.missing(self.found.needs[place].device_bytes, self.found.needs[place].host_bytes)
             for place in self._faster
@@ -137,7 +137,7 @@ class Findings:
         return tuple(binding) or ("time",)
 
     def purchases(self) -> tuple[Purchase, ...]:
-        """The least more of device memory, and of host memory, that makes a step faster; at most as much again."""
+        """Return the least extra device and host memory that makes a step faster, at most as much as there is."""
         return tuple(purchase for of in ("device", "host") if (purchase := self._purchase(of)) is not None)
 
     def _purchase(self, of: Literal["device", "host"]) -> Purchase | None:
@@ -158,14 +158,14 @@ class Findings:
 
 
 class Neighbours:
-    """The combinations that differ from the best in one knob, by a value that needs more memory.
+    """Combinations that differ from the best in one knob, by a value that needs more memory.
 
-    Where a rule refuses that value beside the others, one more knob differs: all rows in a single micro-batch leave
-    nothing for vertical order, so that the neighbour has horizontal order too.
+    If a rule refuses that value together with the others, one more knob differs: all rows in a single micro-batch leave
+    nothing for vertical order, so the neighbour has horizontal order too.
 
     Args:
-        space: what there is to choose from.
-        search: asked for what is not known yet.
+        space: the search space.
+        search: estimates what is not known yet.
     """
 
     def __init__(self, space: Space, search: Search) -> None:
@@ -174,13 +174,13 @@ class Neighbours:
         self._places = {combination: place for place, combination in enumerate(space.combinations)}
 
     def place_of(self, combination: Combination) -> int | None:
-        """The index of a combination; None if a rule refuses it."""
+        """Return the index of a combination; None if a rule refuses it."""
         return self._places.get(combination)
 
     def look_around(self) -> None:
         """Estimate the neighbours of the best, until none of them is better.
 
-        Those too that differ in one more choice, which a rule ties to the first.
+        Includes those that differ in one more choice, which a rule ties to the first.
         """
         looked_at = None
         while self._search.found.best != looked_at:
@@ -192,7 +192,7 @@ class Neighbours:
                 self._search.estimate(place, then=open_[number:])
 
     def knobs(self, findings: Findings) -> tuple[KnobChoice, ...]:
-        """For each knob of the best, why not the next cheaper value."""
+        """Return, for each knob of the best, the reason against the next cheaper value."""
         return tuple(
             self._knob(findings, place, combination)
             for place, combination in enumerate(self._next_cheaper(each=True))
@@ -200,7 +200,7 @@ class Neighbours:
         )
 
     def _next_cheaper(self, *, each: bool = False) -> Iterator[Combination]:
-        """For each dimension in turn; with ``each`` an empty one where there is nothing cheaper."""
+        """Yield each dimension's next cheaper combination; with ``each``, an empty one if nothing is cheaper."""
         best = self._search.found.best
         chosen = () if best is None else self._space.combinations[best]
         for place, index in enumerate(chosen):
@@ -211,7 +211,7 @@ class Neighbours:
                 yield ()
 
     def _with_what_is_tied(self, refused: Combination, changed: int) -> Combination:
-        """With one more choice that ends the refusal, that which should be fastest; as it is if there is none."""
+        """Return it with one more change, the fastest that ends the refusal; unchanged if no single change does."""
         candidates = self._search.candidates
         differs_ND = candidates.choices_ND != np.array(refused)
         mended = np.flatnonzero((differs_ND.sum(axis=1) == 1) & ~differs_ND[:, changed])
@@ -278,7 +278,7 @@ def _slower(seconds: float, best_seconds: float) -> str:
 
 
 def nearest(needs: Sequence[tuple[int, Need]], limits: Limits) -> int | None:
-    """The one that misses least in all; None of none."""
+    """Return the index of the one that lacks the fewest bytes in all; None if there are no needs."""
     return min(
         needs,
         key=lambda item: (sum(limits.missing(item[1].device_bytes, item[1].host_bytes)), item[0]),

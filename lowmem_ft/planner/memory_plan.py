@@ -1,4 +1,4 @@
-"""What a plan says: the recipe that was chosen, why, what was not, and what would buy more."""
+"""The result of planning: the chosen recipe, the reasons, the alternatives, and what more memory would buy."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lowmem_ft.recipe.reading.keys import recipe_keys
 SCHEMA = 1
 
 NOT_ESTIMATED = "not estimated"
-"""The reason against a knob's value where the search ended before it was looked at."""
+"""Reason against a knob's value that the search did not get to."""
 
 Binding = Literal["device", "host", "time"]
-"""What keeps a step from being faster: memory of either, or nothing that memory could buy."""
+"""Limit on the speed of a step: device or host memory, or ``time`` if more memory would not help."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One combination of settings, and what it was found to need.
+    """One combination of settings and its estimated needs.
 
     Args:
         overrides: what it changes of the recipe, by dotted key.
-        device_bytes: of the process on the device, at the upper end of its range.
+        device_bytes: device memory of the process, at the upper end of its range.
         host_bytes: host memory.
-        step_seconds: of one step; None where there is no clock.
+        step_seconds: seconds of one step; None if the device has no timing model.
     """
 
     overrides: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Rejected:
 
     Args:
         overrides: what it changes of the recipe.
-        reason: why, with the bytes or seconds that decided.
+        reason: why not, with the bytes or seconds that decided.
     """
 
     overrides: Mapping[str, Any]
@@ -51,12 +51,12 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobChoice:
-    """Why one knob is not left at a value that needs more memory.
+    """The reason why one knob does not keep a value that needs more memory.
 
     Args:
-        setting: what was chosen, as it is typed.
+        setting: the chosen one, as it is typed.
         cheaper: the next value that needs more memory.
-        reason: what stands against it, all else as chosen; :data:`NOT_ESTIMATED` where nobody knows.
+        reason: the reason against it, all else as chosen; :data:`NOT_ESTIMATED` if the search did not get to it.
     """
 
     setting: str
@@ -66,13 +66,13 @@ class KnobChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Purchase:
-    """What more memory would buy, among all that was estimated.
+    """The speed that more memory would buy, among all that was estimated.
 
     Args:
         of: device or host.
         extra_bytes: how much more of it.
-        step_seconds: of a step then.
-        overrides: the settings that take it.
+        step_seconds: seconds of a step with that much more.
+        overrides: the settings that use it.
     """
 
     of: Literal["device", "host"]
@@ -83,12 +83,12 @@ class Purchase:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How many combinations there are, by what became of each.
+    """Numbers of combinations, by what became of each.
 
     Args:
-        estimated: on the virtual GPU.
-        refused: by a rule of the recipe, the device or the model.
-        beyond_bytes: cannot fit: weights, state and gradients alone are more than there is.
+        estimated: estimated on the virtual GPU.
+        refused: excluded by a rule of the recipe, the device or the model.
+        beyond_bytes: cannot fit: weights, state and gradients alone exceed the memory.
         beyond_seconds: cannot be faster: the products or the copies alone take longer than the chosen step.
         left: none of these; one of them may be faster than the plan.
     """
@@ -101,35 +101,35 @@ class Counts:
 
     @property
     def considered(self) -> int:
-        """All but those left."""
+        """All combinations except those left."""
         return self.estimated + self.refused + self.beyond_bytes + self.beyond_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The fastest settings that were found to fit, or the nearest to fitting.
+    """The fastest settings found to fit, or the nearest to fitting.
 
     Args:
-        recipe: with the settings, its ``plan.mode`` none: it trains as it is.
-        estimate: of that recipe.
-        fits: whether it fits, with the headroom that an estimate needs not to be tight.
+        recipe: the recipe with the settings and with ``plan.mode`` none, so that it trains as it is.
+        estimate: the estimate of that recipe.
+        fits: whether it fits, with enough headroom not to be tight.
         overrides: what the plan changes of the recipe, by dotted key.
         alternatives: others that fit, each with less memory of one kind than all faster ones.
         rejected: estimated combinations that do not fit or cannot be built, the nearest first.
-        knobs: for each knob that was moved, what the next cheaper value misses by.
+        knobs: for each knob that was moved, the reason against the next cheaper value.
         purchases: what more device or host memory would buy.
         binds: what keeps a step from being faster.
         counts: combinations by what became of them.
-        left_seconds: what a step of the combinations left takes at least; 0 if none is left.
+        left_seconds: least seconds of a step of the combinations left; 0 if none is left.
         interrupted: whether the user ended the search.
-        missing_device_bytes: where it does not fit: what the device lacks, headroom included.
+        missing_device_bytes: if it does not fit, what the device lacks, headroom included.
         missing_host_bytes: likewise of the host.
-        smallest_gpu: where it does not fit: the smallest card of the catalogue that would do, of several as large
-            the cheapest to rent; None: not known.
-        num_cards: that share the recipe, where their number was searched for; else 1.
-        too_few_cards: numbers of them on which nothing was found to fit.
+        smallest_gpu: if it does not fit, the smallest GPU of the catalogue that would be enough, and of those of equal
+            size the cheapest to rent; None: not known.
+        num_cards: GPUs that share the recipe, if their number was searched for; else 1.
+        too_few_cards: numbers of GPUs on which nothing was found to fit.
         given_up: words of ``plan.allow`` that the plan uses.
-        seconds: how long planning took.
+        seconds: seconds that planning took.
     """
 
     recipe: Recipe
@@ -156,12 +156,12 @@ class MemoryPlan:
 
     @property
     def searched(self) -> int:
-        """Combinations that were considered: estimated, or proven not to do."""
+        """Number of combinations considered: estimated, or proven not to fit or not to be faster."""
         return self.counts.considered
 
     @property
     def is_proven(self) -> bool:
-        """Whether no combination is left that could be faster."""
+        """True if the plan fits and no combination is left that could be faster."""
         return self.fits and self.counts.left == 0
 
     @property
@@ -170,7 +170,7 @@ class MemoryPlan:
         return typed(self.overrides)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON types, by the names of the published schema."""
+        """Return the plan as JSON types, by the names of the published schema."""
         return {
             "schema": SCHEMA,
             "fits": self.fits,
@@ -194,5 +194,5 @@ class MemoryPlan:
 
 
 def typed(overrides: Mapping[str, Any]) -> tuple[str, ...]:
-    """Settings as they are typed."""
+    """Return settings as they are typed."""
     return tuple(recipe_keys()[key].setting(value) for key, value in overrides.items())

@@ -1,4 +1,4 @@
-"""Where a plan is for: the device, what there is of memory, the model, and what the device refuses."""
+"""Target of a plan: the device, the memory available, the model, and what the device refuses."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ Answer = tuple[MemoryEstimate, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A device, what a plan may take of it and of the host, and the model.
+    """A device, what a plan may use of it and of the host, and the model.
 
     Args:
-        gpu: where it will be trained; None: this machine's processor.
-        budget: as asked for; of this machine, with what its host has left where the budget names nothing.
-        limits: the bytes that there are.
-        shape: of the model, for bounds.
+        gpu: the training device; None: this machine's processor.
+        budget: the user's; on this machine, if it names no host memory, with what the host has available.
+        limits: the bytes available.
+        shape: the model's sizes, for bounds.
         rules: what the device refuses.
-        kept: traces made before.
+        kept: cached traces.
     """
 
     gpu: Gpu | None
@@ -56,14 +56,14 @@ class Target:
 
     @staticmethod
     def of(recipe: Recipe, name: str | Gpu | None) -> Target:
-        """That of a recipe and its budget.
+        """Return the target of a recipe and its budget.
 
         Args:
             recipe: what will be trained.
-            name: of a GPU, as for :func:`lowmem_ft.estimate_memory`.
+            name: GPU, as for :func:`lowmem_ft.estimate_memory`.
 
         Raises:
-            UserError: if there is no such GPU, or a budget cannot be had.
+            UserError: if there is no such GPU, or a budget is not available.
             ModelError: if there is no such model.
         """
         gpu, _ = choose_gpu(name, recipe.budget, use_cpu=recipe.training.use_cpu)
@@ -95,34 +95,34 @@ class Target:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether the device computes with it."""
+        """True if the device computes with bfloat16."""
         return self.gpu is None or self.gpu.has_bfloat16
 
     def estimate(self, recipe: Recipe, other: Gpu | None = None) -> Answer:
-        """Of the recipe in full.
+        """Return an estimate of the recipe in full.
 
         Args:
             recipe: with the settings to try.
-            other: a card to try it on in place of this device, with all of its memory.
+            other: a GPU to try it on in place of this device, with all of its memory.
 
         Returns:
-            As :func:`estimate_in_full`.
+            The same as :func:`estimate_in_full`.
         """
         budget = self.budget if other is None else dataclasses.replace(self.budget, device=None)
         return estimate_in_full(recipe, other or self.gpu, budget, self.kept)
 
 
 def estimate_in_full(recipe: Recipe, gpu: Gpu | None, budget: Budget, kept: KeptTraces) -> Answer:
-    """An estimate without its every allocation, of which forty would hold too many.
+    """Return an estimate without its allocations, as a search keeps forty of them and these would take too much memory.
 
     Args:
         recipe: with the settings to try.
-        gpu: where; None: this machine's processor.
-        budget: what it is held against.
-        kept: traces made before.
+        gpu: the device; None: this machine's processor.
+        budget: the memory limits.
+        kept: cached traces.
 
     Returns:
-        The estimate, and the events of its trace, which say how long it took whatever else ran.
+        The estimate, and its trace's number of events, which measures its effort independently of other load.
     """
     estimate = estimate_memory(recipe, gpu or CPU, budget=budget, kept=kept)
     return dataclasses.replace(estimate, timeline=Timeline()), len(estimate.timeline.events)
@@ -133,7 +133,7 @@ def _or_infinite(num_bytes: int | None) -> float:
 
 
 def _device_rule(gpu: Gpu | None, hf_config: Any) -> Rule:
-    """What a run checks before it builds anything: types, optimizer and attention of the device."""
+    """Return what a run checks before it builds anything: types, optimizer and attention of the device."""
 
     def problems(recipe: Recipe) -> Sequence[str]:
         machine = VirtualMachine() if gpu is None else VirtualGPU(gpu)

@@ -1,4 +1,4 @@
-"""From a recipe and a budget to the settings with which a step is fastest inside it."""
+"""The search for the settings with which a step of a recipe is fastest inside a budget."""
 
 from __future__ import annotations
 
@@ -31,36 +31,37 @@ from lowmem_ft.recipe.plan_config import Consent
 from lowmem_ft.system.ctrl_c import CtrlC
 
 MAX_EFFORT = 18
-"""Of the search for the fastest, in estimates of common length, of a second or two each; the neighbours of the best are
-estimated beyond that. What is left by then is counted, and said."""
+"""Effort of the search for the fastest, in estimates of common length, which take a second or two each.
+
+The neighbours of the best are estimated in addition. What is left then is counted and reported."""
 
 COMMON_EVENTS = 1500
-"""For each layer in a trace of common length, such as that of an 8B; an estimate with more counts as several."""
+"""Events per layer in a trace of common length, such as an 8B's; an estimate with more counts as several."""
 
 LEAST_PROMISE = 0.006
-"""Of the seconds of a step: a search ends where less is to be hoped for of any other combination."""
+"""Share of a step's seconds: a search ends when it expects less improvement from any other combination."""
 
 SIMPLER_TRIED = 4
-"""Of combinations with fewer changes that should be nearly as fast as the best, before its neighbours."""
+"""Combinations with fewer changes, expected to be nearly as fast as the best, that are estimated before neighbours."""
 
 NEAREST_TRIED = 2
-"""Where nothing is found to fit, or nothing can by its bounds: estimates of those that should miss least."""
+"""Estimates of the combinations that should lack least, if none is found to fit or bounds prove that none can."""
 
 NEAREST_LOOKED_AT = 500
-"""Of those that miss least by their bounds, to ask the rule of thumb which these are."""
+"""Combinations that lack least by their bounds, among which a rule of thumb picks those to estimate."""
 
 CARDS_TRIED = 3
-"""Of the catalogue, from the smallest that should do."""
+"""GPUs of the catalogue to estimate on, from the smallest that should be large enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanProgress:
-    """How far a plan is.
+    """Progress of planning.
 
     Args:
-        combinations: valid ones, among which it chooses.
-        estimated: of these so far.
-        best: the best so far; None if nothing fits yet.
+        combinations: number of valid ones to choose from.
+        estimated: number of these estimated so far.
+        best: estimate of the best so far; None if nothing fits yet.
     """
 
     combinations: int
@@ -73,7 +74,7 @@ OnProgress = Callable[[PlanProgress], None]
 
 @contextlib.contextmanager
 def only_looking() -> Iterator[None]:
-    """Without what is logged of settings, as of forty recipes that nobody has chosen yet; but that a trace is long."""
+    """Silence logs about settings, as no one has chosen these forty recipes yet; keep the warning about long traces."""
     loggers = [logging.getLogger(name) for name in ("lowmem_ft", tracing.__name__)]
     before = [log.level for log in loggers]
     for log, level in zip(loggers, (logging.ERROR, logging.WARNING), strict=True):
@@ -96,32 +97,32 @@ def plan(
     max_cards: int = 1,
     on_progress: OnProgress = lambda progress: None,
 ) -> MemoryPlan:
-    """The memory knobs with which a step of a recipe is fastest inside a budget of device and host memory.
+    """Return the memory knobs with which a recipe's step is fastest inside a budget of device and host memory.
 
-    The rows of a step stay, and so does the mathematics, up to unbiased rounding, unless ``allow`` names what may go:
-    that is given up only where nothing else was found to fit. Each combination counts as it is estimated, at the upper
-    end of its range, with headroom enough not to be tight, over load, steps, evaluation and saving.
+    The rows of a step do not change, nor does the mathematics, up to unbiased rounding, unless ``allow`` names what may
+    be given up: that happens only if nothing else was found to fit. Each combination is judged by its estimate, at the
+    upper end of its range, with enough headroom not to be tight, over load, steps, evaluation and saving.
 
-    The same arguments give the same plan. A search that came to its end (``MemoryPlan.is_proven``) has found the best
-    of all combinations, so that a larger budget is never slower; one that ended before says what it left.
+    The same arguments give the same plan. A search that ran to its end (``MemoryPlan.is_proven``) has found the best of
+    all combinations, so that a larger budget is never slower; one that ended earlier reports what it left.
 
     Args:
-        recipe: where it starts; what its values say beside memory stays.
+        recipe: the starting point; its values that do not concern memory do not change.
         budget: what may be used; None: the recipe's own.
-        gpu: where, as for :func:`lowmem_ft.estimate_memory`.
-        allow: what may be given up, the least missed first, beside the recipe's ``plan.allow``.
-        keep: keys or groups that stay as they are, beside the recipe's ``plan.keep``.
-        max_cards: where one card does not do, 2, 4 and up to as many as 8 share the rows of a step; the plan is for the
+        gpu: the device, as for :func:`lowmem_ft.estimate_memory`.
+        allow: what may be given up, the least missed first, in addition to the recipe's ``plan.allow``.
+        keep: keys or groups that do not change, in addition to the recipe's ``plan.keep``.
+        max_cards: if one GPU is not enough, 2, 4 and up to as many as 8 share the rows of a step; the plan is for the
             fewest on which something was found to fit, before anything of ``allow`` is given up.
         on_progress: called before each estimate.
 
     Returns:
-        The plan; where nothing fits, the nearest, with what is missing. After Ctrl-C the best so far.
+        The plan; if nothing fits, the nearest, with what is missing. After Ctrl-C the best so far.
 
     Raises:
         RecipeError: if the recipe has conflicts, or a word or key does not exist.
-        UserError: if a budget is no size or cannot be had, no combination runs on the device, or several cards cannot
-            share the recipe.
+        UserError: if a budget is not a size or not available, no combination runs on the device, or several GPUs
+            cannot share the recipe.
         ModelError: if the model cannot be found or traced.
         KeyboardInterrupt: if the user ends it before anything was found.
     """
@@ -164,7 +165,7 @@ def _asked(recipe: Recipe, budget: Budget | None, allow: Sequence[Consent], keep
 
 
 def _places(recipe: Recipe, gpu: str | Gpu | None, numbers: Sequence[int]) -> dict[int, Target]:
-    """Where to look, by the number of cards; several only where their processes fit on a host at all."""
+    """Return the targets by number of GPUs; several GPUs only if their processes fit on a host at all."""
     places = {1: Target.of(recipe, gpu)}
     if places[1].gpu is None and len(numbers) > 1:
         raise UserError(
@@ -177,9 +178,9 @@ def _places(recipe: Recipe, gpu: str | Gpu | None, numbers: Sequence[int]) -> di
 
 
 def _tiers(recipe: Recipe, places: Mapping[int, Target], on_progress: OnProgress) -> Iterator[MemoryPlan]:
-    """The best without giving anything up, then with one word of ``plan.allow`` after the other, until one fits.
+    """Yield the best plan without giving anything up, then with one more word of ``plan.allow`` each, until one fits.
 
-    Of each, on the fewest cards first: what is given up is dearer than a card.
+    Each tier tries the fewest GPUs first: giving something up costs more than another GPU.
     """
     for granted in range(len(recipe.plan.allow) + 1):
         hopeless: list[tuple[float, int, Space, Candidates]] = []
@@ -198,24 +199,24 @@ def _tiers(recipe: Recipe, places: Mapping[int, Target], on_progress: OnProgress
             yield dataclasses.replace(best, num_cards=number)
             if best.fits or best.interrupted:
                 return
-        if hopeless:  # what the nearest of them lacks is told
+        if hopeless:  # report what the nearest of them lacks
             _, number, space, candidates = min(hopeless, key=lambda row: row[:2])
             best = _plan_in(space, candidates, places[number], recipe, on_progress)
             yield dataclasses.replace(best, num_cards=number)
 
 
 def _tier(recipe: Recipe, granted: int) -> Recipe:
-    """The recipe with the first so many words of its ``plan.allow``."""
+    """Return the recipe with this many words of its ``plan.allow``."""
     return dataclasses.replace(
         recipe, plan=dataclasses.replace(recipe.plan, allow=recipe.plan.allow[:granted])
     )
 
 
 def _space(recipe: Recipe, target: Target, *, must_use: str | None, may_be_empty: bool) -> Space:
-    """The combinations of one tier: those that use its last word, as the others have been searched before.
+    """Return the combinations of one tier: those that use its last word, as the others have been searched before.
 
     Raises:
-        UserError: if there is none and there has to be one.
+        UserError: if there is not one and ``may_be_empty`` is false.
     """
 
     def unused(changed: Recipe) -> Sequence[str]:
@@ -228,7 +229,7 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None, may_be_empty
         recipe, num_layers=target.shape.num_layers, has_bfloat16=target.has_bfloat16, rules=rules
     )
     if not space.combinations and not may_be_empty:
-        # Not even the recipe as it is, whose own rules have been asked: it is the device's that refuse it.
+        # Not even the recipe as it is, whose own rules have been checked: the device's rules refuse it.
         reasons = [problem for rule in target.rules for problem in rule.problems(recipe)]
         if recipe.plan.keep:
             reasons.append(f"plan.keep holds {', '.join(recipe.plan.keep)}: without it more can be chosen.")
@@ -239,7 +240,7 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None, may_be_empty
 def _plan_in(
     space: Space, candidates: Candidates, target: Target, asked: Recipe, on_progress: OnProgress
 ) -> MemoryPlan:
-    """The best of a space, explained against the recipe that was asked for; Ctrl-C ends the search."""
+    """Return the best of a search space, explained against the user's recipe; Ctrl-C ends the search."""
     others = EstimatesAhead(num_processes_ahead(), target.gpu, target.budget)
     with CtrlC() as ctrl_c, contextlib.closing(others) as ahead:
         return _searched(space, candidates, target, asked, on_progress, ctrl_c, ahead)
@@ -254,7 +255,7 @@ def _searched(
     ctrl_c: CtrlC,
     ahead: EstimatesAhead,
 ) -> MemoryPlan:
-    """The best of a space, explained."""
+    """Return the best of a search space, explained."""
 
     def recipe_of(place: int) -> Recipe:
         return space.recipe_of(space.combinations[place])
@@ -307,11 +308,11 @@ def _searched(
 
 
 def need_from(estimate: MemoryEstimate, effort: float = 1.0) -> Need:
-    """What an estimate says, with the headroom that makes it no tight fit.
+    """Return the needs by an estimate, with the headroom that keeps it from being a tight fit.
 
     Args:
-        estimate: of one combination.
-        effort: of making it, in common ones; none counts as less than one.
+        estimate: estimate of one combination.
+        effort: effort of making it, in common estimates; each counts as at least one.
     """
     peak, high_bytes = with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes
     host = with_headroom(estimate.host_peak_bytes)
@@ -328,7 +329,7 @@ def need_from(estimate: MemoryEstimate, effort: float = 1.0) -> Need:
 def _estimate_nearest(
     search: Search, candidates: Candidates, limits: Limits, expected: Callable[[int], Bytes]
 ) -> None:
-    """Where bounds alone say that nothing fits: what those need that should miss least.
+    """Estimate the combinations that should lack least, where bounds alone show that nothing fits.
 
     Raises:
         UserError: if none of them can be built.
@@ -390,14 +391,17 @@ def _missing(result: MemoryPlan) -> tuple[bool, int]:
 
 
 def _all_counts(tiers: Sequence[MemoryPlan]) -> Counts:
-    """Of all tiers on all numbers of cards together."""
+    """Return the counts of all tiers on all numbers of GPUs together."""
     numbers = dict.fromkeys(tier.num_cards for tier in tiers)
     each = [asdict(_counts([tier for tier in tiers if tier.num_cards == number])) for number in numbers]
     return Counts(**{name: sum(counts[name] for counts in each) for name in each[0]})
 
 
 def _counts(tiers: Sequence[MemoryPlan]) -> Counts:
-    """Of all tiers on one number of cards. Each refuses again what those before it refused, and what they searched."""
+    """Return the counts of all tiers on one number of GPUs.
+
+    Each tier refuses again what the earlier ones refused, and also what they searched.
+    """
     *before, last = [tier.counts for tier in tiers]
     searched = [counts.considered - counts.refused + counts.left for counts in before]
     all_counts = [*before, last]
@@ -415,9 +419,9 @@ def _trains_as_it_is(chosen: Recipe, asked: Recipe) -> Recipe:
 
 
 def smallest_card(result: MemoryPlan, target: Target) -> str | None:
-    """The smallest card on which the nearest plan fits, estimated there; none helps where the host lacks memory.
+    """Return the smallest GPU on which the nearest plan fits, estimated there; None if the host lacks memory.
 
-    What is planned for a card without bfloat16 runs on those with it, not the other way round.
+    A plan for a GPU without bfloat16 runs on GPUs with it, not the other way round.
     """
     if target.gpu is None or result.missing_host_bytes:
         return None
@@ -436,6 +440,6 @@ def smallest_card(result: MemoryPlan, target: Target) -> str | None:
 
 
 def _by_size_and_price(gpu: Gpu) -> tuple[int, float, int]:
-    """Cards are sold by whole GiB, of which the driver keeps some; of those of a size the one that rents for less."""
+    """Return the key that sorts GPUs by memory in whole GiB, as sold, of which the driver keeps some; then by rent."""
     price = gpu.cheapest_price
     return math.ceil(gpu.memory_bytes / GIB), price.usd_per_hour if price else math.inf, gpu.memory_bytes

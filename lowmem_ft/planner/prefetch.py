@@ -1,7 +1,7 @@
-"""Estimates that a search is likely to ask for, made in other processes while this one makes what it has asked.
+"""Speculative estimates: other processes make those that a search will probably ask for next.
 
-They only bring forward what the search would do anyway: it takes its decisions in the same order, on the same numbers,
-with any number of processes. A guess that it does not ask for is lost.
+They only bring forward what the search would do anyway: with any number of processes it takes the same decisions in the
+same order, on the same numbers. A guess that the search does not ask for is wasted.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from lowmem_ft.system.host_limits import tightest_host_limit
 logger = logging.getLogger(__name__)
 
 MOST_PROCESSES = 4
-"""With this one; the further ahead a guess, the less likely it is asked for."""
+"""Processes in all, with this one; the further ahead a guess, the less likely the search asks for it."""
 
 PROCESS_BYTES = 2 * GIB
-"""Of memory that must be free for each of them."""
+"""Bytes of memory that must be free for each process."""
 
 
 class EstimatesAhead:
     """Other processes that estimate; each starts with its first guess, and all end with :meth:`close`.
 
     Args:
-        num_processes: beside this one; with 0 nothing is guessed.
-        gpu: what is estimated on; None: this machine's processor.
-        budget: what it is held against.
+        num_processes: processes in addition to this one; with 0 nothing is guessed.
+        gpu: the device to estimate for; None: this machine's processor.
+        budget: the memory limits.
     """
 
     def __init__(self, num_processes: int, gpu: Gpu | None, budget: Budget) -> None:
@@ -55,11 +55,11 @@ class EstimatesAhead:
         self._guessed: dict[int, Future[Answer]] = {}
 
     def guess(self, places: Iterable[int], recipe_of: Callable[[int], Recipe]) -> None:
-        """Begin estimates for as many processes as are idle.
+        """Begin estimates on as many processes as are idle.
 
         Args:
-            places: what may be asked for, the likeliest first.
-            recipe_of: what each stands for.
+            places: indices that the search may ask for, the likeliest first.
+            recipe_of: returns the recipe of an index.
         """
         under_way = sum(not future.done() for future in self._guessed.values())
         new = (place for place in places if place not in self._guessed)
@@ -67,9 +67,9 @@ class EstimatesAhead:
             self._guessed[place] = self._threads.submit(self._estimate, recipe_of(place))
 
     def take(self, place: int) -> Answer | None:
-        """What was guessed rightly, waited for if it is under way; None if nobody is at it.
+        """Return an estimate that was guessed right, waiting for it if it is under way; None if it was not guessed.
 
-        Nor where it was refused: model types that this program alone has registered are not known there.
+        Also returns None if the other process refused it: it lacks model types registered in this program alone.
         """
         future = self._guessed.pop(place, None)
         if future is None:
@@ -84,7 +84,7 @@ class EstimatesAhead:
             return None
 
     def close(self) -> None:
-        """End all of it, whatever is under way."""
+        """End all processes, whatever is under way."""
         with self._lock:
             self._is_closed = True
         for process in self._processes:
@@ -97,7 +97,7 @@ class EstimatesAhead:
         return process.answer()
 
     def _process(self) -> EstimatingProcess:
-        """That of the thread that asks."""
+        """Return the process of the calling thread."""
         with self._lock:
             if self._is_closed:
                 raise ChildFailedError("nobody waits for it")
@@ -108,10 +108,10 @@ class EstimatesAhead:
 
 
 def num_processes_ahead() -> int:
-    """As many as this machine has cores and memory for, beside this one.
+    """Return the number of processes, in addition to this one, that this machine has cores and memory for.
 
     Raises:
-        UserError: if ``LOWMEM_FT_TRACE_PROCESSES`` is no number.
+        UserError: if ``LOWMEM_FT_TRACE_PROCESSES`` is not a number.
     """
     room = tightest_host_limit(None).available_bytes // PROCESS_BYTES
     return min(MOST_PROCESSES - 1, processes_at_once() - 1, room)
@@ -119,7 +119,7 @@ def num_processes_ahead() -> int:
 
 @functools.cache
 def _kept() -> KeptTraces:
-    os.environ[PROCESSES_VARIABLE] = "1"  # there are enough already
+    os.environ[PROCESSES_VARIABLE] = "1"  # there are enough processes already
     return KeptTraces.of_user()
 
 

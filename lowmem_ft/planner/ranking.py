@@ -1,10 +1,10 @@
-"""What a search expects of combinations it has not estimated: a line through those it has, which only orders them.
+"""Bayesian linear regression of what a search expects of combinations not yet estimated; it only orders them.
 
-The logarithm of what a need exceeds its bound by is taken for a sum over the choices, each with a normal prior; the
-posterior is that of Bayesian linear regression. What is promised is the expected improvement times the chance to fit;
-what is asked next is what promises most for the effort.
+The logarithm of the excess of a need over its bound is modelled as a sum over the choices, each with a normal prior;
+the posterior is that of Bayesian linear regression. The promise of a combination is its expected improvement times its
+chance to fit; the next to estimate is the one with the highest promise per effort.
 
-Axes: N combinations, D dimensions, F features (one for each choice of each dimension, and one for all), M estimates.
+Axes: N combinations, D dimensions, F features (one for each choice of each dimension, and one intercept), M estimates.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _UNKNOWN_LEVEL = 30.0
 _OF_NEED: tuple[Quantity, ...] = ("seconds", "device_bytes", "host_bytes")
 
 _NOISE: dict[Quantity, float] = {"seconds": 0.02, "device_bytes": 0.1, "host_bytes": 0.02, "effort": 0.2}
-"""What the sum over choices leaves out, as a standard deviation: seconds add up nearly, a peak moves about."""
+"""Standard deviation of what the sum over choices leaves out: seconds nearly add up, a peak moves about."""
 
 _LEVEL: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.5, "host_bytes": 0.3, "effort": 0.5}
-"""How far what is expected may be off as a whole, likewise."""
+"""Standard deviation of the error of all expectations together."""
 
 _SPREAD: dict[Quantity, float] = {"seconds": 0.05, "device_bytes": 0.15, "host_bytes": 0.05, "effort": 0.3}
-"""How far it may be off for one choice more than for another."""
+"""Standard deviation of the error for one choice relative to another."""
 
 _LIKELY = 0.9
 
@@ -42,20 +42,20 @@ _LEAST: dict[Quantity, float] = {
     "host_bytes": 2.0**20,
     "effort": 1.0,
 }
-"""Below this, what a bound is exceeded by counts as nothing."""
+"""Least value that an excess over a bound is taken for."""
 
 _LEAST_SHARE = 0.01
-"""Of a bound, that it is expected to be exceeded by at the least."""
+"""Least expected excess, as a share of the bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """What is thought of all combinations before anything is known.
+    """Expectations of all combinations before any estimate.
 
     Args:
-        logs_N: logarithm of what each is expected to exceed its bound by.
-        level: how far all of them together may be off, as a standard deviation.
-        spread: how far a choice is thought to move the logarithm beside that.
+        logs_N: logarithm of the excess that each is expected to have over its bound.
+        level: standard deviation of the error of all of them together.
+        spread: standard deviation of a choice's effect on the logarithm, in addition to that.
     """
 
     logs_N: Mapping[Quantity, Floats]
@@ -64,7 +64,7 @@ class Prior:
 
     @staticmethod
     def flat(num_combinations: int) -> Prior:
-        """Nothing is expected of so many."""
+        """Return a prior that expects nothing in particular of this many combinations."""
         quantities = get_args(Quantity)
         return Prior(
             logs_N=dict.fromkeys(quantities, np.zeros(num_combinations)),
@@ -73,13 +73,13 @@ class Prior:
         )
 
     def expecting(self, expected: Mapping[Quantity, tuple[Floats, Floats]]) -> Prior:
-        """With something to expect.
+        """Return this prior with expectations for some quantities.
 
         Args:
-            expected: of each combination, and its bound.
+            expected: expected value of each combination, and its bound.
 
         Returns:
-            A prior that holds it for about right.
+            A prior that takes these for roughly right.
         """
         logs_N: dict[Quantity, Floats] = {
             quantity: np.log(np.maximum(of_N - bound_N, np.maximum(_LEAST_SHARE * bound_N, _LEAST[quantity])))
@@ -93,16 +93,16 @@ class Prior:
 
     @property
     def tells(self) -> bool:
-        """Whether anything is expected."""
+        """True if anything in particular is expected."""
         return any(self.level[quantity] < _UNKNOWN_LEVEL for quantity in _OF_NEED)
 
 
 class Beliefs:
-    """What is believed of all combinations after some estimates.
+    """Expectations of all combinations after some estimates.
 
     Args:
         choices_ND: the index of a choice for each dimension.
-        prior: what to expect.
+        prior: what to expect before any estimate.
     """
 
     def __init__(self, choices_ND: Ints, prior: Prior) -> None:
@@ -116,34 +116,34 @@ class Beliefs:
 
     @property
     def knows(self) -> bool:
-        """Whether there is anything to go by."""
+        """True if there is a prior expectation or an estimate to go by."""
         return bool(self._seen) or self._prior.tells
 
     def learn(self, place: int, excess: Mapping[Quantity, float]) -> None:
-        """Take over one estimate, by what it exceeds its bounds by, and its effort."""
+        """Add one estimate, by the excess over its bounds, and its effort."""
         self._seen.append(place)
         for quantity, value in excess.items():
             self._logs[quantity].append(float(np.log(max(value, _LEAST[quantity]))))
 
     def expected(self, place: int) -> dict[Quantity, float]:
-        """What one is expected to exceed its bounds by, and its effort, once something is known."""
+        """Return the excess over each bound expected of one combination, and its effort, once something is known."""
         places = np.array([place])
         return {quantity: float(self.excess(places, quantity)[0]) for quantity in get_args(Quantity)}
 
     def excess(self, places: Ints, quantity: Quantity) -> Floats:
-        """What some combinations are expected to exceed a bound by, or their effort, once something is known."""
+        """Return the excess over a bound expected of some combinations, or their effort, once something is known."""
         return np.exp(self._posterior(places, quantity)[0])
 
     def chance(self, places: Ints, *, spare_device_bytes: Floats, spare_host_bytes: Floats) -> Floats:
-        """How likely each of some combinations fits.
+        """Return the probability that each of some combinations fits.
 
         Args:
             places: their indices.
-            spare_device_bytes: what the limit leaves each beyond its bound; infinite without one.
+            spare_device_bytes: what the limit leaves each above its bound; infinite without a limit.
             spare_host_bytes: likewise.
 
         Returns:
-            The chances; zeros where nothing is known.
+            The probabilities; zeros if nothing is known.
         """
         if not self.knows:
             return np.zeros(len(places))
@@ -151,12 +151,12 @@ class Beliefs:
         return on_device * self._chance(places, "host_bytes", spare_host_bytes)
 
     def improvement(self, places: Ints, seconds: Floats, best_seconds: float | None) -> Floats:
-        """How much faster each of some combinations is expected to be, once something is known.
+        """Return how much faster each of some combinations is expected to be, once something is known.
 
         Args:
             places: their indices.
-            seconds: what each takes at least.
-            best_seconds: of the best so far; None if nothing fits yet: more than any is expected to take.
+            seconds: lower bound of each.
+            best_seconds: seconds of the best so far; None if nothing fits yet: more than any is expected to take.
 
         Returns:
             Expected improvement, as a share of the best.
@@ -169,12 +169,12 @@ class Beliefs:
         return _expected_improvement((np.log(target) - np.log(expected)), spread)
 
     def chance_within(self, places: Ints, seconds: Floats, most_seconds: float) -> Floats:
-        """How likely each of some combinations takes no longer than so many seconds, once something is known.
+        """Return the probability that each of some combinations takes no longer than a limit, once something is known.
 
         Args:
             places: their indices.
-            seconds: what each takes at least.
-            most_seconds: what is asked about.
+            seconds: lower bound of each.
+            most_seconds: the limit.
         """
         excess, spread = self._posterior(places, "seconds")
         spare = np.maximum(most_seconds - seconds, _LEAST["seconds"])
@@ -187,7 +187,7 @@ class Beliefs:
         return features
 
     def _posterior(self, places: Ints, quantity: Quantity) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of the logarithm."""
+        """Return mean and standard deviation of the logarithm."""
         prior, noise = self._prior, _NOISE[quantity]
         logs_N = prior.logs_N[quantity]
         features_NF = self._features(places)
@@ -202,9 +202,9 @@ class Beliefs:
         return logs_N[places] + features_NF @ weights_F, np.sqrt(variance_N + noise**2)
 
     def _chance(self, places: Ints, quantity: Quantity, spare: Floats) -> Floats:
-        """That a need stays within what there is; what is likely counts as certain.
+        """Return the probabilities that a need stays within what is available; a likely one counts as certain.
 
-        Else what a machine happens to have free, far from being used, would decide what is asked next.
+        Otherwise a machine's free memory, even if hardly any of it is used, would decide what is estimated next.
         """
         if np.isinf(spare).all():
             return np.ones(len(spare))
@@ -214,12 +214,12 @@ class Beliefs:
 
 
 def _expected_improvement(gap: Floats, spread: Floats) -> Floats:
-    """Of a normal number with a mean below the target by ``gap``."""
+    """Return the expected improvement of a normal variable whose mean is below the target by ``gap``."""
     z = gap / spread
     density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
     return np.maximum(0.0, gap * _normal_cdf(z) + spread * density)
 
 
 def _normal_cdf(z: Floats) -> Floats:
-    """To a hundredth, by the logistic curve; it is only compared."""
+    """Return an approximation to a hundredth, by the logistic curve; the result is only compared."""
     return 1 / (1 + np.exp(-1.702 * np.clip(z, -30, 30)))

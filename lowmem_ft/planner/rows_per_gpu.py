@@ -1,4 +1,4 @@
-"""A recipe of one process on several cards, the rows of its step dealt out among them."""
+"""A single-process recipe on several GPUs, with the rows of its step divided among them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lowmem_ft.recipe import Recipe
 COUNT = "distributed.num_processes"
 
 DEALT = (*ROWS, COUNT, "distributed.strategy")
-"""All that :func:`on_number` sets."""
+"""All keys that :func:`on_number` sets."""
 
 
 def numbers_up_to(max_cards: int, recipe: Recipe) -> tuple[int, ...]:
-    """How many cards a plan is tried on, the fewest first.
+    """Return the numbers of GPUs that a plan is tried on, the fewest first.
 
     Args:
-        max_cards: the most.
-        recipe: what it is for.
+        max_cards: the most GPUs.
+        recipe: the recipe that the plan is for.
 
     Returns:
-        1, and as many as a machine has, as long as they divide the rows of a step.
+        1, and the numbers that a machine may have, as long as they divide the rows of a step.
 
     Raises:
-        UserError: if it is no such number, the recipe says itself how many processes train it, or its rows must stay.
+        UserError: if it is not such a number, the recipe sets its own number of processes, or its rows must not change.
     """
     if max_cards not in (1, *NUMBERS):
         several = ", ".join(map(str, NUMBERS[:-1]))
@@ -54,14 +54,14 @@ def numbers_up_to(max_cards: int, recipe: Recipe) -> tuple[int, ...]:
 
 
 def _dealt_out(recipe: Recipe, number: int) -> Settings:
-    """What makes one process of several of a recipe, whose steps stay what they are.
+    """Return the settings that make a recipe one process of several, with the same steps.
 
     Args:
         recipe: for one process.
-        number: of cards, which divides the rows of a step.
+        number: number of GPUs, which divides the rows of a step.
 
     Returns:
-        Settings by dotted key; none for one card. Each process takes fewer micro-batches, and where these are too few,
+        Settings by dotted key; empty for one GPU. Each process takes fewer micro-batches, and if these are too few,
         smaller ones.
     """
     if number == 1:
@@ -73,7 +73,7 @@ def _dealt_out(recipe: Recipe, number: int) -> Settings:
 
 
 def on_number(recipe: Recipe, number: int) -> Recipe:
-    """The recipe with :func:`_dealt_out`; fsdp2 where ``plan.keep`` holds the strategy that it leaves open."""
+    """Return the recipe with :func:`_dealt_out`; fsdp2 where ``plan.keep`` holds the strategy that it leaves open."""
     dealt = with_settings(recipe, _dealt_out(recipe, number))
     if number == 1 or not {"distributed", "distributed.strategy"} & {*recipe.plan.keep}:
         return dealt

@@ -1,4 +1,4 @@
-"""How long a planned run takes by its step: its data read and tokenized, as the run would, and counted."""
+"""Length of a planned run: its data is read, tokenized and counted as in the run, and multiplied by the step time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lowmem_ft.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """What a run's data makes of a step's time.
+    """Steps, tokens and seconds of a whole run.
 
     Args:
-        steps: of the whole run.
-        tokens: of all its steps, without padding.
-        seconds: of all its steps, by the clock of a step of the longest rows; loading and saving come on top.
+        steps: optimizer steps of the whole run.
+        tokens: tokens of all steps, without padding.
+        seconds: seconds of all steps, by the estimate for a step of the longest rows, without loading and saving.
     """
 
     steps: int
@@ -27,14 +27,14 @@ class RunLength:
 
 
 def run_length(recipe: Recipe, step: StepTime) -> RunLength:
-    """The length of the run that a recipe asks for.
+    """Return the length of the run that a recipe asks for.
 
     Args:
-        recipe: with its data; not streamed.
-        step: of one of its processes.
+        recipe: the recipe, with data that is not streamed.
+        step: estimate of a step of one of its processes.
 
     Returns:
-        The length. Rows that are shorter than the longest count by their tokens.
+        The length. Rows shorter than the longest count by their tokens.
 
     Raises:
         UserError: if the data or the tokenizer cannot be read.

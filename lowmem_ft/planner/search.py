@@ -1,12 +1,12 @@
-"""The search itself: which combination to estimate next, and when none of the others can be better.
+"""The search itself: it decides which combination to estimate next, and when no other can be better.
 
 It knows nothing of recipes. A combination has proven lower bounds of seconds and bytes, is estimated at most once, and
-drops out when it is estimated, when its bytes cannot fit, or when its seconds let it be neither faster nor a simpler
-one that is nearly as fast. Nothing else drops out, so that a search that comes to its end has found the best; one that
-is ended early says so, and has looked at what differs from its choice in one knob and may be better.
+drops out when it has been estimated, when its bytes cannot fit, or when its seconds allow it to be neither faster nor
+simpler and nearly as fast. Nothing else drops out, so a search that runs to its end has found the best. One that is
+ended early reports so, and has looked at what differs from its choice in one knob and may be better.
 
-The best is the simplest of those nearly as fast as the fastest, and no slower than what the same estimates would choose
-with less memory: with what a search has found, more memory never makes a step slower.
+The best is the simplest of those nearly as fast as the fastest, and no slower than the choice that the same estimates
+would give with less memory: among what a search has found, more memory never makes a step slower.
 
 Axes: N combinations, D dimensions.
 """
@@ -26,17 +26,18 @@ from numpy.typing import NDArray
 from lowmem_ft.planner.ranking import Beliefs, Prior
 
 NEARLY_AS_FAST = 0.01
-"""Of the fastest's seconds: a combination that takes no more than so much longer may be the best, if it is simpler."""
+"""Share of the fastest's seconds by which the best may be slower, if it is simpler."""
 
 LEAST_TRIED = 4
-"""Estimates before a search in which nothing fits may be given up: the first ones correct what was expected."""
+"""Estimates before a search in which nothing fits may give up: the first ones correct the expectations."""
 
 LEAST_GAIN, LEAST_CHANCE = 5e-4, 0.02
-"""Of what differs from the best in one choice: how much faster it is expected to be, as a share, or how likely it is
-simpler and nearly as fast, to be worth an estimate."""
+"""Thresholds for estimating what differs from the best in one choice.
+
+Either its expected gain in speed, as a share, or its chance to be simpler and nearly as fast has to reach them."""
 
 LIKELY_SIMPLER = 0.25
-"""Chance to fit and to be nearly as fast, with which something simpler is worth an estimate."""
+"""Chance to fit and to be nearly as fast that makes something simpler worth an estimate."""
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -45,16 +46,16 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """What there is to choose from.
+    """The combinations to choose from.
 
     Args:
         choices_ND: the index of a choice for each dimension.
-        before_N: decides before the seconds do, the smaller the better.
-        after_N: decides where the seconds are equal, the smaller the better; no two are equal.
+        before_N: decides before the seconds do; smaller is better.
+        after_N: decides between equal seconds; smaller is better; no two are equal.
         changes_N: how much it changes: the less, the simpler it is.
-        seconds_N: a step takes no less.
-        device_bytes_N: the device is asked for no less.
-        host_bytes_N: the host is asked for no less.
+        seconds_N: lower bound of a step's seconds.
+        device_bytes_N: lower bound of the device bytes.
+        host_bytes_N: lower bound of the host bytes.
     """
 
     choices_ND: Ints
@@ -69,27 +70,27 @@ class Candidates:
         return len(self.choices_ND)
 
     def may_fit(self, limits: Limits) -> Bools:
-        """Which of them may, by their bounds."""
+        """Return which of them may fit, by their bounds."""
         is_beyond = (self.device_bytes_N > limits.device_bytes) | (self.host_bytes_N > limits.host_bytes)
         return ~is_beyond
 
     def least_missing(self, limits: Limits) -> float:
-        """Bytes of device and host that are missing at the least, for the one that misses fewest, by their bounds."""
+        """Return the least device and host bytes missing, by bounds, of the combination that lacks the fewest."""
         over_N = np.maximum(0.0, self.device_bytes_N - limits.device_bytes)
         return float((over_N + np.maximum(0.0, self.host_bytes_N - limits.host_bytes)).min())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a combination was found to need.
+    """Needs of a combination, as estimated.
 
     Args:
-        seconds: of a step.
-        device_bytes: of the device, with the headroom that is asked for.
-        host_bytes: of the host, likewise.
-        fits: whether that is there, and nothing else stands in the way.
-        effort: of finding out, in common estimates.
-        estimate: where the numbers are from.
+        seconds: seconds of a step.
+        device_bytes: bytes of the device, with the headroom that is required.
+        host_bytes: bytes of the host, likewise.
+        fits: whether that much is available, and nothing else prevents the run.
+        effort: effort of the estimate, in common estimates.
+        estimate: source of the numbers.
     """
 
     seconds: float
@@ -102,30 +103,30 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The bytes that there are; infinite where nobody set a limit."""
+    """The bytes available; infinite if there is no limit."""
 
     device_bytes: float = float("inf")
     host_bytes: float = float("inf")
 
     def missing(self, device_bytes: float, host_bytes: float) -> tuple[int, int]:
-        """Bytes that are missing on the device and on the host: with as many more there are enough."""
+        """Return the bytes missing on the device and on the host; with as many more it would fit."""
         over = device_bytes - self.device_bytes, host_bytes - self.host_bytes
         return math.ceil(max(0.0, over[0])), math.ceil(max(0.0, over[1]))
 
 
 @dataclass(kw_only=True)
 class Searched:
-    """What a search has found, and how.
+    """Results of a search so far.
 
     Args:
-        best: the index of the best combination, see above; None if none fits.
-        fastest: that of the fastest.
-        needs: of each that was estimated, in their order.
-        refused: what the device or the model says against others, which only building them showed.
-        beyond_bytes: how many cannot fit by their bounds.
-        beyond_seconds: how many cannot be better by their bounds.
-        left: how many are neither.
-        left_seconds: the least that a step of one of those takes.
+        best: the index of the best combination, as the module defines it; None if none fits.
+        fastest: the index of the fastest.
+        needs: needs of each that was estimated, in that order.
+        refused: reasons of the device or the model against others, which only building them showed.
+        beyond_bytes: number that cannot fit by their bounds.
+        beyond_seconds: number that cannot be better by their bounds.
+        left: number of all others.
+        left_seconds: least seconds of a step among those left.
         interrupted: whether the user ended it.
     """
 
@@ -141,26 +142,27 @@ class Searched:
 
     @property
     def is_proven(self) -> bool:
-        """Whether nothing is left that could be better."""
+        """True if nothing is left that could be better."""
         return self.left == 0
 
 
 class Search:
-    """Looks for the best combination that fits; an iteration is an estimate.
+    """Search for the best combination that fits; an iteration is an estimate.
 
     Args:
-        candidates: what there is.
-        limits: what there is of memory.
-        need_of: estimates one by its index; a text says why it cannot be built.
-        prior: what to expect before anything is known; it decides the order and nothing else.
-        max_effort: in common estimates, after which the search ends; None: when nothing is left that could be better.
-        least_promise: it ends before where the effort is too little for all that is left, and no more is expected of
-            any than to be faster by this share; where nothing fits yet, if the chances of all to fit add up to less.
-            What gives up less than the best is passed over likewise.
-        nearest_tried: where it would end with nothing that fits, it asks for so many that should miss least.
-        simpler_tried: with something that fits, it asks for so many of those that should be simpler and nearly as fast.
-        look_ahead: told, before each estimate, what would be asked next if it comes out as expected; what it does
-            changes nothing here.
+        candidates: the combinations to choose from.
+        limits: the memory available.
+        need_of: estimates one by its index; a returned string says why it cannot be built.
+        prior: what to expect before any estimate; it decides the order and nothing else.
+        max_effort: effort after which the search ends, in common estimates; None: when nothing is left that could be
+            better.
+        least_promise: the search ends earlier if the effort left does not reach for all that is left, and none is
+            expected to be faster by this share; while nothing fits, if the chances of all to fit add up to less.
+            Combinations that give up less than the best are skipped by the same rule.
+        nearest_tried: if it would end with nothing that fits, it estimates this many that should lack least.
+        simpler_tried: with something that fits, it estimates this many that should be simpler and nearly as fast.
+        look_ahead: called before each estimate with what would be asked next if that comes out as expected; it cannot
+            change the result.
     """
 
     def __init__(
@@ -193,10 +195,10 @@ class Search:
         """Search until nothing is left that could be better, or the effort is used up.
 
         Args:
-            first: what to estimate first, if its bounds let it fit.
+            first: index to estimate first, if its bounds let it fit.
 
         Returns:
-            What was found; Ctrl-C ends the search early.
+            The results; Ctrl-C ends the search early.
         """
         try:
             if first is not None and self._open_N[first] and self._effort_left > 0:
@@ -215,7 +217,7 @@ class Search:
             self.estimate(place)
 
     def look_around(self) -> None:
-        """Ask for what may be simpler, then for what differs from the best in one choice, until none is better."""
+        """Estimate what may be simpler, then what differs from the best in one choice, until none is better."""
         looked_at = None
         while self.found.best is not None and self.found.best != looked_at:
             looked_at = self.found.best
@@ -228,9 +230,9 @@ class Search:
                 self.estimate(around[0], then=around[1:])
 
     def around(self, place: int) -> list[int]:
-        """What differs from one in a single choice and may still be better, the most promising first.
+        """Return what differs from one in a single choice and may still be better, the most promising first.
 
-        Left out is that of which nothing is to be hoped: which should not fit, or is neither faster nor simpler.
+        Leaves out those without prospects: those not expected to fit, and those neither faster nor simpler.
         """
         open_, candidates, found = np.flatnonzero(self._open_N), self.candidates, self.found
         near = open_[(candidates.choices_ND[open_] != candidates.choices_ND[place]).sum(axis=1) == 1]
@@ -246,12 +248,12 @@ class Search:
         return near[order[is_worth_it[order]]].tolist()
 
     def _chance_to_be_alike(self, places: Ints, fastest_seconds: float) -> Floats:
-        """How likely each fits and is nearly as fast as the fastest."""
+        """Return the probability that each fits and is nearly as fast as the fastest."""
         chance, most = self._chance(places), (1 + NEARLY_AS_FAST) * fastest_seconds
         return chance * self._beliefs.chance_within(places, self.candidates.seconds_N[places], most)
 
     def _likely_simpler(self) -> int | None:
-        """The simplest that should fit and be nearly as fast as the fastest, or None."""
+        """Return the simplest that should fit and be nearly as fast as the fastest, or None."""
         found, candidates = self.found, self.candidates
         if found.best is None or found.fastest is None or not self._beliefs.knows:
             return None
@@ -267,11 +269,11 @@ class Search:
         return int(likely[order[0]])
 
     def estimate(self, place: int, then: Sequence[int] = ()) -> Need | str:
-        """What one needs, which is asked once.
+        """Return the needs of one combination, estimated once.
 
         Args:
             place: its index.
-            then: what will be asked next, whatever comes out; else the search's own choice.
+            then: indices that will be asked next, whatever comes out; without them, the search's own guess.
         """
         found = self.found
         if place in found.needs:
@@ -283,7 +285,7 @@ class Search:
         return self._learn(place, need)
 
     def _likely_after(self, place: int | None) -> Iterator[int]:
-        """What it would choose one after the other, if each needs what is expected of it."""
+        """Yield what the search would choose next, one after the other, if each needs what is expected of it."""
         if not self._beliefs.knows:
             return
         imagined = copy.copy(self)
@@ -299,7 +301,7 @@ class Search:
                 yield place
 
     def _expected(self, place: int) -> Need:
-        """What one needs, for all that is known."""
+        """Return the needs expected of one combination, by all that is known."""
         candidates, limits = self.candidates, self._limits
         excess = self._beliefs.expected(place)
         device_bytes = float(candidates.device_bytes_N[place] + excess["device_bytes"])
@@ -337,11 +339,11 @@ class Search:
         return need
 
     def is_open(self, place: int) -> bool:
-        """Whether one may still be better than the best, for all that is known."""
+        """Return whether one may still be better than the best, by all that is known."""
         return bool(self._open_N[place])
 
     def conclude(self) -> Searched:
-        """What has been found so far, and what is left."""
+        """Return the results so far, with the counts of what is left."""
         found = self.found
         found.left = int(self._open_N.sum())
         found.beyond_seconds = int((self._unknown_N & ~self._open_N).sum())
@@ -363,7 +365,7 @@ class Search:
         )
 
     def _simplest(self) -> int:
-        """The best of those that fit; the fastest where no clock tells."""
+        """Return the best of those that fit; the fastest if the device has no timing model."""
         found, candidates = self.found, self.candidates
         assert found.fastest is not None, "something fits"
         before, seconds, _ = self._key(found.fastest)
@@ -379,9 +381,9 @@ class Search:
         return self._no_slower_than_with_less(alike)
 
     def _no_slower_than_with_less(self, alike: Sequence[int]) -> int:
-        """The simplest of some that are alike, but nothing slower than what would be chosen with less memory.
+        """Return the simplest of some that are nearly as fast, but none slower than the choice with less memory.
 
-        With as much memory as each two of them need, from the least on, a choice may only get faster.
+        Over the pairs of device and host memory that two of them need, from the least up, the choice only gets faster.
         """
         needs, chosen = self.found.needs, dict[tuple[int, int], int]()
         devices = sorted({needs[place].device_bytes for place in alike})
@@ -404,7 +406,7 @@ class Search:
         return chosen[len(devices) - 1, len(hosts) - 1]
 
     def _may_be_better(self) -> Bools:
-        """Which of all might be faster, or simpler and nearly as fast, if they took their least seconds."""
+        """Return which of all might be faster, or simpler and nearly as fast, if they took their least seconds."""
         found, candidates = self.found, self.candidates
         assert found.fastest is not None, "something fits"
         assert found.best is not None, "something fits"
@@ -418,7 +420,7 @@ class Search:
         return (candidates.before_N < before) | ((candidates.before_N == before) & better_N)
 
     def _next(self) -> int | None:
-        """The one that promises most for its effort, by how likely it fits and how fast it may be, or None."""
+        """Return the one with the most promise per effort, by its chance to fit and its expected speed, or None."""
         open_ = np.flatnonzero(self._open_N)
         if not len(open_):
             return None
@@ -428,7 +430,7 @@ class Search:
         before_N = self.candidates.before_N
         gives_up_less = open_[before_N[open_] < before_N[best]]
         if len(gives_up_less):
-            # Better however long they take, if one can be hoped to fit: they are searched as if nothing did yet.
+            # Better however long they take, if one can be expected to fit: searched as if nothing fitted yet.
             promise = self._promise(gives_up_less, None)
             if promise.max() >= self._least_promise:
                 return self._worthiest(gives_up_less, promise)
@@ -439,13 +441,13 @@ class Search:
         return self._worthiest(open_[near], promise[near])
 
     def _is_hopeless(self, open_: Ints) -> bool:
-        """Whether none of those left can be expected to fit, as some that were likelier did not."""
+        """Return whether none of those left can be expected to fit, after likelier ones did not."""
         if len(self.found.needs) < LEAST_TRIED or len(open_) <= self._effort_left:
             return False
         return self._chance(open_).sum() < self._least_promise
 
     def _nearest(self) -> int:
-        """Of those left, the one that should miss least; of several that should fit, the likeliest."""
+        """Return the one of those left that should lack least; among several that should fit, the likeliest."""
         open_, candidates, limits = np.flatnonzero(self._open_N), self.candidates, self._limits
         device_N = candidates.device_bytes_N[open_] + self._beliefs.excess(open_, "device_bytes")
         host_N = candidates.host_bytes_N[open_] + self._beliefs.excess(open_, "host_bytes")
@@ -455,7 +457,7 @@ class Search:
         return int(open_[order[0]])
 
     def _promise(self, places: Ints, best_seconds: float | None) -> Floats:
-        """How much is to be hoped for of each, as a share of the best; the chance to fit alone where no clock tells."""
+        """Return the expected gain of each, as a share of the best; the chance to fit alone without a timing model."""
         chance = self._chance(places)
         if best_seconds == 0 or not self._beliefs.knows:
             return chance
@@ -475,9 +477,9 @@ class Search:
         return int(places[order[0]])
 
     def _near(self, best: int, places: Ints, promise: Floats) -> Bools:
-        """Those that differ from the best in one choice; if they promise nothing, in two, and so on.
+        """Return those that differ from the best in one choice; if they promise nothing, in two, and so on.
 
-        What changes little is known well from what has been seen, and shows what each choice does.
+        Small changes are well predicted from what has been estimated, and show what each choice does.
         """
         choices_ND = self.candidates.choices_ND
         distance = (choices_ND[places] != choices_ND[best]).sum(axis=1)

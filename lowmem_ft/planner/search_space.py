@@ -1,8 +1,8 @@
-"""The combinations of settings that a plan may choose from, and why others are none.
+"""The planner's search space, and why invalid combinations are excluded.
 
-A dimension is a knob with the values that its ``tries`` name, beside the recipe's own. The rows of a micro-batch are
-one dimension with the number of micro-batches, since their product, the rows of an optimizer step, is the mathematics.
-A combination takes one choice of each dimension. Rules are asked about the keys that they read, each once.
+A dimension is a knob with the values that its ``tries`` name, and the recipe's own. The rows of a micro-batch form one
+dimension with the number of micro-batches, since the mathematics is their product, the rows of an optimizer step. A
+combination takes one choice of each dimension. Each rule is evaluated once per distinct value of the keys it reads.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Something that combinations are refused by.
+    """A rule that excludes combinations.
 
     Args:
-        keys: all that it reads of what a plan may change; a group's name stands for its keys.
-        problems: what it says of a recipe; empty if nothing.
+        keys: all keys that it reads, of those a plan may change; a group's name means all its keys.
+        problems: returns its objections to a recipe; empty if it has none.
     """
 
     keys: tuple[str, ...]
     problems: Callable[[Recipe], Sequence[str]]
 
     def reads(self, key: str) -> bool:
-        """Whether its answer may change with a key."""
+        """Return whether its answer may change with a key."""
         return key in self.keys or key.partition(".")[0] in self.keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dimension:
-    """One thing to choose.
+    """One choice to make.
 
     Args:
-        choices: settings by dotted key, from what needs most memory to what is meant to need least.
-        own: the index of the recipe's.
+        choices: settings by dotted key, from the most memory to what should be the least.
+        own: the index of the recipe's own.
     """
 
     choices: tuple[Settings, ...]
@@ -62,19 +62,19 @@ class Dimension:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What it sets."""
+        """Keys that it sets."""
         return tuple(self.choices[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All combinations that a recipe may become, and those that rules refuse.
+    """All combinations that a recipe may become, and counts of those that rules exclude.
 
     Args:
-        recipe: where it starts.
-        dimensions: what there is to choose.
-        combinations: those that no rule refuses.
-        refused: how many a rule refuses, by what it says of the first of them.
+        recipe: the starting point.
+        dimensions: the choices to make.
+        combinations: those that no rule excludes.
+        refused: number of excluded ones, by the first message of the rule.
     """
 
     recipe: Recipe
@@ -83,14 +83,14 @@ class Space:
     refused: Mapping[str, int]
 
     def settings(self, combination: Combination) -> dict[str, Any]:
-        """All that a combination sets."""
+        """Return all settings of a combination."""
         merged: dict[str, Any] = {}
         for dimension, index in zip(self.dimensions, combination, strict=True):
             merged |= dimension.choices[index]
         return merged
 
     def changes(self, combination: Combination) -> dict[str, Any]:
-        """What of it the recipe does not say already."""
+        """Return the settings that differ from the recipe's own."""
         return {
             key: value
             for key, value in self.settings(combination).items()
@@ -98,20 +98,20 @@ class Space:
         }
 
     def recipe_of(self, combination: Combination) -> Recipe:
-        """The recipe with a combination's settings."""
+        """Return the recipe with a combination's settings."""
         return with_settings(self.recipe, self.changes(combination))
 
     @property
     def own(self) -> Combination:
-        """The recipe as it is; where it leaves something open, with what needs least memory."""
+        """The recipe as it is; what it leaves open takes the choice with the least memory."""
         return tuple(dimension.own for dimension in self.dimensions)
 
     def given_up(self, combination: Combination) -> tuple[int, ...]:
-        """How much of each word in ``plan.allow`` a combination uses, the last and dearest first."""
+        """Return how much of each word in ``plan.allow`` a combination uses, the last and dearest first."""
         return _given_up(self.recipe, self.changes(combination))
 
     def price(self, place: int, index: int) -> tuple[int, int, int]:
-        """What one choice of a dimension costs, where seconds are equal: rounding, what is paid, a change."""
+        """Return the price of one choice of a dimension, for equal seconds: rounding, cost, and 1 if it is a change."""
         choice = self.dimensions[place].choices[index]
         effects = [recipe_keys()[key].effect_of_change(self.recipe, value) for key, value in choice.items()]
         return (
@@ -121,12 +121,12 @@ class Space:
         )
 
     def complexity(self, combination: Combination) -> int:
-        """How much a combination changes: each knob counts one, and as many more as what it costs is dear."""
+        """Return how much a combination changes: each changed knob counts one, plus the rank of its cost."""
         prices = [self.price(place, index) for place, index in enumerate(combination)]
         return sum(is_changed * (1 + cost) for _, cost, is_changed in prices)
 
     def refusal(self, combination: Combination) -> str:
-        """Why a combination is none; empty if no rule refuses it."""
+        """Return why a combination is excluded; empty if no rule refuses it."""
         recipe = self.recipe_of(combination)
         rules = (*_idle_rules(self.recipe), *recipe_rules())
         problems = [problem for rule in rules for problem in rule.problems(recipe)]
@@ -134,16 +134,16 @@ class Space:
 
 
 def space_of(recipe: Recipe, *, num_layers: int, has_bfloat16: bool, rules: Sequence[Rule] = ()) -> Space:
-    """What a recipe may become, by its own ``plan.allow`` and ``plan.keep``.
+    """Return what a recipe may become, by its own ``plan.allow`` and ``plan.keep``.
 
     Args:
         recipe: a valid one.
-        num_layers: of its model.
+        num_layers: its model's number of layers.
         has_bfloat16: whether the device computes with bfloat16, so that float16 is not worth a try.
-        rules: what the device and the model refuse, beside the recipe's own rules.
+        rules: what the device and the model refuse, in addition to the recipe's own rules.
 
     Returns:
-        The space.
+        The search space.
     """
     dimensions = tuple(_dimensions(recipe, num_layers=num_layers, has_bfloat16=has_bfloat16))
     refused: Counter[str] = Counter()
@@ -153,9 +153,9 @@ def space_of(recipe: Recipe, *, num_layers: int, has_bfloat16: bool, rules: Sequ
 
 
 def planned_keys(recipe: Recipe) -> list[RecipeKey]:
-    """What a plan chooses: the rows of a micro-batch, together or not at all, and all knobs with values to try.
+    """Return the keys that a plan chooses: the rows of a micro-batch, both or neither, and knobs with values to try.
 
-    Of ``distributed`` what a recipe of several processes leaves open: the rest is how it will be launched.
+    Of ``distributed`` only what a recipe of several processes leaves open: the rest says how the user will launch it.
     """
     plan, processes = recipe.plan, recipe.distributed.num_processes or 1
 
@@ -170,12 +170,12 @@ def planned_keys(recipe: Recipe) -> list[RecipeKey]:
 
 
 def with_settings(recipe: Recipe, settings: Settings) -> Recipe:
-    """A recipe with new values by dotted key."""
+    """Return a recipe with new values by dotted key."""
     return Remediation(settings=settings, why="").applied_to(recipe)
 
 
 def recipe_rules() -> tuple[Rule, ...]:
-    """Those of the recipe: of each group by itself, and across groups."""
+    """Return the recipe's rules: of each group by itself, and across groups."""
     own = [
         Rule(keys=(group,), problems=lambda recipe, group=group: getattr(recipe, group).problems())
         for group, config in recipe_groups().items()
@@ -186,7 +186,7 @@ def recipe_rules() -> tuple[Rule, ...]:
 
 
 def _engine_rules() -> Iterator[Rule]:
-    """What works with a strategy, key by key: one rule for all would be asked of every combination."""
+    """Yield the rules of what works with a strategy, one per key: a single rule would run for every combination."""
 
     def rule_of(key: RecipeKey) -> Rule:
         def problems(recipe: Recipe) -> Sequence[str]:
@@ -214,7 +214,7 @@ def _dimensions(recipe: Recipe, *, num_layers: int, has_bfloat16: bool) -> Itera
 
 
 def _rows(recipe: Recipe) -> Dimension:
-    """All ways to cut the rows of a step into equal micro-batches, the largest first."""
+    """Return all ways to split the rows of a step into equal micro-batches, the largest first."""
     own = tuple(operator.attrgetter(key)(recipe) for key in ROWS)
     rows = math.prod(own)
     ways = [(size, rows // size) for size in range(rows, 0, -1) if rows % size == 0]
@@ -223,7 +223,7 @@ def _rows(recipe: Recipe) -> Dimension:
 
 
 def _values(key: RecipeKey, recipe: Recipe, num_layers: int, has_bfloat16: bool) -> list[Any]:
-    """The values to choose from, the recipe's own among them: first, where the knob does not name it."""
+    """Return the values to choose from, the recipe's own among them: first, if the knob does not name it."""
     own = key.value_in(recipe)
     values = [
         value for value in key.tries if value == own or _may_try(key, value, recipe, num_layers, has_bfloat16)
@@ -232,7 +232,7 @@ def _values(key: RecipeKey, recipe: Recipe, num_layers: int, has_bfloat16: bool)
 
 
 def _is_open(key: RecipeKey, value: Any) -> bool:
-    """Whether the value leaves the choice to a plan, and so is none to choose; the last one then starts the search."""
+    """Return whether the value leaves the choice to a plan and is not itself a choice; the last value then starts."""
     return (key.path, value) in (("checkpointing.mode", "auto"), ("distributed.strategy", None))
 
 
@@ -242,10 +242,12 @@ def _may_try(key: RecipeKey, value: Any, recipe: Recipe, num_layers: int, has_bf
     if value in other_half or (key.counts_layers and value >= num_layers):
         return False
     if key.path == "adapter.name" and own != "none":
-        return False  # whoever asked for adapters does not want the whole model trained
+        return False  # a user who asked for adapters does not want the whole model trained
     if not consent:
         return True
-    is_more = isinstance(value, int) and isinstance(own, int) and value > own  # what is given up goes one way
+    is_more = (
+        isinstance(value, int) and isinstance(own, int) and value > own
+    )  # what is given up only goes one way
     return consent in _granted(recipe.plan) and not is_more
 
 
@@ -254,25 +256,25 @@ def _granted(plan: PlanConfig) -> set[str]:
 
 
 def consent_keys() -> tuple[str, ...]:
-    """The keys of which some value has to be allowed."""
+    """Return the keys that have some value which needs the user's consent."""
     return tuple(path for path, key in recipe_keys().items() if asks_consent(key))
 
 
 def words_of(recipe: Recipe, changed: Recipe) -> set[str]:
-    """What a changed recipe gives up against the one it was, by the words of ``plan.allow``."""
+    """Return what a changed recipe gives up compared with the original, as words of ``plan.allow``."""
     values = {key: operator.attrgetter(key)(changed) for key in consent_keys()}
     return _words(recipe, {key: v for key, v in values.items() if v != operator.attrgetter(key)(recipe)})
 
 
 def _words(recipe: Recipe, changes: Settings) -> set[str]:
-    """What some changes give up, without what goes along with something else."""
+    """Return the words that some changes give up, without those that another word includes."""
     effects = [recipe_keys()[key].effect_of_change(recipe, value) for key, value in changes.items()]
     words = {effect.consent for effect in effects if effect.consent}
     return words - {INCLUDED[word] for word in words if word in INCLUDED}
 
 
 def _consent_rule(recipe: Recipe) -> Rule:
-    """A value that goes along with a word may be chosen with that word's own value alone: lora with qlora's."""
+    """Return the rule that a word's included value needs the word's own value: lora only with qlora's."""
 
     def problems(changed: Recipe) -> Sequence[str]:
         missing = sorted(words_of(recipe, changed) - set(recipe.plan.allow))
@@ -282,7 +284,7 @@ def _consent_rule(recipe: Recipe) -> Rule:
 
 
 def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
-    """Values that gain nothing beside certain others: trying them would take twice the estimates."""
+    """Return rules against values that gain nothing together with others: they would double the estimates."""
 
     def autocast(changed: Recipe) -> Sequence[str]:
         own, value = recipe.training.mixed_precision, changed.training.mixed_precision
@@ -325,14 +327,14 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
 
 
 def asks_consent(key: RecipeKey) -> bool:
-    """Whether some value of a key has to be allowed."""
+    """Return whether some value of a key needs the user's consent."""
     if isinstance(key.effects, Effect):
         return bool(key.effects.consent)
     return any(effect.consent for effect in (key.effects or {}).values())
 
 
 def _given_up(recipe: Recipe, changes: Settings) -> tuple[int, ...]:
-    """How much of each word in ``plan.allow`` is used, the last and dearest first."""
+    """Return how much of each word in ``plan.allow`` is used, the last and dearest first."""
     words = _words(recipe, changes)
     used = dict.fromkeys(words, 1)
     for path, value in changes.items():
@@ -344,7 +346,7 @@ def _given_up(recipe: Recipe, changes: Settings) -> tuple[int, ...]:
 
 
 class _Enumeration:
-    """All valid combinations in order; a rule is asked once all it reads is chosen, and once for each such choice."""
+    """All valid combinations in order; a rule runs as soon as all it reads is chosen, once per distinct choice."""
 
     def __init__(
         self, recipe: Recipe, dimensions: Sequence[Dimension], rules: Sequence[Rule], refused: Counter[str]
