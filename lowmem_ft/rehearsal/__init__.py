@@ -1,4 +1,4 @@
-"""The whole run before it is paid for: ``train()``'s own loop over the real data, on a virtual GPU."""
+"""Rehearsal of a whole run before it is paid for: ``train()``'s own loop over the real data, on a virtual GPU."""
 
 from lowmem_ft.rehearsal.fix_search import Mend, Mending
 from lowmem_ft.rehearsal.rehearse import rehearse

@@ -1,4 +1,4 @@
-"""A rehearsed loop's trace in numbers: what each shape takes, how long the run is, where memory runs out."""
+"""Numbers from the trace of a rehearsed loop: seconds by shape, length of the run, and where memory runs out."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _StepSeconds:
-    """Of a step of one shape: beside its micro-batches, of the first of them and of each other one.
+    """Seconds of a step of one shape: outside its micro-batches, of the first of them, and of each other one.
 
-    Micro-batches that pass through the layers together are one.
+    Micro-batches that pass through the layers together count as one.
     """
 
     beside: float
@@ -41,34 +41,34 @@ class _StepSeconds:
 
 @dataclass(frozen=True)
 class _SecondsByShape:
-    """How often micro-batches counted as each shape, and the seconds that they take together."""
+    """Numbers of micro-batches counted as each shape, and the seconds that they take together."""
 
     times: Counter[WindowShape] = field(default_factory=Counter)
     seconds: dict[WindowShape, float] = field(default_factory=dict)
 
     def add(self, shape: WindowShape, seconds: float, times: int) -> None:
-        """Some more that take so long each."""
+        """Add micro-batches that take this many seconds each."""
         self.times[shape] += times
         self.seconds[shape] = self.seconds.get(shape, 0.0) + seconds * times
 
     def mean(self, shape: WindowShape) -> float:
-        """Of one; 0 where none came."""
+        """Return the mean seconds of one; 0 if there is not one."""
         return self.seconds.get(shape, 0.0) / max(self.times[shape], 1)
 
     @property
     def total(self) -> float:
-        """Of all."""
+        """Seconds of all."""
         return sum(self.seconds.values())
 
 
 class Findings:
-    """What the trace of a rehearsed run says.
+    """Numbers from the trace of a rehearsed run.
 
     Args:
-        recipe: that was rehearsed.
-        gpu: whose clock and whose memory count.
-        run: what its loop has seen.
-        trace: of all of it.
+        recipe: the rehearsed one.
+        gpu: the GPU whose timing model and memory count.
+        run: the records of its loop.
+        trace: trace of the whole run.
     """
 
     def __init__(self, recipe: Recipe, gpu: Gpu, run: RehearsedRun, trace: Trace) -> None:
@@ -86,7 +86,7 @@ class Findings:
         return max((step.shape for step in self._runtime.steps), key=lambda shape: shape.tokens)
 
     def mean_step(self, estimate: MemoryEstimate) -> StepTime | None:
-        """A step as it is on average; None where there is none."""
+        """Return the mean step; None if no step was rehearsed or the GPU has no timing model."""
         if estimate.step is None or not self._runtime.num_steps:
             return None
         return StepTime(
@@ -99,13 +99,13 @@ class Findings:
     def rehearsal(
         self, estimate: MemoryEstimate, worst: MemoryEstimate, warnings: tuple[str, ...], seconds: float
     ) -> Rehearsal:
-        """All of it together.
+        """Return all results together.
 
         Args:
-            estimate: of this trace.
-            worst: of the recipe's worst batch.
-            warnings: that were logged.
-            seconds: that the rehearsal took.
+            estimate: estimate of this trace.
+            worst: estimate of the recipe's worst batch.
+            warnings: logged warnings.
+            seconds: seconds that the rehearsal took.
         """
         runtime, num_steps = self._runtime, self._run.num_steps
         share = num_steps / runtime.num_steps if runtime.num_steps else 0.0
@@ -148,7 +148,7 @@ class Findings:
         first, last = step.work
         whole = self._times.between(first, last).seconds
         bounds = [one for one in self._trace.micro_batches if first <= one[0] < last]
-        if step.shape.num_micro_batches > 1 or not bounds:  # all of a window passes together
+        if step.shape.num_micro_batches > 1 or not bounds:  # the micro-batches of a window pass together
             return _StepSeconds(beside=0.0, first=whole, other=whole)
         micro_batches = [self._times.between(*one).seconds for one in bounds]
         return _StepSeconds(
@@ -156,7 +156,7 @@ class Findings:
         )
 
     def _seconds_by_part(self) -> tuple[_SecondsByShape, float]:
-        """Of all rehearsed steps: what their micro-batches take, and what lies outside of them in a step on average."""
+        """Return the seconds of micro-batches in all rehearsed steps, and the mean seconds per step outside of them."""
         micro_batches, outside = _SecondsByShape(), 0.0
         for units, times in self._runtime.windows.items():
             outside += self._seconds[units[0].shape].beside * times
@@ -172,7 +172,7 @@ class Findings:
         return micro_batches.total + outside * self._runtime.num_steps
 
     def _evaluated(self) -> _SecondsByShape:
-        """Of all rehearsed evaluations: what their batches take."""
+        """Return the seconds of batches in all rehearsed evaluations."""
         traced = {one.shape: self._times.between(*one.work).seconds for one in self._runtime.evaluations}
         by_tokens = SecondsByTokens((shape.tokens, seconds) for shape, seconds in traced.items())
         found = _SecondsByShape()
@@ -212,7 +212,7 @@ class Findings:
         return tuple(sorted(found, key=lambda one: (one.shape.tokens, one.shape.label_tokens), reverse=True))
 
     def _failure(self, estimate: MemoryEstimate) -> Failure | None:
-        """Where the allocator gives up inside what the card and the budget allow; None: nowhere."""
+        """Return where the allocator fails within the limits of the GPU and the budget; None: nowhere."""
         budget, gpu = self._recipe.budget, self._gpu
         overhead = process_overhead_bytes(
             gpu, uses_bitsandbytes=self._recipe.uses_bitsandbytes, num_processes=1
@@ -240,17 +240,17 @@ class Findings:
         )
 
     def _part_at(self, position: int) -> Traced | None:
-        """What was running; the step before where it was something after it, and None while the model was loaded."""
+        """Return what was running, or the last step before; None while the model was loaded."""
         if position < self._run.load_end:
             return None
         parts = sorted((*self._runtime.steps, *self._runtime.evaluations), key=lambda one: one.positions)
         began = [one for one in parts if one.positions[0] <= position]
-        # The very first step is traced twice, and told by the second time.
+        # The very first step is traced twice, and reported by the second trace.
         return (began or parts)[-1 if began else 0]
 
 
 def _share(one: Counted, by_tokens: SecondsByTokens) -> float:
-    """Of its shape's seconds, what it takes."""
+    """Return its share of its shape's seconds."""
     return by_tokens.share(one.tokens, of=one.shape.tokens)
 
 

@@ -1,4 +1,4 @@
-"""Settings with which a run that does not fit does, rehearsed with them."""
+"""Search for settings that make a run fit that does not, each rehearsed with the run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lowmem_ft.rehearsal.result import Rehearsal
 
 @dataclass(frozen=True, kw_only=True)
 class Mend:
-    """A change of settings, and the run with it.
+    """A change of settings, and the rehearsal of the run with it.
 
     Args:
-        change: which trains the same numbers, up to the order of sums.
-        rehearsal: of the recipe with it, over the same steps.
+        change: gives the same result, up to the order of sums.
+        rehearsal: of the recipe with the change, over the same steps.
     """
 
     change: Change
     rehearsal: Rehearsal
 
     def to_json(self) -> dict[str, Any]:
-        """The change, and the main numbers of the run with it."""
+        """Return the change, and the main numbers of the run with it."""
         found = self.rehearsal
         return {
             "overrides": list(self.change.overrides),
@@ -42,14 +42,14 @@ class Mend:
 
 
 class Mending:
-    """The smallest changes that should make a run fit by the estimate of its longest rows; each is rehearsed in turn.
+    """Rehearsals of the smallest changes that should make a run fit by the estimate of its longest rows, one by one.
 
-    Only changes that train the same numbers, up to the order of sums. Stop at the first whose rehearsal fits: by what
-    an allocator cannot use again, or in an evaluation, one may fail still.
+    Only tries changes that give the same result, up to the order of sums. Stop at the first whose rehearsal fits: one
+    may still fail because of memory that an allocator cannot reuse, or in an evaluation.
 
     Args:
         found: the rehearsal that failed.
-        kept: of the estimates, as for :func:`lowmem_ft.estimate_memory`.
+        kept: cached traces of the estimates, as for :func:`lowmem_ft.estimate_memory`.
         on_estimate: called before each estimate, with the number of those made.
         on_step: as for :func:`~lowmem_ft.rehearsal.rehearse`.
     """
@@ -68,7 +68,7 @@ class Mending:
         )
 
     def __iter__(self) -> Iterator[Mend]:
-        """Each change with its rehearsal, over as many steps as the one that failed; three at most."""
+        """Yield each change with its rehearsal, over as many steps as the one that failed; three at most."""
         found = self._found
         is_part = found.rehearsed_steps < found.num_steps
         for change in self._search:
@@ -83,12 +83,12 @@ class Mending:
 
     @property
     def all_together(self) -> Change | None:
-        """Every change at once: what is missing even then, where none fits; None: there is nothing left to change."""
+        """Every change at once, for what is missing even then if none fits; None: there is nothing left to change."""
         return self._search.found(complete=True).all_together
 
 
 def _with_rows_as_they_are(found: Rehearsal) -> Recipe:
-    """The longest that were met, where all were; shorter than the recipe allows, perhaps."""
+    """Return the recipe with the longest rows met, if all were met; they may be shorter than the recipe allows."""
     recipe, length = found.recipe, found.longest.shape.length
     recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, use_cpu=False))
     limit = recipe.data.max_length

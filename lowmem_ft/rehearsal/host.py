@@ -1,4 +1,4 @@
-"""The host of the machine that a run is rehearsed for, whatever this one holds."""
+"""The host that a run is rehearsed for, independent of what this machine's host holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lowmem_ft.virtual_gpu.replay.host_peak import ON_HOST
 
 
 class RehearsedHost:
-    """A host, as ``budget_cap.py`` asks it, that holds a process's libraries and what the trace has put there.
+    """A host for ``budget_cap.py`` that holds a process's libraries and the host allocations of the trace.
 
-    Weights on their way while files are read and written are no part of a trace; the estimate adds them
+    Weights in transit while files are read and written are not in a trace; the estimate adds them
     (``estimator/run_host_memory.py``).
 
     Args:
@@ -24,17 +24,17 @@ class RehearsedHost:
         self._live_bytes = self._most_bytes = 0
 
     def held_bytes(self) -> int:
-        """Now, pages of files left out."""
+        """Return the bytes held now, without page cache of files."""
         self._catch_up()
         return PROCESS_BESIDE_GPU_BYTES + self._live_bytes
 
     def peak_bytes(self, file_bytes: int) -> int:
-        """The most, pages of files left out: the trace has them on the disk."""
+        """Return the most bytes held, without page cache: the trace has files on the disk."""
         self._catch_up()
         return PROCESS_BESIDE_GPU_BYTES + self._most_bytes
 
     def limit(self, file_bytes: int) -> None:
-        """None: how much the machine has is not known, nor what else goes on there."""
+        """Return None: neither the machine's memory nor its other load is known."""
 
     def _catch_up(self) -> None:
         events, allocations = self._timeline.events, self._timeline.allocations

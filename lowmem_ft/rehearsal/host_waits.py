@@ -1,4 +1,4 @@
-"""Where in a program the host waits for the device."""
+"""Lines of a program at which the host waits for the device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NOT_THE_PROGRAM = tuple(
         *(Path(lowmem_ft.__file__).parent / name for name in ("rehearsal", "estimator", "virtual_gpu")),
     )
 )
-"""Folders whose lines only stand in for others, or are called by them."""
+"""Folders whose lines only replace those of the program, or are called by them."""
 
 
 class HostWaits:
-    """Counts the waits of a log of work by the line that makes them wait.
+    """Counts of host waits in a log of work, by the line that waits.
 
     Args:
-        work: tells each of them from now on.
+        work: the log, whose waits are counted from now on.
     """
 
     def __init__(self, work: WorkLog) -> None:
@@ -33,7 +33,7 @@ class HostWaits:
         work.on_host_wait = self._count
 
     def take(self) -> Counter[str]:
-        """Those since the last call, as ``file:line``."""
+        """Return the waits since the last call, as ``file:line``."""
         counts, self._counts = self._counts, Counter()
         return counts
 

@@ -1,4 +1,4 @@
-"""Seconds of data that was padded up to a shape: between those of the traced shapes with fewer and with more tokens."""
+"""Seconds of data padded up to a shape, interpolated between traced shapes with fewer and with more tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class SecondsByTokens:
-    """What traced shapes take, as a line through them.
+    """Seconds of traced shapes, as a piecewise linear function of their tokens.
 
     Args:
-        traced: tokens, padding included, and seconds of each; at least one.
+        traced: tokens, padding included, and seconds of each shape; at least one.
     """
 
     def __init__(self, traced: Iterable[tuple[int, float]]) -> None:
@@ -24,18 +24,18 @@ class SecondsByTokens:
         self._seconds = np.maximum.accumulate(means)
 
     def share(self, tokens: int, *, of: int) -> float:
-        """Which share of a traced shape's seconds so many tokens take.
+        """Return the share of a traced shape's seconds that this many tokens take.
 
         Args:
-            tokens: no more than the shape has; fewer than any has count as the fewest.
-            of: the shape's.
+            tokens: no more than the shape has; fewer than the smallest traced shape count as that.
+            of: tokens of the shape.
         """
         some, all_of_them = np.interp((tokens, of), self._tokens, self._seconds)
         return float(some / all_of_them) if all_of_them else 1.0
 
     @property
     def error(self) -> float:
-        """The most by which the line through the others misses a shape between them, as a share of its seconds."""
+        """Largest error of the line through all others at a shape between them, as a share of its seconds."""
         others = [np.delete(np.arange(len(self._tokens)), index) for index in range(1, len(self._tokens) - 1)]
         missed = [
             abs(

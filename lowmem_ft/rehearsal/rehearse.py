@@ -1,4 +1,4 @@
-"""``train()``'s own loop, from the data to the finished model, on a virtual GPU."""
+"""Rehearsal: ``train()``'s own loop, from the data to the finished model, on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def rehearse(
     kept: KeptTraces | None = None,
     on_step: Callable[[int, int], None] = lambda step, shapes: None,
 ) -> Rehearsal:
-    """Run all of a training run but its values: its data, its loop, its evaluations, its files.
+    """Execute a complete training run without its values: its data, loop, evaluations and files.
 
-    The recipe's data is read, tokenized and batched as in training; the model comes by its config alone and lives on a
-    virtual GPU. A step is traced for each shape of data, see ``rehearsal/window_shapes.py``; the others of its shape
-    are counted. Races between streams are looked for. Nothing is written but into a temporary folder, which goes.
+    The recipe's data is read, tokenized and batched as in training; the model is built from its config alone, on a
+    virtual GPU. One step is traced for each shape of data, see ``rehearsal/window_shapes.py``; further steps of that
+    shape are counted. Races between streams are detected. Output goes to a temporary folder that is deleted.
 
     Args:
-        recipe: what would be trained.
+        recipe: the run to rehearse.
         gpu: a GPU or its name in the catalogue; None: this machine's, else one of the size of the budget.
-        steps: that are rehearsed, the first of the run; None: all.
-        kept: of the estimate of the worst batch, as for :func:`lowmem_ft.estimate_memory`.
-        on_step: told the number of each step, and of the shapes traced so far.
+        steps: number to rehearse, from the first of the run; None: all.
+        kept: cached traces for the estimate of the worst batch, as for :func:`lowmem_ft.estimate_memory`.
+        on_step: called at each step with its number and the number of shapes traced so far.
 
     Returns:
-        What was found.
+        The results.
 
     Raises:
         UserError: if the catalogue has no such GPU, the GPU or the data cannot be used, or the run has fewer steps.
@@ -83,13 +83,13 @@ def rehearse(
 
 @dataclass(frozen=True)
 class RehearsedRun:
-    """A run whose loop has come to its end.
+    """A run whose loop has ended.
 
     Args:
-        runtime: has seen it.
-        num_steps: of the whole run, or what is left of one that goes on.
-        copied_weight_bytes: see :class:`~lowmem_ft.estimator.traces.traced_recipe.TracedRecipe`, as for the next.
-        vocabulary_size: tokens of the model.
+        runtime: the runtime of the loop, with its records.
+        num_steps: steps of the whole run, or those left of a resumed one.
+        copied_weight_bytes: see :class:`~lowmem_ft.estimator.traces.traced_recipe.TracedRecipe`.
+        vocabulary_size: tokens of the model's vocabulary, see there too.
         load_end: number of events that the timeline had when the model was built.
     """
 
@@ -118,7 +118,7 @@ def _on_one_gpu(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
 
 
 def _refuse_without_tokenizer(recipe: Recipe) -> None:
-    """Before anything is traced: an estimate does without, a rehearsal reads the data."""
+    """Raise an error before anything is traced: unlike an estimate, a rehearsal reads the data."""
     try:
         load_tokenizer(recipe.model)
     except ModelError as error:
@@ -129,13 +129,13 @@ def _refuse_without_tokenizer(recipe: Recipe) -> None:
 
 
 def _without_outside(recipe: Recipe) -> Recipe:
-    """Nobody outside hears of a rehearsal."""
+    """Return the recipe without trackers and the Hub, which must not hear of a rehearsal."""
     training = dataclasses.replace(recipe.training, push_to_hub=False, report_to=())
     return dataclasses.replace(recipe, training=training)
 
 
 def _folder_of(recipe: Recipe, instead: Path, warnings: list[str]) -> RunFolder:
-    """Another folder than the run's, which goes on from the same checkpoint; what is in its way is a warning."""
+    """Return another folder that resumes from the run's checkpoint; what would make the run fail is a warning."""
     resume_from = None
     try:
         resume_from = RunFolder.open(recipe).resume_from
@@ -154,7 +154,7 @@ def _run(
 ) -> tuple[RehearsedRun, VirtualGPU]:
     machine = VirtualGPU(gpu, check_streams=True)
     found: RehearsedRun | None = None
-    # Races are part of what is found, and end nothing.
+    # Races are part of the result, and end nothing.
     with (
         contextlib.suppress(RaceError),
         deterministic_kernels(recipe.training.full_determinism),
@@ -212,7 +212,7 @@ def _estimated(
 
 @contextlib.contextmanager
 def _warnings_heard() -> Iterator[list[str]]:
-    """What is logged as a warning in a block, for the report and not for the log."""
+    """Collect the warnings logged in a block for the report, instead of logging them."""
     heard: list[str] = []
 
     class Heard(logging.Handler):

@@ -1,4 +1,4 @@
-"""What a rehearsal has found, as plain values."""
+"""The results of a rehearsal, as plain values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowmem_ft.rehearsal.window_shapes import WindowShape
 SCHEMA = 1
 
 DISK_BYTES_PER_SECOND = 1e9
-"""Assumed of reading and writing files: an NVMe drive takes a second for 1 to 3 GB, a network disk several."""
+"""Assumed rate of reading and writing files: an NVMe drive takes a second for 1 to 3 GB, a network disk several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,14 @@ class TracedShape:
     """The micro-batches, or the held-out batches, of one shape.
 
     Args:
-        shape: of their data; of all of a step's where they pass through the layers together.
-        at_step: where it came first, from 1.
-        times: how often the rehearsed steps have it.
-        seconds: of one on average, forward and backward, by the clock of the GPU. Without the update, unless it is
-            part of the backward pass or all of a step's micro-batches pass together.
-        peak_bytes: most tensors in its step, or in its evaluation.
-        is_exact: whether it was traced as it came, and not padded to a shape.
-        waits: how often the host waits for the device in one, by the line of code.
+        shape: shape of their data; of all of a step's if they pass through the layers together.
+        at_step: the step where it came first, from 1.
+        times: number of times in the rehearsed steps.
+        seconds: mean seconds of one, forward and backward, by the GPU's timing model. Without the update, unless that
+            is part of the backward pass or all of a step's micro-batches pass together.
+        peak_bytes: peak bytes of tensors in its step, or in its evaluation.
+        is_exact: whether it was traced in its original shape, and not padded to another.
+        waits: number of times the host waits for the device in one, by the line of code.
     """
 
     shape: WindowShape
@@ -46,14 +46,14 @@ class TracedShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Where memory runs out first.
+    """The place where memory runs out first.
 
     Args:
         phase: what the program was doing.
-        module: of the request; empty if outside any.
-        requested_bytes: that were not to be had.
-        at_step: from 1; None: before the first.
-        shape: of the data; None: none was there.
+        module: the module that asked for memory; empty if outside any.
+        requested_bytes: bytes that could not be allocated.
+        at_step: the step, from 1; None: before the first.
+        shape: shape of the data; None: there was no data.
         sample_ids: the examples of that data.
     """
 
@@ -67,7 +67,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """Seconds of the whole run, by what they go into."""
+    """Seconds of the whole run, by part."""
 
     loading: float
     steps: float
@@ -76,39 +76,39 @@ class RunTime:
 
     @property
     def seconds(self) -> float:
-        """In all."""
+        """Seconds in all."""
         return self.loading + self.steps + self.evaluations + self.saving
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A run without its values.
+    """The results of a run without its values.
 
     Args:
-        recipe: what was rehearsed.
-        gpu: for which card.
+        recipe: the rehearsed one.
+        gpu: the GPU it was rehearsed for.
         estimate: of the real batches; its step is the mean of all.
         worst: the estimate of the recipe's worst batch.
-        num_steps: of the whole run, or what is left of one that goes on.
-        rehearsed_steps: of these.
-        tokens: of the whole run, padding left out.
-        label_tokens: likewise.
-        padded_tokens: of the rehearsed steps, padding included.
-        rounded_tokens: of the shapes that they count as.
-        interpolation_error: the most by which a traced shape's seconds lie off the line through the others, on which
-            the seconds of what is padded up to shapes are read; 0 where too few were traced to say.
+        num_steps: steps of the whole run, or those left of a resumed one.
+        rehearsed_steps: number of these that were rehearsed.
+        tokens: tokens of the whole run, without padding.
+        label_tokens: label tokens, likewise.
+        padded_tokens: tokens of the rehearsed steps, padding included.
+        rounded_tokens: tokens of the shapes that they count as.
+        interpolation_error: largest error at a traced shape of the line through the others, as a share of its seconds;
+            seconds of data padded up to shapes are read off that line. 0 if too few shapes were traced to tell.
         steps: the shapes that were traced, the largest first.
-        update_seconds: of a step on average, beside its micro-batches; with theirs, the time of the rehearsed steps.
-        evaluations: likewise, of held-out batches.
-        num_evaluations: of the whole run.
-        checkpoints: as many as were rehearsed.
-        num_checkpoints: of the whole run.
-        kept_checkpoints: most that lie on the disk together.
+        update_seconds: mean seconds per step outside its micro-batches; with theirs, the time of the rehearsed steps.
+        evaluations: traced shapes of held-out batches, likewise.
+        num_evaluations: evaluations of the whole run.
+        checkpoints: the rehearsed ones.
+        num_checkpoints: checkpoints of the whole run.
+        kept_checkpoints: most checkpoints on the disk at once.
         model: the finished one.
-        time: of the whole run.
+        time: seconds of the whole run.
         failure: where memory runs out; None: nowhere.
-        warnings: that the run would give.
-        seconds: that the rehearsal took.
+        warnings: warnings that the run would give.
+        seconds: seconds that the rehearsal took.
     """
 
     recipe: Recipe
@@ -137,36 +137,36 @@ class Rehearsal:
 
     @property
     def fits(self) -> bool:
-        """Whether no allocation fails, and the upper end of the range stays within the budget."""
+        """True if no allocation fails, and the upper end of the range stays within the budget."""
         return self.estimate.fits and self.failure is None
 
     @property
     def verdict(self) -> Verdict:
-        """That of the estimate; where memory runs out though its range is within the limits, it does not fit."""
+        """The estimate's verdict; "does not fit" if memory runs out although its range is within the limits."""
         return "does not fit" if self.estimate.fits and not self.fits else self.estimate.verdict
 
     @property
     def cost_usd(self) -> float | None:
-        """Of the whole run at the catalogue's price; None: it has none."""
+        """Cost of the whole run at the catalogue's price; None: it has none."""
         price = self.gpu.cheapest_price
         return None if price is None else price.usd_per_hour * self.time.seconds / 3600
 
     @property
     def rounding(self) -> float:
-        """By which share the shapes have more tokens than the data that counts as them."""
+        """Share by which the shapes have more tokens than the data that counts as them."""
         return self.rounded_tokens / max(self.padded_tokens, 1) - 1
 
     @property
     def longest(self) -> TracedShape:
-        """The largest, which was traced exactly as it comes."""
+        """The largest shape, which was traced exactly."""
         return next(step for step in self.steps if step.is_exact)
 
     def save_seconds(self, saved: Saved) -> float:
-        """Of writing it, at :data:`DISK_BYTES_PER_SECOND`."""
+        """Return the seconds to write it, at :data:`DISK_BYTES_PER_SECOND`."""
         return saved.total_bytes / DISK_BYTES_PER_SECOND
 
     def to_json(self) -> dict[str, Any]:
-        """The estimate's own fields, and what the run adds."""
+        """Return the estimate's own fields, and those of the run."""
         checkpoint = self.checkpoints[-1] if self.checkpoints else None
         return {
             **self.estimate.to_json(),

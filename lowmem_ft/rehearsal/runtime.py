@@ -1,4 +1,4 @@
-"""What the loop of a run finds in place of a device: the virtual GPU, on which a step stands for all of its shape."""
+"""Runtime of a rehearsal: a virtual GPU in place of the device; one traced step represents all steps of its shape."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 @dataclass(kw_only=True)
 class Traced:
-    """A piece of the run that was traced.
+    """A part of the run that was traced.
 
     Args:
-        shape: of its data.
+        shape: shape of its data.
         at_step: the step it belongs to, from 1.
-        work: indices of its entries in the log of work, first and beyond the last.
-        positions: of its events in the timeline, likewise.
+        work: range of its entries in the log of work, end exclusive.
+        positions: range of its events in the timeline, likewise.
         sample_ids: the examples of that data.
-        is_exact: whether its data is as it came, and not padded to a shape.
-        waits: how often the host has waited in it, by the line of code.
+        is_exact: whether its data has its original shape, and was not padded to another.
+        waits: number of host waits in it, by the line of code.
     """
 
     shape: WindowShape
@@ -68,13 +68,13 @@ class Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What was written at one time.
+    """Sizes of the files of one checkpoint or model.
 
     Args:
-        at_step: after which step.
-        weight_bytes: of what is trained.
-        optimizer_bytes: of its state; 0 in a finished model.
-        other_bytes: of the tokenizer.
+        at_step: the step after which it was written.
+        weight_bytes: trained weights.
+        optimizer_bytes: optimizer state; 0 in a finished model.
+        other_bytes: the tokenizer.
     """
 
     at_step: int
@@ -84,33 +84,33 @@ class Saved:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return self.weight_bytes + self.optimizer_bytes + self.other_bytes
 
 
 class RehearsalRuntime(VirtualRuntime):
     """A :class:`~lowmem_ft.training.runtime.RunRuntime` without values, in one process.
 
-    The loop sees a device called ``cuda``, as in a run: whatever it asks of it is answered by the virtual GPU.
+    The loop sees a device called ``cuda``, as in a run; the virtual GPU answers whatever the loop asks of it.
 
     Args:
-        machine: on which everything runs, inside its block.
-        recipe: of the run.
-        on_step: told the number of each step, and how many shapes have been traced.
+        machine: the virtual GPU, inside whose block everything runs.
+        recipe: the run's.
+        on_step: called with the number of each step, and the number of shapes traced.
 
     Attributes:
-        steps: what was traced, the run's very first step left out where the shape came again.
-        windows: how often a window came that counts as these: its micro-batches, or itself in vertical order.
-        evaluated: likewise of held-out batches.
-        evaluations: what was traced of them.
-        num_tokens: of all windows, padding left out.
-        num_label_tokens: likewise.
-        padded_tokens: of all windows, padding included.
-        rounded_tokens: of the shapes that they count as.
-        checkpoints: in their order.
+        steps: traced steps, without the run's very first step, whose shape is traced again.
+        windows: number of windows by the shapes they count as: of each micro-batch, or in vertical order of the whole.
+        evaluated: number of held-out batches, likewise.
+        evaluations: traced held-out batches.
+        num_tokens: tokens of all windows, without padding.
+        num_label_tokens: label tokens, likewise.
+        padded_tokens: tokens of all windows, padding included.
+        rounded_tokens: tokens of the shapes that they count as.
+        checkpoints: those written, in order.
         model: the finished one; None: the run has not come to its end.
-        num_steps: that were rehearsed.
-        first_step: the one before them.
+        num_steps: number of rehearsed steps.
+        first_step: the number of the step before them.
     """
 
     process_index = 0
@@ -142,12 +142,12 @@ class RehearsalRuntime(VirtualRuntime):
     def schedule(
         self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """That of the run: learning rates are numbers on the host."""
+        """Return the run's own scheduler: learning rates are numbers on the host."""
         self._scheduler = create_scheduler(optimizer, config, num_training_steps)
         return self._scheduler
 
     def take_step(self, window: Sequence[Batch], step: Callable[[Sequence[Batch]], StepResult]) -> StepResult:
-        """Trace a step for each shape that has not been seen; the others are counted."""
+        """Trace a step for each new shape; count the others."""
         self._settle_last()
         self.num_steps += 1
         result, units = None, []
@@ -155,7 +155,7 @@ class RehearsalRuntime(VirtualRuntime):
             counted, is_new = self._shapes.class_of(WindowShape.of(unit))
             if is_new:
                 self._settle_last()
-                result = None  # of another shape, in the same window
+                result = None  # the result so far is of another shape in the same window
                 result = self._trace_step(unit, counted.shape, step)
             units.append(counted)
             self.padded_tokens += counted.tokens
@@ -178,7 +178,7 @@ class RehearsalRuntime(VirtualRuntime):
             self.machine.mark(tensor, "input")
         if not self._takes_window:
             window *= min(NUM_MICRO_BATCHES, self._recipe.training.gradient_accumulation_steps)
-        if not self.steps:  # the first makes what all others find
+        if not self.steps:  # the first step allocates what all others find
             before = self._scheduler.state_dict()
             step(window)
             self._scheduler.load_state_dict(before)
@@ -192,7 +192,7 @@ class RehearsalRuntime(VirtualRuntime):
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def to_evaluate(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """One of each shape; the others are counted."""
+        """Yield one batch of each shape; count the others."""
         self._settle_last()
         self.num_evaluations += 1
         for batch in batches:
@@ -225,7 +225,7 @@ class RehearsalRuntime(VirtualRuntime):
         *,
         is_step: bool = True,
     ) -> None:
-        """Keep what has been traced since a moment; what the loop reads of it afterwards belongs to it."""
+        """Record the trace since ``begin``; what the loop reads of it afterwards belongs to it."""
         (first, start), (last, end) = begin, self._here()
         sample_ids = tuple(sample for batch in batches for sample in batch.sample_ids)
         one = Traced(
@@ -253,14 +253,14 @@ class RehearsalRuntime(VirtualRuntime):
     # --- files --------------------------------------------------------------------------------------------------------
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """The tokenizer is written, the weights are counted."""
+        """Write the tokenizer, and count the bytes of the weights."""
         self._settle_last()
         self.model = self._saved(session, tokenizer, folder, optimizer_bytes=0)
 
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:
-        """Likewise, with the optimizer's state."""
+        """Write the tokenizer, and count the bytes of the weights and the optimizer's state."""
         self._settle_last()
         state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
         optimizer_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
@@ -281,7 +281,7 @@ class RehearsalRuntime(VirtualRuntime):
         )
 
     def _bytes_of_weights(self, session: Session) -> int:
-        """Of a model all that its files hold, each storage once; of adapters these alone."""
+        """Return the bytes that a model's files hold, each tensor once; with adapters only theirs."""
         model = session.unwrapped_model
         if self._recipe.adapter.name != "none":
             return sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
@@ -291,58 +291,58 @@ class RehearsalRuntime(VirtualRuntime):
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-        """Nothing is read: a trace has no values."""
+        """Read nothing: a trace has no values."""
 
     def load_random_state(self, state: dict[str, Any]) -> None:
-        """Nothing is drawn that anybody sees."""
+        """Load nothing: no random value is seen."""
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
-        """Tensors name their device by the virtual one's own name."""
+        """Return host memory whose tensors name their device by the virtual one's own name."""
         self.device, device = self.machine.device, self.device
         try:
             return super().host_memory(budget, folder)
         finally:
             self.device = device
 
-    # --- the other processes, of which there are none -----------------------------------------------------------------
+    # --- other processes: there are no others -------------------------------------------------------------------------
 
     def any_process(self, flag: bool) -> bool:
-        """Of one."""
+        """Return the value itself: a rehearsal has one process."""
         return flag
 
     def max_over_processes(self, value: int) -> int:
-        """Of one."""
+        """Return the value itself: a rehearsal has one process."""
         return value
 
     def failing_together(self) -> AbstractContextManager[None]:
-        """By itself."""
+        """Return a context that does nothing: a rehearsal has one process."""
         return contextlib.nullcontext()
 
     def gather(self, value: list[Any]) -> list[Any]:
-        """Of one."""
+        """Return the value itself: a rehearsal has one process."""
         return value
 
     def wait_for_everyone(self) -> None:
-        """There is nobody else."""
+        """Return at once: there is no other process."""
 
     def start_trackers(self, recipe: Recipe) -> None:
-        """None are told of a rehearsal."""
+        """Start no trackers: they are not informed of a rehearsal."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Likewise."""
+        """Log nothing, for the same reason."""
 
     def end_trackers(self) -> None:
-        """Likewise."""
+        """End nothing: no trackers were started."""
 
 
 class _Nowhere(io.TextIOBase):
     """A file that keeps nothing."""
 
     def write(self, text: str) -> int:
-        """As if it had."""
+        """Return the number of characters, as if they had been written."""
         return len(text)
 
 
 def _unseen_terminal() -> Console:
-    """Where the run draws how far it is, as on a terminal: the rehearsal shows a line of its own."""
+    """Return an invisible terminal for the run's progress: the rehearsal shows a line of its own."""
     return Console(file=cast(IO[str], _Nowhere()), force_terminal=True, width=80, legacy_windows=False)

@@ -1,4 +1,4 @@
-"""Windows of data by their shape: what of them decides a step's memory and time, rounded up to a few classes.
+"""Shapes of data windows: the sizes that decide a step's memory and time, rounded up to a few classes.
 
 Axes: B rows of a micro-batch, T tokens of a row.
 """
@@ -17,28 +17,30 @@ from lowmem_ft.data import IGNORED_LABEL, Batch
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values
 
 MOST_SHAPES, MOST_EVALUATION_SHAPES = 6, 4
-"""That are traced by themselves: a step of an 8B takes seconds. Later ones count as the smallest that holds them, but
-for a new largest one. Their seconds are read between those of the shapes that were traced (``interpolation.py``)."""
+"""Most shapes that are traced separately, as a step of an 8B takes seconds to trace.
+
+Later ones count as the smallest traced shape that holds them, except a new largest one. Their seconds are interpolated
+between those of the traced shapes (``interpolation.py``)."""
 
 SHORTEST = 64
-"""Tokens of a row below which nothing is told apart."""
+"""Tokens of a row below which lengths are not distinguished."""
 
 _STEPS_OF_AN_OCTAVE = 4
-"""Lengths are rounded up by a quarter of the power of two below them at most."""
+"""Lengths are rounded up by at most a quarter of the next lower power of two."""
 
 _SHARES_OF_LABELS = 4
-"""Label tokens are rounded up to so many parts of all tokens."""
+"""Label tokens are rounded up to this many parts of all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowShape:
-    """What of some micro-batches decides how a step over them runs.
+    """The sizes of some micro-batches that decide how a step over them runs.
 
     Args:
-        num_micro_batches: that the model gets one after the other.
-        rows: of all of them.
+        num_micro_batches: number that the model gets one after the other.
+        rows: rows of all of them.
         length: tokens of the longest row, padding included.
-        label_tokens: of all of them.
+        label_tokens: label tokens of all of them.
     """
 
     num_micro_batches: int
@@ -48,7 +50,7 @@ class WindowShape:
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> WindowShape:
-        """That of micro-batches which go through the layers together, or of one."""
+        """Return the shape of micro-batches that go through the layers together, or of one."""
         return cls(
             num_micro_batches=len(batches),
             rows=sum(len(batch.input_ids_BT) for batch in batches),
@@ -58,11 +60,11 @@ class WindowShape:
 
     @property
     def tokens(self) -> int:
-        """Padding included."""
+        """Tokens of all rows, padding included."""
         return self.rows * self.length
 
     def holds(self, other: WindowShape) -> bool:
-        """Whether a step over this one needs no less than one over the other."""
+        """Return whether a step over this shape needs no less than one over the other."""
         mine = (self.num_micro_batches, self.rows, self.length, self.label_tokens)
         others = (other.num_micro_batches, other.rows, other.length, other.label_tokens)
         return all(one >= another for one, another in zip(mine, others, strict=True))
@@ -73,11 +75,11 @@ class WindowShape:
 
 
 class Counted(NamedTuple):
-    """Micro-batches by what they count as.
+    """Micro-batches with the shape that they count as.
 
     Args:
-        shape: which no dimension of theirs is beyond.
-        tokens: that they really have, padding included.
+        shape: at least as large in every dimension.
+        tokens: their own tokens, padding included.
     """
 
     shape: WindowShape
@@ -85,13 +87,13 @@ class Counted(NamedTuple):
 
 
 class Shapes:
-    """The shapes that stand for all others.
+    """The shapes that represent all others.
 
-    The largest so far stands for itself alone, exactly; the rest are rounded up, and once there are as many as may be,
-    each counts as the smallest of them that holds it.
+    The largest so far represents itself alone, exactly; the rest are rounded up, and once ``most`` are known, each
+    counts as the smallest of them that holds it.
 
     Args:
-        most: how many.
+        most: number of shapes.
     """
 
     def __init__(self, most: int) -> None:
@@ -99,7 +101,7 @@ class Shapes:
         self._known: dict[WindowShape, None] = {}
 
     def class_of(self, shape: WindowShape) -> tuple[Counted, bool]:
-        """What a shape counts as, and whether that is new."""
+        """Return what a shape counts as, and whether that is new."""
         found = self._found(shape)
         is_new = found not in self._known
         self._known[found] = None
@@ -119,7 +121,7 @@ class Shapes:
 
 
 def _rounded_up(shape: WindowShape, largest: WindowShape) -> WindowShape:
-    """No longer than the largest, which is exact."""
+    """Return the rounded shape, no longer than the largest, which is exact."""
     length = max(SHORTEST, _rounded_length(shape.length))
     if shape.length <= largest.length:
         length = min(length, largest.length)
@@ -139,14 +141,14 @@ def _rounded_length(length: int) -> int:
 
 
 def in_shape(batches: Sequence[Batch], shape: WindowShape) -> list[Batch]:
-    """Micro-batches as they are, padded on the right and with more of their tokens learnt, until they have a shape.
+    """Return micro-batches padded on the right and with more of their tokens learnt, until they have a shape.
 
     Args:
         batches: of a shape that is no larger.
-        shape: to be had.
+        shape: the shape to reach.
 
     Returns:
-        The same ones where they have it.
+        The same ones if they already have it.
     """
     if WindowShape.of(batches) == shape:
         return list(batches)
@@ -172,7 +174,7 @@ def in_shape(batches: Sequence[Batch], shape: WindowShape) -> list[Batch]:
 
 
 def _with_padding(positions_BT: Tensor | None, length: int) -> Tensor | None:
-    """Borders stay where they are; padding is a document of its own, as the collator has it."""
+    """Return positions whose borders do not move; padding is a document of its own, as in the collator."""
     if positions_BT is None:
         return None
     known_BT = known_values(positions_BT)
@@ -183,6 +185,6 @@ def _with_padding(positions_BT: Tensor | None, length: int) -> Tensor | None:
 
 
 def tensors_of(batches: Iterable[Batch]) -> list[Tensor]:
-    """All of them."""
+    """Return all tensors of the batches."""
     found = [(one.input_ids_BT, one.labels_BT, one.position_ids_BT) for one in batches]
     return [tensor for batch in found for tensor in batch if tensor is not None]
