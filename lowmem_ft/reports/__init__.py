@@ -1,1 +1,1 @@
-"""Estimates as text, figures and files: values in, something to read out."""
+"""Estimates, plans and runs as text, figures and files: it takes values, and returns something to print or write."""

@@ -1,4 +1,4 @@
-"""One estimate at a glance: the verdict, what memory holds at the peak and where that is, time and cost."""
+"""One estimate at a glance: the verdict, the contents of memory at the peak and its place, time and cost."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
 
 WORTH_A_WORD = 0.005
-"""Of the host's peak: smaller parts are left out."""
+"""Share of the host's peak below which parts are left out."""
 
 
 def estimate_table(
     estimate: MemoryEstimate, price: Price | None = None, further: Sequence[tuple[str, str]] = ()
 ) -> RenderableType:
-    """One estimate, for a rich console of any width, with colour or without.
+    """Return one estimate, for a rich console of any width, with colour or without.
 
     Args:
-        estimate: what to show.
-        price: what an hour of the GPU costs; None leaves the cost out.
+        estimate: the estimate to show.
+        price: price of an hour of the GPU; None leaves the cost out.
         further: labels and texts of more lines, which come below the place of the peak.
 
     Returns:
@@ -58,11 +58,11 @@ def estimate_table(
 
 
 def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
-    """What would make the run fit, one change a line, with its new peak and its price in time or fidelity.
+    """Return the changes that would make the run fit, one a line, with new peak and price in time or fidelity.
 
     Args:
-        changes: what was found; if nothing fits, what is missing is said.
-        gpu_name: where it would fit with them.
+        changes: the changes found; if nothing fits, the table says what is missing.
+        gpu_name: the GPU it would fit on.
 
     Returns:
         Something that ``rich.print`` prints.
@@ -82,11 +82,11 @@ def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
 
 
 def shipped_table(shipped: ShippedRecipe, gpu_name: str) -> RenderableType:
-    """A shipped recipe that fits where the user's does not.
+    """Return a shipped recipe that fits where the user's does not.
 
     Args:
         shipped: the recipe.
-        gpu_name: where.
+        gpu_name: the GPU it fits on.
 
     Returns:
         Something that ``rich.print`` prints.
@@ -98,23 +98,23 @@ def shipped_table(shipped: ShippedRecipe, gpu_name: str) -> RenderableType:
 
 
 def price_per_million_tokens(step: StepTime | None, price: Price | None) -> float | None:
-    """US dollars for a million tokens; None where the time or the price is unknown."""
+    """Return US dollars per million tokens; None if the time or the price is unknown."""
     if step is None or price is None or not step.tokens_per_second:
         return None
     return price.usd_per_hour * 1e6 / (3600 * step.tokens_per_second)
 
 
 def format_dollars(dollars: float) -> str:
-    """A price with two digits that count, such as ``$0.0071``, ``$0.050`` or ``$12.40``."""
+    """Return a price with two significant digits, such as ``$0.0071``, ``$0.050`` or ``$12.40``."""
     return f"${dollars:.2f}" if dollars >= 0.1 else f"${dollars:#.2g}"
 
 
 def what_is_missing(all_together: Change | None, gpu_name: str) -> Text:
-    """By how much a run does not fit with every change at once.
+    """Return by how much a run does not fit with every change at once.
 
     Args:
-        all_together: those changes; None: there are none.
-        gpu_name: where.
+        all_together: those changes; None: there are no changes.
+        gpu_name: the GPU it does not fit on.
     """
     if all_together is None:
         return Text(f"It does not fit on {gpu_name}, and no setting is left that would need less.")
@@ -127,7 +127,7 @@ def what_is_missing(all_together: Change | None, gpu_name: str) -> Text:
 
 
 def headline(estimate: MemoryEstimate) -> Text:
-    """The model, whether it fits, and how much of it is trained."""
+    """Return the model, whether it fits, and how much of it is trained."""
     model = estimate.model
     trained = "all trained"
     if model.trainable_parameters != model.parameters:
@@ -145,7 +145,7 @@ def headline(estimate: MemoryEstimate) -> Text:
 
 
 def _memory_bars(estimate: MemoryEstimate) -> RenderableType:
-    """A bar for each use of what may be used; the whole width is all of it, or all that is needed."""
+    """Return a bar for each use of memory; the whole width is all that may be used, or all that is needed."""
     (memory, others), process = _whole(estimate), estimate.process_peak_bytes
     whole, width = memory or process, max(memory, process + others, 1)
     table = Table(box=None, padding=(0, 1, 0, 0), show_header=False, expand=True)
@@ -169,7 +169,7 @@ def _memory_bars(estimate: MemoryEstimate) -> RenderableType:
 
 
 def _whole(estimate: MemoryEstimate) -> tuple[int, int]:
-    """What there is, and what of it others hold: the device's memory, or of a budget below it all."""
+    """Return the memory available, and how much of it others hold: the device's, or a smaller budget and 0."""
     budget = budget_below_device(estimate)
     return (estimate.gpu.memory_bytes, estimate.gpu.held_by_others_bytes) if budget is None else (budget, 0)
 
@@ -180,7 +180,7 @@ def _range(estimate: MemoryEstimate) -> str:
 
 
 def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
-    """What takes memory, in the order it is stacked, with a colour: tensors, then what surrounds them."""
+    """Yield what takes memory, in the order it is stacked, with a colour: tensors, then what surrounds them."""
     for category, words in CATEGORY_WORDS.items():
         if size := estimate.by_category_at_peak.get(category, 0):
             yield words, size, "cyan"
@@ -201,13 +201,13 @@ def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
 
 
 def _facts(estimate: MemoryEstimate, price: Price | None, further: Sequence[tuple[str, str]]) -> Table:
-    """Label and text, a line each, wrapped beside the label."""
+    """Return a line for each label and text, wrapped next to the label."""
     peak, *others = _fact_lines(estimate, price)
     return labelled((peak, *further, *others))
 
 
 def labelled(lines: Iterable[tuple[str, str]]) -> Table:
-    """Labels, and texts wrapped beside them; a line with an empty label goes on from the one above."""
+    """Return labels, with texts wrapped next to them; a line with an empty label continues the one above."""
     table = _grid()
     for label, text in lines:
         table.add_row(Text(label, "bold"), Prose(text))
@@ -254,7 +254,7 @@ def _speed(estimate: MemoryEstimate, step: StepTime) -> str:
 
 
 def _processes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
-    """Of which process the numbers are, and what they exchange."""
+    """Yield which process the numbers are of, and what the processes exchange."""
     processes, step = estimate.processes, estimate.step
     if processes is None:
         return
@@ -288,7 +288,7 @@ def _host_words(estimate: MemoryEstimate) -> str:
 
 
 def _host_parts(estimate: MemoryEstimate) -> str:
-    """What the host's peak is made of, the largest first; of a CPU the bars above show it."""
+    """Return the parts of the host's peak, the largest first; empty for a CPU, whose bars show them."""
     parts = {} if estimate.is_of_cpu else estimate.host_by_part_at_peak
     largest_first = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(
@@ -321,7 +321,7 @@ class _Command:
 
 
 class _Bar:
-    """A share of the width it is given, in eighths of a character; in whole ``#`` where blocks cannot be written."""
+    """A share of the available width, in eighths of a character; in whole ``#`` where blocks cannot be written."""
 
     def __init__(self, share: float, colour: str) -> None:
         self._share = min(1.0, share)

@@ -1,4 +1,4 @@
-"""One recipe on many GPUs: which hold it, how fast, and at what price."""
+"""One recipe on many GPUs: those that hold it, their speed and their price."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ LEGEND = (
 )
 
 VERDICT = ("verdict", len("12.3 GiB tight"))
-"""The column that goes on in a second line, as where device and host both lack memory, and its fewest columns."""
+"""The column that may wrap onto a second line, for instance if device and host both lack memory, and its least width."""
 
 
 def gpu_table(
     estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu], cannot_run: Mapping[str, str]
 ) -> RenderableType:
-    """A line for each GPU, the cheapest tokens first; then those where it does not fit, and those without a price.
+    """Return a line for each GPU, the cheapest tokens first; then those it does not fit on, and those without a price.
 
     Args:
-        estimates: at least one, all of the same recipe.
+        estimates: at least one estimate, all of the same recipe.
         gpus: the catalogue, by name.
-        cannot_run: the error, by the name of each GPU whose hardware cannot run the recipe; its rule is shown.
+        cannot_run: the error, by the name of each GPU whose hardware cannot run the recipe; the table shows its rule.
 
     Returns:
         Something that ``rich.print`` prints.
@@ -57,10 +57,10 @@ def gpu_table(
 
 
 def several_table(several: SeveralCards, gpus: Mapping[str, Gpu]) -> RenderableType:
-    """A line for each card that holds its part of a recipe as one of several: the fewest of it, the cheapest first.
+    """Return a line for each GPU type that holds its share of a recipe as one of several: the fewest, cheapest first.
 
     Args:
-        several: what was tried.
+        several: the numbers tried.
         gpus: the catalogue, by name.
 
     Returns:
@@ -84,10 +84,10 @@ def several_table(several: SeveralCards, gpus: Mapping[str, Gpu]) -> RenderableT
 
 
 def by_cost(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> list[MemoryEstimate]:
-    """Estimates by the price of a token there; see :func:`lowmem_ft.reports.costs.cost_order`.
+    """Return estimates by the price of a token; see :func:`lowmem_ft.reports.costs.cost_order`.
 
     Args:
-        estimates: in any order.
+        estimates: estimates in any order.
         gpus: the catalogue, by name.
 
     Returns:
@@ -97,7 +97,7 @@ def by_cost(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> lis
 
 
 def format_gib(num_bytes: int) -> str:
-    """A size in a column of GiB, with three digits."""
+    """Return a size in GiB for a column, with three digits."""
     gib = num_bytes / GIB
     return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
@@ -134,7 +134,7 @@ def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
 
 
 def speed_cell(estimate: MemoryEstimate, number: int = 1) -> str:
-    """Tokens a second of so many cards; ``-`` where it does not fit, or shows no tokens, as a script may."""
+    """Return tokens a second of this many GPUs; ``-`` if it does not fit, or has no tokens, as with some scripts."""
     step = estimate.step
     if step is None or not step.tokens or not estimate.fits:
         return "-"
@@ -142,7 +142,7 @@ def speed_cell(estimate: MemoryEstimate, number: int = 1) -> str:
 
 
 def verdict_cell(estimate: MemoryEstimate) -> Text:
-    """Whether a run fits, and by how much, in few words."""
+    """Return whether a run fits, and by how much, in few words."""
     headroom, words = estimate.headroom_bytes, estimate.verdict
     if estimate.fits:
         left = "tight" if estimate.tight else "free"
@@ -153,7 +153,7 @@ def verdict_cell(estimate: MemoryEstimate) -> Text:
 
 
 def _refusals(cannot_run: Mapping[str, str]) -> list[Prose]:
-    """A line for each rule that keeps GPUs out; an error says the rule before what it got."""
+    """Return a line for each rule that excludes GPUs; an error names the rule before what it got."""
     gpus_by_rule: dict[str, list[str]] = {}
     for gpu, reason in cannot_run.items():
         gpus_by_rule.setdefault(reason.split(", got ")[0].rstrip("."), []).append(gpu)
@@ -161,7 +161,7 @@ def _refusals(cannot_run: Mapping[str, str]) -> list[Prose]:
 
 
 def _in_common(estimates: Sequence[MemoryEstimate]) -> list[Prose]:
-    """What was chosen for all GPUs alike."""
+    """Return what was chosen for all GPUs alike."""
     return [
         Prose(choice)
         for choice in estimates[0].choices

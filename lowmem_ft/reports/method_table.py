@@ -1,4 +1,4 @@
-"""A model without a recipe, by ways to fine-tune it: on one GPU, or on many by the price of tokens."""
+"""Ways to fine-tune a model without a recipe: on one GPU, or on many by the price of tokens."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _TITLES = {"full": "full fine-tuning"}
 
 
 def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> RenderableType:
-    """The cheapest card for each method, then a line for each GPU: what each method needs, how fast, at what price.
+    """Return the cheapest GPU for each method, then a line per GPU: each method's needs, speed and price.
 
     Args:
-        results: at least one that is an estimate.
+        results: results, of which at least one is an estimate.
         gpus: the catalogue, by name.
 
     Returns:
@@ -69,11 +69,11 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
 
 
 def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> RenderableType:
-    """A line for each method on one GPU.
+    """Return a line for each method on one GPU.
 
     Args:
-        results: of that GPU, at least one that is an estimate.
-        gpu: with its price.
+        results: results on that GPU, of which at least one is an estimate.
+        gpu: the GPU, with its price.
 
     Returns:
         Something that ``rich.print`` prints.
@@ -120,13 +120,13 @@ def _title(results: Sequence[MethodEstimate], where: str = "") -> Iterator[Rende
 
 
 def _order(results: Sequence[MethodEstimate], gpu: Gpu) -> tuple[int, float, int]:
-    """By the cheapest method that fits."""
+    """Return the sort key of the cheapest method that fits."""
     estimates = [result.estimate for result in results if result.estimate is not None]
     return min((cost_order(estimate, gpu) for estimate in estimates), default=(3, 0.0, gpu.memory_bytes))
 
 
 def _marks(results: Sequence[MethodEstimate]) -> dict[str, str]:
-    """A letter for each recipe of a method that has several, as far as they are shown."""
+    """Return a letter for each shown recipe of a method that has several."""
     rungs = dict.fromkeys(
         rung for method in _by_method(results) if len(method.rungs) > 1 for rung in _rungs(method, results)
     )
@@ -139,7 +139,7 @@ def _rungs(method: Method, results: Sequence[MethodEstimate]) -> list[str]:
 
 
 def _cheapest(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Text:
-    """The GPU that does it at the lowest price of a token, of those that fit; without a price, the smallest."""
+    """Return the GPU with the lowest price of a token, of those that fit; without a price, the smallest."""
     fitting = [(result, result.estimate) for result in results if result.estimate is not None and result.fits]
     if not fitting:
         may = any(result.estimate and result.estimate.verdict == "may not fit" for result in results)
@@ -199,7 +199,7 @@ def _line(result: MethodEstimate) -> list[str | Text]:
 
 
 def _costs(results: Sequence[MethodEstimate]) -> list[str]:
-    """The column of what a million tokens cost."""
+    """Return the column of the cost of a million tokens."""
     return cost_cells(
         [
             None if result.estimate is None else usd_per_million_tokens(result.estimate, result.gpu)
@@ -209,7 +209,7 @@ def _costs(results: Sequence[MethodEstimate]) -> list[str]:
 
 
 class _Commands:
-    """What trains each method where it fits, on the data of its recipe; without bfloat16, with what such GPUs take."""
+    """Commands that train each method that fits, on its recipe's data; without bfloat16, with settings that work there."""
 
     def __init__(self, results: Sequence[MethodEstimate]) -> None:
         self._has_bfloat16: dict[tuple[Method, tuple[str, ...]], bool] = {}
@@ -242,7 +242,7 @@ def _place(result: MethodEstimate) -> tuple[int, int]:
 
 
 def _notes(results: Sequence[MethodEstimate]) -> Iterator[Prose]:
-    """Why something cannot be done, once for all GPUs, and what was left out."""
+    """Yield why something cannot be done, once for all GPUs."""
     gpus_by_reason: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.estimate is None:

@@ -1,4 +1,4 @@
-"""A plan at a glance: what to set, what it then takes, why not less, and what more memory would buy."""
+"""A plan at a glance: its settings, its needs, why not less, and what more memory would buy."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ BINDING_WORDS = {
 
 
 def plan_table(plan: MemoryPlan, recipe: Recipe) -> RenderableType:
-    """A plan, for a rich console of any width.
+    """Return a plan, for a rich console of any width.
 
     Args:
-        plan: what to show.
-        recipe: what it was made for.
+        plan: the plan to show.
+        recipe: the recipe it was made for.
 
     Returns:
         Something that ``rich.print`` prints.
@@ -52,11 +52,11 @@ def plan_table(plan: MemoryPlan, recipe: Recipe) -> RenderableType:
 
 
 def train_command(plan: MemoryPlan, command: Sequence[str]) -> list[str]:
-    """What trains a plan.
+    """Return the command that trains a plan.
 
     Args:
-        plan: what to train.
-        command: the recipe and settings as they were typed; what the plan sets otherwise is left out.
+        plan: the plan to train.
+        command: the recipe and settings as they were typed; those that the plan replaces are left out.
 
     Returns:
         The command's words.
@@ -66,7 +66,7 @@ def train_command(plan: MemoryPlan, command: Sequence[str]) -> list[str]:
 
 
 def launched(recipe: Recipe) -> list[str]:
-    """The words before the settings that train a recipe: torchrun starts several processes."""
+    """Return the words before the settings that train a recipe: torchrun starts several processes."""
     config = recipe.distributed
     processes, machines = config.num_processes or 1, config.num_machines
     if processes == 1:
@@ -78,7 +78,7 @@ def launched(recipe: Recipe) -> list[str]:
 
 
 def planned_for(plan: MemoryPlan) -> str:
-    """A line on the device and the host that a plan was made for, for the head of a file that holds it."""
+    """Return a line on the device and the host that a plan is for, for the head of a file that holds it."""
     estimate = plan.estimate
     device, host = estimate.budget.device_bytes, estimate.budget.host_bytes
     with_device = "" if device is None else f" with {format_bytes(device)} of device memory"
@@ -115,11 +115,11 @@ def _headline(plan: MemoryPlan) -> Prose:
 
 
 def run_words(length: RunLength, estimate: MemoryEstimate) -> str:
-    """How long a planned run takes, and what it costs.
+    """Return how long a planned run takes, and what it costs.
 
     Args:
-        length: of the run.
-        estimate: of the plan.
+        length: length of the run.
+        estimate: estimate of the plan.
     """
     gpu = load_gpus().get(estimate.gpu.name)
     hourly = None if gpu is None else usd_per_hour(estimate, gpu)
@@ -131,7 +131,7 @@ def run_words(length: RunLength, estimate: MemoryEstimate) -> str:
 
 
 def _speed(estimate: MemoryEstimate) -> str:
-    """Tokens a second of all cards, and the price of a million of them."""
+    """Return tokens a second of all GPUs, and the price of a million of them."""
     step, gpu = estimate.step, load_gpus().get(estimate.gpu.name)
     number = 1 if estimate.processes is None else estimate.processes.num_processes
     words = f"{number * (0.0 if step is None else step.tokens_per_second):,.0f} tokens/s"
@@ -147,7 +147,7 @@ def _speed(estimate: MemoryEstimate) -> str:
 
 
 def _tokens(estimate: MemoryEstimate) -> str:
-    """Of a step of all processes."""
+    """Return the tokens of a step of all processes."""
     each = 0 if estimate.step is None else estimate.step.tokens
     if estimate.processes is None:
         return f"{each:,} tokens"
@@ -160,7 +160,7 @@ def _shortfall(plan: MemoryPlan) -> Prose:
         for num_bytes, where in ((plan.missing_device_bytes, "device"), (plan.missing_host_bytes, "host"))
         if num_bytes
     ]
-    # A hole in memory that is large enough, as the allocator may leave it, is no number of bytes.
+    # Fragmentation, as the allocator may leave it, cannot be given as a number of bytes.
     what = " and ".join(missing) or "room for the caching allocator"
     estimate, keep = plan.estimate, plan.recipe.plan.keep
     lines = [
@@ -188,7 +188,7 @@ def _shortfall(plan: MemoryPlan) -> Prose:
 
 
 def _waits_on_host(recipe: Recipe) -> bool:
-    """Whether something does that files could hold."""
+    """Return whether something is kept on the host that files could hold."""
     offload = recipe.offload
     return offload.folder is None and (offload.optimizer == "host" or offload.parameters == "stream")
 
@@ -226,7 +226,7 @@ def _knobs(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
 
 
 def _rule(reason: str) -> str:
-    """Of a message about settings that do not go together the rule alone: what was seen and ways out are the plan's."""
+    """Return only the rule of a message about conflicting settings: values seen and ways out are the plan's."""
     return re.split(r", got |\.\s+(?=[A-Z])", reason)[0]
 
 
@@ -252,7 +252,7 @@ def _rejected(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _difference(overrides: Mapping[str, Any], plan: MemoryPlan, recipe: Recipe) -> str:
-    """What one combination has otherwise than the plan."""
+    """Return the settings in which one combination differs from the plan."""
     keys = {path: recipe_keys()[path] for path in {**plan.overrides, **overrides}}
     theirs = {path: overrides.get(path, key.value_in(recipe)) for path, key in keys.items()}
     changed = {path: value for path, value in theirs.items() if value != keys[path].value_in(plan.recipe)}

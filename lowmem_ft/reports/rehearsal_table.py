@@ -1,4 +1,4 @@
-"""A rehearsed run at a glance: whether it fits, how long it takes and what it costs, what it leaves on the disk."""
+"""A rehearsed run at a glance: whether it fits, how long it takes, what it costs, and what it writes to disk."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MOST_WARNINGS = 20
 
 
 def rehearsal_table(rehearsal: Rehearsal) -> RenderableType:
-    """What a rehearsal has found, for a rich console of any width.
+    """Return the results of a rehearsal, for a rich console of any width.
 
     Args:
-        rehearsal: what to show.
+        rehearsal: the rehearsal to show.
 
     Returns:
         Something that ``rich.print`` prints.
@@ -41,12 +41,12 @@ def rehearsal_table(rehearsal: Rehearsal) -> RenderableType:
 def mend_table(
     tried: Sequence[Mend], all_together: Change | None, gpu_name: str, *, complete: bool
 ) -> RenderableType:
-    """What would make a run fit that does not, as settings to paste.
+    """Return what would make a run fit that does not, as settings to paste.
 
     Args:
         tried: the changes that were rehearsed; the last fits, or none does.
         all_together: every change at once, for what is missing where there is nothing to rehearse.
-        gpu_name: where it would fit.
+        gpu_name: the GPU it would fit on.
         complete: whether the search came to its end.
     """
     mend = next((mend for mend in tried if mend.rehearsal.fits), None)
@@ -79,7 +79,7 @@ def mend_table(
 
 
 def _failure_words(failure: Failure) -> str:
-    """Where memory runs out, in a sentence."""
+    """Return a sentence on where memory runs out."""
     where = "while the model is loaded"
     if failure.at_step is not None:
         where = f"at step {failure.at_step}, in {PHASE_WORDS[failure.phase]}"
@@ -166,7 +166,7 @@ def _files(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
         yield "checkpoints", f"{rehearsal.num_checkpoints:,} of {_file_words(rehearsal, saved)}"
         state = format_bytes(saved.optimizer_bytes)
         most = f"{format_bytes(saved.weight_bytes)} of weights, {state} of optimizer state"
-        # The newest stands before the oldest of those to be kept goes.
+        # The newest is written before the oldest of those to keep is deleted.
         together = min(kept + 1, rehearsal.num_checkpoints) * saved.total_bytes
         yield "", f"{most}; the disk holds {format_bytes(together)} of them at the most, {kept} at the end"
     elif rehearsal.num_checkpoints:

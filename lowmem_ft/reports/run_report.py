@@ -24,14 +24,14 @@ from lowmem_ft.reports.text.prose import Prose
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run's folder says of it.
+    """Contents of a run's folder.
 
     Args:
         path: the folder.
-        recipe: as it was run.
+        recipe: the recipe of the run.
         metrics: the lines of its ``metrics.jsonl``.
-        is_finished: whether its model is there.
-        rehearsal: its ``peaks``, ``run`` and ``recipe``; None: it was not rehearsed.
+        is_finished: whether it holds the run's model.
+        rehearsal: ``peaks``, ``run`` and ``recipe`` of its rehearsal; None: it was not rehearsed.
     """
 
     path: Path
@@ -46,21 +46,21 @@ class RunRecord:
         return [record for record in self.metrics if "loss" in record]
 
     def last(self, key: str) -> Any:
-        """The newest value of a key; None: there is none."""
+        """Return the newest value of a key; None: there is no value."""
         return next((record[key] for record in reversed(self.metrics) if key in record), None)
 
     @property
     def estimated(self) -> Peaks | None:
-        """What was estimated of it; None: it was not."""
+        """Estimated peaks; None: there was no estimate."""
         return peaks_in(self.metrics)[0]
 
     @property
     def measured(self) -> Peaks | None:
-        """What it took; None: it was not written."""
+        """Measured peaks; None: they were not written."""
         return peaks_in(self.metrics)[1]
 
     def check(self) -> None:
-        """Look whether the lines are those of a run.
+        """Check that the lines are those of a run.
 
         Raises:
             UserError: if one of them is not.
@@ -80,7 +80,7 @@ class RunRecord:
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, rows of memory among them."""
+        """Return plain values, rows of memory among them."""
         estimated, measured = peaks_in(self.metrics)
         return {
             "path": str(self.path),
@@ -98,24 +98,24 @@ class RunRecord:
 
 
 def _in_json(number: float | None) -> float | None:
-    """A number that JSON has; NaN and infinity it has not."""
+    """Return a number that JSON can hold; None for NaN and infinity, which it cannot."""
     return number if number is not None and math.isfinite(number) else None
 
 
 def run_report(runs: Sequence[RunRecord]) -> RenderableType:
-    """A column for each run.
+    """Return a report with a column for each run.
 
     Args:
-        runs: at least one.
+        runs: at least one run.
 
     Returns:
-        Something that ``rich.print`` prints: as many runs beside each other as there is room for, the others below.
+        Something that ``rich.print`` prints: as many runs side by side as fit, the others below.
     """
     return Group(_SideBySide(runs), *_notes(runs))
 
 
 NAME, MEMORY, REHEARSED = "", "estimated / measured", "rehearsed / measured"
-"""Rows that are headings: what a run is called, and what comes below."""
+"""Rows that are headings: the name of a run, and titles of what follows."""
 
 GAP = 2
 
@@ -161,7 +161,7 @@ class _SideBySide:
 
 
 def _width(column: Mapping[str, str]) -> int:
-    """What a run takes, with the blanks before it."""
+    """Return the columns that a run takes, with the blanks before it."""
     return GAP + max(cell_len(line) for cell in column.values() for line in cell.splitlines())
 
 
@@ -171,7 +171,7 @@ def _cell(row: Row) -> str:
 
 
 def _rehearsed(run: RunRecord) -> Iterator[tuple[str, str]]:
-    """What was rehearsed of a run beside what it came to; nothing of a run that was not."""
+    """Yield rehearsed and actual values of a run; nothing for a run that was not rehearsed."""
     if run.rehearsal is None:
         return
     of_run, steps = run.rehearsal["run"], run.steps
@@ -191,12 +191,12 @@ def _rehearsed(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _is_of_cpu(measured: Peaks) -> bool:
-    """Whether a run was on a processor, whose quantities are others than a GPU's."""
+    """Return whether a run was on a processor, which has other quantities than a GPU."""
     return measured.reserved_bytes is None
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    """What is known of a run, for people; what is not is left out."""
+    """Return what is known of a run, for people; unknown facts are left out."""
     steps, loss, held_out = run.steps, run.last("loss"), run.last("eval_loss")
     rates = [record["tokens_per_second"] for record in steps[1:]] or [s["tokens_per_second"] for s in steps]
     facts = {
@@ -222,7 +222,7 @@ def _notes(runs: Sequence[RunRecord]) -> list[RenderableType]:
 
 
 def _rehearsed_otherwise(runs: Sequence[RunRecord]) -> list[RenderableType]:
-    """Of which runs the rehearsal was one of other settings."""
+    """Return a note on the runs whose rehearsal had other settings."""
     others = [
         run.path.name
         for run in runs
@@ -238,7 +238,7 @@ def _rehearsed_otherwise(runs: Sequence[RunRecord]) -> list[RenderableType]:
 
 
 def _rehearsed_elsewhere(runs: Sequence[RunRecord]) -> list[RenderableType]:
-    """Of which runs memory and time are not set beside the rehearsal's, and why."""
+    """Return a note on the runs whose memory and time are not compared with the rehearsal's, and why."""
     others = [
         run.path.name
         for run in runs

@@ -1,4 +1,4 @@
-"""What an estimate of somebody's script says beside that of a recipe: lines for the same table."""
+"""Facts that only an estimate of a user's script has: lines for the same table as a recipe's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WAYS: dict[Category, str] = {
 
 
 def script_facts(found: ScriptEstimate) -> Iterator[tuple[str, str]]:
-    """Labels and texts: where the peak is in the code, what a step takes in, how often the host waits.
+    """Yield labels and texts: where the peak is in the code, what a step takes in, how often the host waits.
 
     Args:
         found: the estimate.
@@ -48,11 +48,11 @@ def script_facts(found: ScriptEstimate) -> Iterator[tuple[str, str]]:
 
 
 def ways_to_fit(found: Sequence[ScriptEstimate], *, is_all: bool) -> str:
-    """What to do where a script fits nowhere: nobody can search changes of somebody else's code.
+    """Return advice for a script that fits nowhere: a search cannot change the user's code.
 
     Args:
         found: the estimates, none of which fits.
-        is_all: whether all cards were tried.
+        is_all: whether all GPUs were tried.
     """
     nearest = max((each.estimate for each in found), key=lambda estimate: estimate.headroom_bytes or 0)
     sizes = nearest.by_category_at_peak

@@ -1,4 +1,4 @@
-"""How reports name what estimates hold: categories, phases, modules, verdicts."""
+"""Words of reports for what estimates hold: categories, phases, modules, verdicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CATEGORY_WORDS: dict[Category, str] = {
     "logits_and_loss": "logits and loss",
     "temporary": "temporaries",
 }
-"""Names of the categories, from what stays longest to what goes first: the order in which reports stack them."""
+"""Names of the categories, from the longest-lived to the shortest-lived: the order in which reports stack them."""
 
 PHASE_WORDS: dict[Phase, str] = {
     "load": "load",
@@ -34,13 +34,13 @@ PHASE_WORDS: dict[Phase, str] = {
 
 
 def short_name(model: str) -> str:
-    """A model's name for one line: of a local path, its last two parts."""
+    """Return a model's name for one line: the last two parts of a local path."""
     path = Path(model)
     return model if len(path.parts) <= 2 else str(Path(*path.parts[-2:]))
 
 
 def module_words(module: str) -> str:
-    """A module's qualified name for people: ``model.layers.3.mlp.down_proj`` is ``mlp.down_proj of layer 3``."""
+    """Return a module's name for people: ``model.layers.3.mlp.down_proj`` is ``mlp.down_proj of layer 3``."""
     numbered = re.search(r"(?:^|\.)(\d+)(?:\.(.+))?$", module)
     if not module:
         return "outside any module"
@@ -57,13 +57,13 @@ HOST_PART_WORDS = {
     "loading": "weights being read",
     "saving": "a file being written",
 }
-"""Names of what host memory beside a GPU is made of."""
+"""Names of the parts of the host memory of a run on a GPU."""
 
 
 def verdict(estimate: MemoryEstimate) -> str:
-    """Whether the run fits, by how much, and what it needs beside the device.
+    """Return whether the run fits, by how much, and what it needs in addition to the device.
 
-    Such as ``fits on l4 with 3.10 GiB to spare, and needs 4.60 GiB of host memory``.
+    Example: ``fits on l4 with 3.10 GiB to spare, and needs 4.60 GiB of host memory``.
     """
     headroom, limit = estimate.headroom_bytes, budget_below_device(estimate)
     where = f"on {estimate.devices}"
@@ -80,26 +80,26 @@ def verdict(estimate: MemoryEstimate) -> str:
 
 
 def doubtful(estimate: MemoryEstimate) -> str:
-    """The verdict on what is no plan: one fits, tightly, or may not, or does not."""
+    """Return the verdict on an estimate that is not a plan: it fits too tightly, may not fit, or does not fit."""
     return "fits too tightly" if estimate.fits else estimate.verdict
 
 
 def verdict_colour(estimate: MemoryEstimate) -> str:
-    """Green, yellow where it fits tightly or may not, red."""
+    """Return green, yellow if it fits tightly or may not fit, or red."""
     if estimate.verdict == "does not fit":
         return "red"
     return "green" if estimate.fits and not estimate.tight else "yellow"
 
 
 def budget_below_device(estimate: MemoryEstimate) -> int | None:
-    """The budget that decides, in bytes; None where the device's own memory does."""
+    """Return the budget that decides, in bytes; None if the device's own memory does."""
     limit = estimate.budget.device_bytes
     free = estimate.gpu.memory_bytes - estimate.gpu.held_by_others_bytes
     return limit if limit is not None and limit < free else None
 
 
 def host_need(estimate: MemoryEstimate) -> str:
-    """What a run needs beside the device, such as ``65.3 GiB of host memory``."""
+    """Return what a run needs in addition to the device, such as ``65.3 GiB of host memory``."""
     need = f"{format_bytes(estimate.host_peak_bytes)} of host memory"
     return (
         f"{need} and {format_bytes(estimate.disk_peak_bytes)} of disk" if estimate.disk_peak_bytes else need
@@ -107,12 +107,12 @@ def host_need(estimate: MemoryEstimate) -> str:
 
 
 def for_each(estimate: MemoryEstimate) -> str:
-    """What is said of a process's share of the host; nothing where there is one process."""
+    """Return the words for a process's share of the host; empty if there is one process."""
     return "" if estimate.processes is None else " for each process"
 
 
 def caution(estimate: MemoryEstimate) -> str:
-    """Why a verdict is tight or open, and what to do; empty if it is neither."""
+    """Return why a verdict is tight or open, and what to do; empty if it is neither."""
     found = estimate.process_range
     if estimate.verdict == "may not fit" and found is not None:
         ends = from_to(found.low_bytes, found.high_bytes)
@@ -138,14 +138,14 @@ def caution(estimate: MemoryEstimate) -> str:
 
 
 def from_to(low_bytes: int, high_bytes: int) -> str:
-    """Two sizes, with one unit where they share it: ``18.1 to 18.7 GiB``."""
+    """Return two sizes, with one unit if they share it: ``18.1 to 18.7 GiB``."""
     low, high = format_bytes(low_bytes), format_bytes(high_bytes)
     (number, unit), same_unit = low.split(), low.split()[1] == high.split()[1]
     return f"{number if same_unit else f'{number} {unit}'} to {high}"
 
 
 def duration(seconds: float) -> str:
-    """A time for people: ``42 s``, ``12 min``, ``3.2 h``."""
+    """Return a time for people: ``42 s``, ``12 min``, ``3.2 h``."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
@@ -157,7 +157,7 @@ def _beside_others(estimate: MemoryEstimate) -> str:
 
 
 def shortfall(estimate: MemoryEstimate) -> str:
-    """By how much a run that does not fit, or may not, exceeds its device, its host, or both."""
+    """Return by how much a run that does not fit, or may not, exceeds its device, its host, or both."""
     headroom, host_limit = estimate.headroom_bytes, estimate.budget.host_bytes
     over = []
     if headroom is not None and headroom < 0:

@@ -1,4 +1,4 @@
-"""A run's memory as one self-contained page: a stacked plot to point at, and the same as a table."""
+"""Plot of a run's memory as one self-contained page: an interactive stacked plot, and the same as a table."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LEFT, RIGHT, TOP, BOTTOM = 72, 8, 24, 8
 
 
 def html_plot(estimate: MemoryEstimate, samples: Sequence[MemorySample]) -> str:
-    """The page, with everything in it: it loads nothing.
+    """Return the page, with everything in it: it loads nothing.
 
     Args:
-        estimate: what it is about.
-        samples: of the estimate's timeline; at least one.
+        estimate: what the page shows.
+        samples: samples of the estimate's timeline; at least one.
 
     Returns:
         The text of an HTML file.
@@ -63,19 +63,19 @@ class _Drawing:
         self._frame = frame
 
     def x(self, position: float) -> float:
-        """Where a position of the timeline lies from left to right."""
+        """Return the horizontal coordinate of a position of the timeline."""
         frame = self._frame
         share = (position - frame.start) / (frame.end - frame.start)
         return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
 
     def y(self, size_bytes: int) -> float:
-        """Where a size lies from top to bottom."""
+        """Return the vertical coordinate of a size."""
         return round(HEIGHT - BOTTOM - size_bytes / self._frame.top_bytes * (HEIGHT - TOP - BOTTOM), 1)
 
     def elements(
         self, estimate: MemoryEstimate, samples: Sequence[MemorySample], shown: Sequence[Category]
     ) -> Iterator[str]:
-        """Everything but what moves with the pointer."""
+        """Yield all elements except those that move with the pointer."""
         yield from self._bands(samples)
         yield from self._grid()
         yield from self._areas(samples, shown)
@@ -143,7 +143,7 @@ def _legend(shown: Sequence[Category]) -> Iterator[str]:
 
 
 def _table_rows(samples: Sequence[MemorySample], shown: Sequence[Category]) -> Iterator[str]:
-    """The highest sample of each phase."""
+    """Yield the highest sample of each phase."""
     for phase in PHASES:
         of_phase = [sample for sample in samples if sample.phase == phase]
         if not of_phase:
@@ -156,7 +156,7 @@ def _table_rows(samples: Sequence[MemorySample], shown: Sequence[Category]) -> I
 
 
 def _data(samples: Sequence[MemorySample], shown: Sequence[Category], drawing: _Drawing) -> str:
-    """What the page's script reads: per sample its x, phase, module, and bytes in the order of the legend."""
+    """Return the data of the page's script: per sample x, phase, module, and bytes in the order of the legend."""
     modules = sorted({sample.module for sample in samples})
     index_of_module = {module: index for index, module in enumerate(modules)}
     rows = [

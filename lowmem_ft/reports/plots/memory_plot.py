@@ -1,4 +1,4 @@
-"""A run's memory over time, stacked by what it is for, as a picture or as a page to explore."""
+"""Plot of a run's memory over time, stacked by category, as a picture or as an interactive page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_plot(path: Path, estimate: MemoryEstimate, config: AllocatorConfig | N
 
     Args:
         path: ends in ``.html`` (one self-contained page) or ``.png`` (needs matplotlib).
-        estimate: with its timeline.
+        estimate: an estimate with its timeline.
         config: settings of a GPU's caching allocator; None: PyTorch's defaults.
 
     Raises:
@@ -52,7 +52,7 @@ def check_plot_path(path: Path) -> None:
     """Refuse a file that :func:`write_plot` could not write, before anything is computed for it.
 
     Args:
-        path: where the plot is to go.
+        path: the file to write the plot to.
 
     Raises:
         UserError: if its suffix is neither ``.html`` nor ``.png``.
@@ -65,7 +65,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def _block_bytes(estimate: MemoryEstimate, config: AllocatorConfig | None) -> Sequence[int] | None:
-    """What each allocation takes of a GPU, as the estimate's own peak counts it; a CPU takes what is asked for."""
+    """Return the device bytes of each allocation, as the estimate's peak counts them; None on a CPU: as requested."""
     if estimate.is_of_cpu:
         return None
     return replay(estimate.timeline, CachingAllocator(config)).block_bytes

@@ -1,4 +1,4 @@
-"""What a device's memory holds over a run, in few enough samples to draw, none of the peaks lost."""
+"""Contents of a device's memory over a run, in few enough samples to draw, without losing a peak."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class MemorySample:
     """The device's memory right after one event of the timeline.
 
     Args:
-        position: of the event.
-        phase: of the latest allocation.
-        module: of the latest allocation.
-        stacked_bytes: alive, by category in the order of ``STACKED``.
-        total_bytes: alive in all: their sum.
+        position: index of the event.
+        phase: phase of the latest allocation.
+        module: module of the latest allocation.
+        stacked_bytes: live bytes by category, in the order of ``STACKED``.
+        total_bytes: live bytes in all: their sum.
     """
 
     position: int
@@ -39,15 +39,15 @@ class MemorySample:
 def sample_memory(
     timeline: Timeline, max_moments: int = 1000, sizes_bytes: Sequence[int] | None = None
 ) -> list[MemorySample]:
-    """The timeline's device memory by category, at the highest sample of each stretch of events and of each phase.
+    """Return the device memory by category, at the highest sample of each stretch of events and of each phase.
 
     Args:
-        timeline: of a run.
-        max_moments: into how many stretches to divide the events.
-        sizes_bytes: what each allocation takes, as an allocator rounds it; None: what was asked for.
+        timeline: timeline of a run.
+        max_moments: number of stretches to divide the events into.
+        sizes_bytes: size of each allocation, as an allocator rounds it; None: as requested.
 
     Returns:
-        Moments in order, every one as it was; none if nothing was allocated on the device.
+        Moments in order, each with its original values; empty if nothing was allocated on the device.
     """
     num_events = len(timeline.events)
     by_stretch: dict[int, MemorySample] = {}
@@ -60,11 +60,11 @@ def sample_memory(
 
 
 def phase_bands(samples: Sequence[MemorySample], end: int) -> list[tuple[Phase, int, int]]:
-    """The stretches of one phase, end to end.
+    """Return the stretches of one phase each, end to end.
 
     Args:
         samples: in order.
-        end: where the last stretch ends.
+        end: end of the last stretch.
 
     Returns:
         Phase, first position and the position after the last, for each stretch.
@@ -75,7 +75,7 @@ def phase_bands(samples: Sequence[MemorySample], end: int) -> list[tuple[Phase, 
 
 
 class _RunningTotals(NamedTuple):
-    """What is alive after an event; the list is the same one every time and goes on changing."""
+    """Live bytes after an event; every instance shares one list, which keeps changing."""
 
     position: int
     total_bytes: int

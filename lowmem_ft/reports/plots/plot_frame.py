@@ -1,4 +1,4 @@
-"""What both kinds of plot share: colours, shades, and the ranges of the axes."""
+"""Properties that both kinds of plot share: colours, shades, and the ranges of the axes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS: dict[Category, str] = {
     "logits_and_loss": "#cc79a7",
     "temporary": "#56b4e9",
 }
-"""The palette of Okabe and Ito (2008), which colour-blind people tell apart, on black as on white."""
+"""The palette of Okabe and Ito (2008), which colour-blind people can tell apart, on black and on white."""
 
 PHASE_SHADES: dict[Phase, float] = {
     "load": 0.1,
@@ -32,11 +32,11 @@ PHASE_SHADES: dict[Phase, float] = {
     "evaluation": 0.03,
     "save": 0.1,
 }
-"""How dark the background of a phase is, of 1: neighbours differ."""
+"""Darkness of the background of each phase, from 0 to 1: neighbours differ."""
 
 
 LETTERS_ACROSS = 110
-"""About how many letters of a label go into the width of a plot."""
+"""Approximate number of letters of a label that fit across a plot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class PlotFrame:
     Args:
         start: first position.
         end: last position.
-        top_bytes: of the vertical axis.
-        shows_limit: whether the device's memory is a line within it, not far above.
-        limit_words: what that line is.
+        top_bytes: upper end of the vertical axis.
+        shows_limit: whether the device's memory is drawn as a line, as it is not far above the samples.
+        limit_words: label of that line.
     """
 
     start: int
@@ -59,7 +59,7 @@ class PlotFrame:
 
     @classmethod
     def around(cls, estimate: MemoryEstimate, samples: Sequence[MemorySample]) -> PlotFrame:
-        """The frame that holds all samples, and the device's memory unless that would flatten them or is unknown."""
+        """Return the frame of all samples; with the device's memory unless that is unknown or flattens them."""
         highest_bytes = max(sample.total_bytes for sample in samples)
         limit_bytes = estimate.gpu.memory_bytes
         shows_limit = 0 < limit_bytes <= 2 * highest_bytes
@@ -76,14 +76,14 @@ class PlotFrame:
     def ticks_bytes(self) -> list[int]:
         """Round sizes within the vertical axis, at most seven."""
         unit = next((unit for unit in (TIB, GIB, MIB, KIB) if unit <= self.top_bytes), 1)
-        # The top is below 1024 units, so that the largest of these steps gives few enough ticks.
+        # The top is below 1024 units, so the largest of these steps gives few enough ticks.
         steps = (unit * digit * 10**power for power in range(3) for digit in (1, 2, 5))
         step = next(step for step in steps if self.top_bytes < 7 * step)
         return list(range(0, self.top_bytes + 1, step))
 
 
 def shown_categories(samples: Sequence[MemorySample]) -> list[Category]:
-    """The categories that ever hold anything, from the bottom of the stack to its top."""
+    """Return the categories that ever hold anything, from the bottom of the stack to its top."""
     return [
         category
         for index, category in enumerate(STACKED)
@@ -92,12 +92,12 @@ def shown_categories(samples: Sequence[MemorySample]) -> list[Category]:
 
 
 def band_label(frame: PlotFrame, phase: Phase, start: int, end: int) -> str:
-    """The name of a phase, if its stretch is wide enough for it; else nothing."""
+    """Return the name of a phase, if its stretch is wide enough for it; else an empty string."""
     words = PHASE_WORDS[phase]
     return words if (end - start) * LETTERS_ACROSS > len(words) * (frame.end - frame.start) else ""
 
 
 def peak_words(estimate: MemoryEstimate) -> str:
-    """What the mark at the peak says."""
+    """Return the label of the mark at the peak."""
     phase, module = PHASE_WORDS[estimate.peak_phase], module_words(estimate.peak_module)
     return f"peak {format_bytes(estimate.allocated_peak_bytes)} in {phase}, {module}"

@@ -1,4 +1,4 @@
-"""Words on a rich console, broken between words alone: rich knows of no command that should stay on one line."""
+"""Text on a rich console, broken only between words: rich does not know which commands should stay on one line."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lowmem_ft.reports.text.wrapping import filled, longest_word
 INDENT = 2
 GAP = 2
 MOST_LEFT = 40
-"""Columns of what stands to the left, if its longest word needs no more."""
+"""Columns of the left-hand text, if its longest word needs no more."""
 
 
 class Prose:
-    """A text that is filled to the console's width.
+    """A text filled to the console's width.
 
     Args:
-        text: of one line or several.
-        style: of all of it, as rich names styles.
-        highlighter: gives numbers and the like styles of their own; None: they get none.
+        text: one line or several.
+        style: style of the whole text, as rich names styles.
+        highlighter: styles numbers and the like; None: no such styles.
     """
 
     def __init__(self, text: str, style: str | Style = "", highlighter: Highlighter | None = None) -> None:
@@ -42,10 +42,10 @@ class Prose:
 
 
 class Pairs:
-    """Words beside words, a pair a row; below each other where a word would not find room beside the others.
+    """Pairs of texts side by side, one pair a row; one below the other if their longest words do not fit side by side.
 
     Args:
-        rows: left and right.
+        rows: left and right text of each row.
     """
 
     def __init__(self, rows: Iterable[tuple[str, str]]) -> None:

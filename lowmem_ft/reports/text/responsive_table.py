@@ -1,4 +1,4 @@
-"""A table that cuts no cell: where its columns have no room beside each other, the least important are left out."""
+"""A table that cuts no cell: if its columns do not fit side by side, it leaves out the least important."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rich.text import Text
 from lowmem_ft.reports.text.prose import Prose
 
 GAPS = (2, 1)
-"""Blanks between two columns: as many as there is room for."""
+"""Blanks between two columns: the first number that fits."""
 
 
 class UncutTable:
     """Rows under headings, for a rich console of any width.
 
     Args:
-        columns: the headings; several may be called the same.
+        columns: the headings; they need not be unique.
         rows: the cells, one for each column.
         left: headings of columns of words; the others hold numbers, aligned to the right.
-        wraps: the heading of a column whose words may go on in a second line, and its fewest columns.
-        spare: headings of columns that may be left out, the first ones first; which were is said below the table.
+        wraps: the heading of a column whose words may wrap onto a second line, and its minimum width.
+        spare: headings of columns that may be left out, the first ones first; a line below the table names them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class UncutTable:
             )
 
     def _choice(self, width: int) -> tuple[Sequence[str], int]:
-        """What is left out, and the blanks between the other columns; of these 0 where all but the first are folded."""
+        """Return the columns to leave out, and the blanks between the others; 0 if all except the first are folded."""
         widths = [self._width(index) for index in range(len(self._columns))]
         for num_left_out in range(len(self._spare) + 1):
             left_out = self._spare[:num_left_out]

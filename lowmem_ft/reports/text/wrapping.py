@@ -1,6 +1,6 @@
-"""Lines of a width that break only between words: what is to be copied stays whole, however long.
+"""Lines of a given width that break only between words: whatever a user may copy stays whole, however long.
 
-A word may be a setting, a path or an address; a command in backticks counts as one as long as it fits on a line.
+A word may be a setting, a path or an address; a command in backticks counts as one word if it fits on a line.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import unicodedata
 from collections.abc import Sequence
 
 _GLUE = "\x00"
-"""Stands for a blank inside of a command while lines are filled."""
+"""Placeholder for a blank inside a command while lines are filled."""
 
 _SECOND_HALF = "\x01"
-"""Stands behind a character that takes two columns, such as those of Chinese, while lines are filled."""
+"""Placeholder after a character that takes two columns, such as a Chinese one, while lines are filled."""
 
 
 def filled(text: str, width: int, *, indent: str = "", hanging: str | None = None) -> list[str]:
-    """The lines of a text; one that it begins by itself stays one.
+    """Return the lines of a text; a line break in the text is kept.
 
     Args:
-        text: of one line or several.
-        width: columns of a line; at the least one.
-        indent: what each line of the text begins with.
-        hanging: what its further lines begin with; None: the same.
+        text: one line or several.
+        width: columns of a line; at least one.
+        indent: prefix of each line of the text.
+        hanging: prefix of its continuation lines; None: the same.
 
     Returns:
-        The lines, none wider than that but for a word that is.
+        The lines; none is wider than ``width``, except for a longer word.
     """
     hanging = indent if hanging is None else hanging
     room = width - max(len(indent), len(hanging))
@@ -46,22 +46,22 @@ def filled(text: str, width: int, *, indent: str = "", hanging: str | None = Non
 
 
 def longest_word(text: str, room: int) -> int:
-    """Columns of the widest piece that :func:`filled` does not break.
+    """Return the columns of the widest piece that :func:`filled` does not break.
 
     Args:
-        text: any.
-        room: columns that there are at most.
+        text: any text.
+        room: columns available.
     """
     return max(map(len, _glued(text, room).split()), default=0)
 
 
 def shell_lines(command: Sequence[str], width: int, *, indent: str = "  ") -> list[str]:
-    """A command in lines that a shell takes together.
+    """Return a command in lines that a shell joins.
 
     Args:
-        command: its words; those that a shell would take apart or expand are quoted.
-        width: columns of a line, if its longest word has room there.
-        indent: what the first line begins with; the others stand four columns further in.
+        command: its words; words that a shell would split or expand are quoted.
+        width: columns of a line, if its longest word fits.
+        indent: prefix of the first line; the others are indented four columns more.
     """
     words = " ".join(shlex.quote(word).replace(" ", _GLUE) for word in command)
     *before, last = filled(words, width - len(" \\"), indent=indent, hanging=f"{indent}    ")
@@ -69,7 +69,7 @@ def shell_lines(command: Sequence[str], width: int, *, indent: str = "  ") -> li
 
 
 def _glued(text: str, room: int) -> str:
-    """The text, a column for each character, and commands in backticks without blanks where they have room."""
+    """Return the text with one character per column, and with placeholders for blanks in commands that fit."""
     if not text.isascii():
         text = "".join(
             char + _SECOND_HALF * (unicodedata.east_asian_width(char) in ("W", "F")) for char in text
