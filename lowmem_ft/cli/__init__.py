@@ -1,4 +1,4 @@
-"""The command ``lowmem-ft``: one subcommand a file, each imported only when it is called."""
+"""The command ``lowmem-ft``: one file per subcommand, each imported only when it is called."""
 
 from __future__ import annotations
 

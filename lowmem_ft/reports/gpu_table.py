@@ -22,7 +22,7 @@ LEGEND = (
 )
 
 VERDICT = ("verdict", len("12.3 GiB tight"))
-"""The column that may wrap onto a second line, for instance if device and host both lack memory, and its least width."""
+"""The column that may wrap onto a second line, for instance if device and host lack memory, and its least width."""
 
 
 def gpu_table(

@@ -209,7 +209,7 @@ def _costs(results: Sequence[MethodEstimate]) -> list[str]:
 
 
 class _Commands:
-    """Commands that train each method that fits, on its recipe's data; without bfloat16, with settings that work there."""
+    """Commands that train each method that fits, on its recipe's data; without bfloat16, with settings for that."""
 
     def __init__(self, results: Sequence[MethodEstimate]) -> None:
         self._has_bfloat16: dict[tuple[Method, tuple[str, ...]], bool] = {}

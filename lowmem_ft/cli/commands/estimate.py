@@ -1,4 +1,4 @@
-"""``lowmem-ft estimate``: what a run will need, before anything is trained or rented."""
+"""``lowmem-ft estimate``: the needs of a run, before anything is trained or rented."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
-    """What can be told of a device that is named; torch alone knows what this machine has."""
+    """Check what is known of a named device; only torch knows what this machine has."""
     from lowmem_ft.catalog.gpu_catalog import find_gpu
     from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
 
@@ -148,7 +148,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
-    """The recipe with the checkpointed layers that were chosen, and what to say of them."""
+    """Return the recipe with the checkpointed layers chosen, and a sentence about them."""
     from lowmem_ft.planner import plan_checkpointing
     from lowmem_ft.planner.automatic_checkpointing import chosen_in_words
 
@@ -209,7 +209,7 @@ def _conclude(
     options: argparse.Namespace,
     console: Console,
 ) -> int:
-    """Write the JSON; the exit code. If nothing fits, first the changes that would make it fit on a GPU."""
+    """Write the JSON and return the exit code; if nothing fits, first print the changes that would make it fit."""
     from lowmem_ft.reports.estimate_table import changes_table, shipped_table
 
     fits = any(estimate.fits for estimate in estimates)
@@ -239,12 +239,12 @@ def _conclude(
 
 
 def _is_search_wanted(options: argparse.Namespace) -> bool:
-    """A script that reads JSON waits for nothing that it has not asked for."""
+    """Return whether to search for changes: by default not with JSON, as a script waits only for what it asked for."""
     return options.json is None if options.changes is None else options.changes
 
 
 def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], None]) -> Changes:
-    """The changes found, until the search ends or the user ends it; before it, a shipped recipe that fits is told."""
+    """Return the changes found before the search or the user ended it; first ``tell`` a shipped recipe that fits."""
     from lowmem_ft.estimator.changes import ChangeSearch
     from lowmem_ft.estimator.fitting_recipe import shipped_recipe_that_fits
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
@@ -273,7 +273,7 @@ def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], Non
 
 
 def _nearest(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:
-    """Where the most is left, or the least is missing."""
+    """Return the estimate with the most memory left, or the least missing."""
     return max(estimates, key=lambda estimate: estimate.headroom_bytes or 0)
 
 

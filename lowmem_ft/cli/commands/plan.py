@@ -1,4 +1,4 @@
-"""``lowmem-ft plan``: the memory knobs with which a step is fastest inside a budget, and why."""
+"""``lowmem-ft plan``: choose the memory knobs with which a step is fastest inside a budget, and say why."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shared(recipe: Recipe) -> list[str]:
-    """What says that several processes share the model; nothing for one."""
+    """Return the settings by which several processes share the model; empty for one process."""
     config = recipe.distributed
     if config.num_processes in (None, 1):
         return []
@@ -123,7 +123,7 @@ def _shared(recipe: Recipe) -> list[str]:
 
 
 def _for_no_device(arguments: Sequence[str]) -> str:
-    """What to say where nothing tells what a plan is for: the processor's would take minutes, and few want it."""
+    """Return the error if nothing says what a plan is for: one for the processor takes minutes, and few want it."""
     command = shlex.join(["lowmem-ft", "plan", *arguments])
     return (
         "A plan is for a GPU or a budget, got neither, and this machine has no GPU. Name a card, such as "
@@ -133,7 +133,7 @@ def _for_no_device(arguments: Sequence[str]) -> str:
 
 
 def _words(progress: PlanProgress) -> str:
-    """How far a search is, in less than 80 columns: what comes last is how to end it."""
+    """Return the progress of a search in less than 80 columns, with how to end it last."""
     best = progress.best
     found = "nothing fits yet" if best is None else "one fits"
     if best is not None and best.step is not None:
@@ -178,7 +178,7 @@ def _report(
         console.print(f"\nWritten: {path}. Train it:\n  {trains}", soft_wrap=True)
     elif options.write is not None:
         console.print(f"\n{options.write} is not written, as nothing fits.")
-    elif plan.fits and command is None:  # train would plan a model alone anew
+    elif plan.fits and command is None:  # train would plan a model alone again
         trains = shlex.join([*launched(plan.recipe), "recipe=my.yaml", *data])
         console.print(f"\nTo train it, plan with --write my.yaml, then:\n  {trains}")
     write_json(values, options)
@@ -186,7 +186,7 @@ def _report(
 
 
 def _why_this_card(recipe: Recipe, options: argparse.Namespace) -> str:
-    """Which card of the catalogue stands for a budget; empty where one is named, or this machine's is meant."""
+    """Return which GPU of the catalogue was chosen for a budget; empty for a named GPU or this machine's."""
     from lowmem_ft.estimator.device_target import choose_gpu
 
     is_of_budget = options.gpu is None and recipe.budget.device is not None
@@ -197,7 +197,7 @@ def _why_this_card(recipe: Recipe, options: argparse.Namespace) -> str:
 
 
 def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None:
-    """How long the run takes, or why nobody knows; None where its data is not on this machine, or has no end."""
+    """Return the run's length, or why it is unknown; None if its data is not on this machine, or streamed."""
     from lowmem_ft.data.sources.files import local_files
     from lowmem_ft.foundation.user_paths import expand_user
     from lowmem_ft.planner.run_length import run_length

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_list() -> None:
-    """Each recipe with what it needs on the card that it names, and what it is, indented below."""
+    """Print each recipe with what it needs on the GPU that it names, and its description, indented below."""
     from lowmem_ft.recipe import load_recipe, shipped_recipes
     from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 

@@ -1,4 +1,4 @@
-"""``lowmem-ft rehearse``: the whole of a run but its values, before a GPU is rented."""
+"""``lowmem-ft rehearse``: a complete run without its values, before a GPU is rented."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _rehearse(arguments: list[str]) -> int:
 
 
 def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType]:
-    """What is to be said of changes that were rehearsed, up to the first that fits; they are added to the values."""
+    """Yield the report on rehearsed changes, up to the first that fits; add them to the values."""
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.rehearsal.fix_search import Mending
     from lowmem_ft.reports.rehearsal_table import mend_table
@@ -158,7 +158,7 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType
 
 
 def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
-    """Leave what was found in the run's folder, for ``lowmem-ft report``; what to say of that."""
+    """Write the results into the run's folder, for ``lowmem-ft report``; return a sentence on that."""
     from lowmem_ft.recipe.rules.output_folder import run_folder_of
     from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
     from lowmem_ft.training.run.replaced_run import REHEARSAL_FILE

@@ -1,4 +1,4 @@
-"""``lowmem-ft report``: how runs went, and what their memory was estimated to be beside what it was."""
+"""``lowmem-ft report``: how runs went, with estimated and measured memory side by side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, 0.
 
     Raises:
-        UserError: if a folder holds no run of ours; all of them are named.
+        UserError: if a folder does not hold a run of this package; the error names all such folders.
     """
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     runs, problems = [], []
@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(path: Path) -> RunRecord:
-    """What a folder says of its run.
+    """Return the record of the run in a folder.
 
     Raises:
-        UserError: if it is none, or its files are damaged.
+        UserError: if it is not the folder of a run, or its files are damaged.
     """
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.reports.run_report import RunRecord
@@ -85,10 +85,10 @@ def _read(path: Path) -> RunRecord:
 
 
 def _rehearsal_in(path: Path) -> dict[str, Any] | None:
-    """What ``lowmem-ft rehearse`` has left for this report; None: it was not rehearsed.
+    """Return what ``lowmem-ft rehearse`` has written for this report; None: it was not rehearsed.
 
     Raises:
-        UserError: if the file is none of ours.
+        UserError: if this package did not write the file.
     """
     from lowmem_ft.training.run.replaced_run import REHEARSAL_FILE
 

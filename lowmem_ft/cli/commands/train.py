@@ -31,7 +31,7 @@ _ENOUGH_FOR_A_PLAN = (
     {"data", "data.path"},
     {"budget", "budget.device"},
 )
-"""Settings that say what to train, on what, and within what: the rest can be chosen."""
+"""Settings that say what to train, on what data, and within what budget: the rest can be chosen."""
 
 
 @explains_user_errors
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _told_to_all_processes() -> Iterator[None]:
-    """Let the other processes of a launch end with what this one is refused, as they would wait for it."""
+    """Propagate this process's ``UserError`` to the others of a launch, which would wait for it."""
     try:
         yield
     except UserError as error:
@@ -100,7 +100,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
         from lowmem_ft.training.export.hub_upload import check_upload
 
         check_upload()
-    # Before the imports below, which take seconds; what a run goes on with that is still to be planned, is known later.
+    # Before the imports below, which take seconds; what a run that is still to be planned resumes from is known later.
     is_planned = not recipe.left_to_choose
     may_open = is_planned or recipe.training.resume_from_checkpoint is None
     folder = RunFolder.open(recipe) if may_open else None
@@ -118,7 +118,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The recipe's name or path, and the other settings; without a recipe those of a plan for a model alone."""
+    """Return the recipe's name or path, and the other settings; without a recipe, those of a plan for a model alone."""
     if asked := [word for word in arguments if word.lstrip("-").partition("=")[0] in ("gpu", "gpus")]:
         raise UserError(
             f"A run is on this machine, got {asked[0]}: --gpu is for `lowmem-ft estimate` and `lowmem-ft plan`. Leave "

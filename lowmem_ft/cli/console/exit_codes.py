@@ -1,4 +1,4 @@
-"""How a command ends: a user's error is a few lines on stderr and an exit code, never a traceback."""
+"""Ends of a command: a user's error is a few lines on stderr and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Command(Protocol):
-    """A subcommand: arguments in (None: those of this process), exit code out."""
+    """A subcommand: takes arguments (None: those of this process) and returns an exit code."""
 
     def __call__(self, argv: Sequence[str] | None = None) -> int: ...  # noqa: D102
 
 
 def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Command:
-    """The command, each problem of a ``UserError`` printed on its own line; our own bugs pass through."""
+    """Wrap a command to print each problem of a ``UserError`` on its own line; our own bugs pass through."""
 
     @functools.wraps(command)
     def explained(argv: Sequence[str] | None = None) -> int:
@@ -64,13 +64,13 @@ def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[st
         return _tell_of_stop(str(stop), stop.exit_code)
     except KeyboardInterrupt as stop:
         if isinstance(stop.__context__, OtherProcessError):
-            return _tell(stop.__context__)  # for which a launcher ends this process, too
+            return _tell(stop.__context__)  # a launcher ends this process for it, too
         return _tell_of_stop(words_of(stop), SIGNALLED + stopped_by())
     except Exception as error:
         if (stop := stop_behind(error)) is not None:
             return _tell_of_stop(words_of(stop), SIGNALLED + stopped_by())
         if _may_be_of_a_stream(error) and (why := _give_up(sys.stdout)) is not None:
-            if isinstance(why, BrokenPipeError):  # and no other pipe, such as one to a data loader's worker
+            if isinstance(why, BrokenPipeError):  # and not another pipe, such as a data loader worker's
                 return EXIT_NOBODY_READS
             return _tell(
                 UserError(f"What is printed cannot be written: {why.strerror}. Write it where there is room.")
@@ -98,7 +98,7 @@ def _exit_code_of(command: Callable[[Sequence[str] | None], int], argv: Sequence
 
 
 def _open_closed_streams() -> None:
-    """Give what the caller has closed (``>&-``) to nobody: Python has None there, and the next file would be stdout."""
+    """Open closed standard streams (``>&-``) on the null device: Python has None, and the next file would be stdout."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -115,7 +115,7 @@ def _may_be_of_a_stream(error: BaseException) -> bool:
 
 
 def _give_up(output: TextIO) -> OSError | None:
-    """Why a stream takes nothing more; then it goes nowhere, or Python would complain at its exit. None: it does."""
+    """Return why a stream takes no more, or None; a dead one goes to the null device, or Python would fail at exit."""
     try:
         if not _is_read(output):
             raise BrokenPipeError
@@ -130,14 +130,14 @@ def _give_up(output: TextIO) -> OSError | None:
 
 
 def _is_read(output: TextIO) -> bool:
-    """Whether anybody reads a pipe."""
+    """Return whether a pipe has a reader."""
     poll = select.poll()
     poll.register(output, 0)
     return not any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _say(text: str) -> None:
-    """On stderr, if that takes anything."""
+    """Print on stderr, if that takes anything."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -151,7 +151,7 @@ def _tell_of_stop(words: str, exit_code: int) -> int:
 
 
 def _tell(error: UserError) -> int:
-    """Each problem on lines of its own, filled to the terminal's width; in a file or a pipe on one."""
+    """Print each problem on lines of its own, filled to the terminal's width; unfilled in a file or a pipe."""
     if _speaks_for(error):
         for problem in error.problems:
             _say(_filled(f"error: {problem}"))
@@ -165,9 +165,9 @@ def _filled(text: str) -> str:
 
 
 def _speaks_for(error: UserError) -> bool:
-    """Whether to print an error: the main process until the processes have met, then the first that has it.
+    """Return whether to print an error: the main process until the rendezvous, then the first rank that has it.
 
-    A launcher ends all of them as soon as one has ended, the main one among them.
+    A launcher ends all ranks, including the main one, as soon as one has ended.
     """
     if (
         meeting := sys.modules.get("lowmem_ft.training.distributed.rendezvous")
@@ -181,7 +181,7 @@ def _speaks_for(error: UserError) -> bool:
     if store is None:
         return is_main_process()
     try:
-        # It counts for all of them, also when one of them has nothing to report.
+        # It counts for all ranks, also when one of them has nothing to report.
         return store.add(f"lowmem_ft error: {error}", 1) == 1
     except RuntimeError:
-        return True  # gone with the process that had it: better twice than not at all
+        return True  # the store ended with its process: better twice than not at all

@@ -12,9 +12,9 @@ from lowmem_ft.reports.text.wrapping import filled, shell_lines
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs to the terminal's width; lines that are indented are examples, continued as a shell's are.
+    """Fill paragraphs to the terminal's width; indented lines are examples, continued as in a shell.
 
-    An indented line with two blanks after its first word is no example but an entry of a list.
+    An indented line with two blanks after its first word is not an example but an entry of a list.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:

@@ -1,4 +1,4 @@
-"""Where log lines of a command go."""
+"""Destination and form of a command's log lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowmem_ft.system.startup_signals import is_main_process
 
 
 def set_up_logging() -> None:
-    """Send log lines to stderr: ours from INFO, other libraries' from WARNING, other processes' from ERROR.
+    """Send log lines to stderr: ours from INFO, other libraries' from WARNING, other ranks' from ERROR.
 
     The handler shares ``rich.get_console()`` with the progress bars, so that no line cuts through a bar.
     """
@@ -34,9 +34,9 @@ def set_up_logging() -> None:
 
 
 class TerminalHandler(RichHandler):
-    """Breaks lines as the reports do, where nothing is copied across.
+    """Handler that breaks lines only between words, as reports do, so that a user can copy paths whole.
 
-    A path that is wider than the column of messages begins further left; one wider than the terminal goes beyond it.
+    A path wider than the message column begins further left; one wider than the terminal runs past its edge.
     """
 
     def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
@@ -69,10 +69,10 @@ class TerminalHandler(RichHandler):
 
 
 def take_over_library_logs() -> None:
-    """Call after the libraries are imported: each line once, in our form.
+    """Log each line of the libraries once, in our form; call this after they are imported.
 
-    huggingface_hub and datasets give their loggers a handler of their own on import, beside ours at the root. The
-    readers of datasets log an error and then raise it, and what is raised reaches the user in our words.
+    On import, huggingface_hub and datasets add handlers to their loggers, in addition to ours at the root. The readers
+    of datasets log an error and then raise it, and we report what is raised in our own words.
     """
     for library in ("huggingface_hub", "datasets"):
         logging.getLogger(library).handlers.clear()

@@ -1,4 +1,4 @@
-"""The parser of a subcommand's options: help that keeps its examples, errors in the words of all the others."""
+"""The parser of a subcommand's options: it keeps examples in the help, and raises errors like all others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowmem_ft.foundation.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's; what cannot be parsed is a ``UserError``, which the command tells and exits with 2."""
+    """An argparse parser whose errors are ``UserError``, which the command prints before it exits with 2."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         self._options: dict[str, str] = {}
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's, which would take ``-1xl4`` behind ``--gpu`` for an option."""
+        """Parse like argparse, which would take ``-1xl4`` after ``--gpu`` for an option."""
         words: list[str] = []
         for word in sys.argv[1:] if args is None else args:
             if words and re.match(r"-\d", word) and words[-1] in {*self._options.values()} - self._flags:
@@ -43,14 +43,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} --help` shows what it takes.")
 
     def print_help(self, file: Any = None) -> None:
-        """As argparse's, which passes over what cannot be written."""
+        """Print the help, and fail if it cannot be written, which argparse ignores."""
         print(self.format_help(), file=file or sys.stdout, end="")
 
     def misspelt(self, others: Sequence[str]) -> list[str]:
-        """What to say of words that are none of its options and meant one: ``--gpus l4``, ``gpu=l4``.
+        """Return problems with words that are not options but were meant as one: ``--gpus l4``, ``gpu=l4``.
 
         Args:
-            others: what :meth:`parse_known_args` has left; recipe keys may be among them.
+            others: the words that :meth:`parse_known_args` has left; recipe keys may be among them.
 
         Returns:
             A sentence for each.

@@ -1,4 +1,4 @@
-"""A sign of life on a terminal, for work of more than a moment."""
+"""Progress line on a terminal, for work that takes more than a moment."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 _SPINNER_CELLS = 3
-"""The spinner, a space, and the last column, which some terminals wrap at."""
+"""Columns for the spinner, a space, and the last column, at which some terminals wrap."""
 
 
 @contextlib.contextmanager
 def progress_line(doing: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being done, and goes when it is; nothing where stderr is a file or a pipe.
+    """Show a line on stderr while the block runs, then remove it; nothing if stderr is a file or a pipe.
 
     Args:
-        doing: what the line says first.
+        doing: the first text of the line.
 
     Yields:
-        A function that changes what it says.
+        A function that changes the text.
     """
     import rich
     from rich.text import Text
@@ -28,7 +28,7 @@ def progress_line(doing: str) -> Iterator[Callable[[str], None]]:
         return
 
     def line(text: str) -> Text:
-        """One line: a second one would stay where it is when the next is drawn."""
+        """Return one line, truncated: a second one would remain when the next is drawn."""
         whole = Text(f"{text} ...")
         whole.truncate(console.width - _SPINNER_CELLS, overflow="ellipsis")
         return whole

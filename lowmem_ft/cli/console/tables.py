@@ -1,4 +1,4 @@
-"""Tables on stdout, whole lines also where the output is a file or a pipe."""
+"""Tables on stdout, with whole lines even if the output is a file or a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowmem_ft.reports.text.responsive_table import UncutTable
 from lowmem_ft.reports.text.wrapping import filled
 
 PIPE_COLUMNS = 200
-"""Wide enough for every table: rich would take 80 columns where it finds no terminal."""
+"""Columns of a file or a pipe, enough for every table: rich would take 80 where it finds no terminal."""
 
 
 def print_table(
@@ -28,7 +28,7 @@ def print_table(
         columns: the headings.
         rows: the cells, one for each column.
         left: the columns that hold words; the others hold numbers and are aligned to the right.
-        spare: columns that a narrow terminal does without, the first ones first.
+        spare: columns that a narrow terminal leaves out, the first ones first.
     """
     width = None if Console().is_terminal else PIPE_COLUMNS
     Console(width=width, markup=False, highlight=False).print(
@@ -37,7 +37,7 @@ def print_table(
 
 
 def print_row(columns: Sequence[str], cells: Sequence[str]) -> None:
-    """Print one row of such a table by itself, a line for each column that says something."""
+    """Print one row of such a table by itself, a line for each column that is not empty."""
     widest = max(map(len, columns))
     for column, cell in zip(columns, cells, strict=True):
         if cell:
@@ -45,7 +45,7 @@ def print_row(columns: Sequence[str], cells: Sequence[str]) -> None:
 
 
 def print_filled(text: str, *, indent: str = "") -> None:
-    """Print a text whose further lines stand four columns further in; in a file or a pipe in one line."""
+    """Print a text whose further lines are indented four columns more; in a file or a pipe, on one line."""
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else sys.maxsize
     print("\n".join(filled(text, width, indent=indent, hanging=f"{indent}    ")))

@@ -1,4 +1,4 @@
-"""Where ``lowmem-ft estimate`` writes: the console of its report, and files."""
+"""Output of ``lowmem-ft estimate``: the console of its report, and files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 def report_console(options: argparse.Namespace) -> Console:
-    """Where the report goes: stdout, unless that is taken by JSON."""
+    """Return the console of the report: stdout, unless JSON takes that."""
     from rich.console import Console
 
     return Console(stderr=options.json == "-", highlight=False, markup=False)
 
 
 def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace, config: AllocatorConfig) -> None:
-    """The plot and the allocator's snapshot, where they were asked for.
+    """Write the plot and the allocator's snapshot, if the user asked for them.
 
     Args:
-        estimate: what they are of.
+        estimate: the estimate to show.
         options: --plot and --snapshot.
         config: the allocator's settings.
     """
@@ -45,7 +45,7 @@ def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace, config
 
 
 def write_json(values: dict[str, Any], options: argparse.Namespace) -> None:
-    """The values as JSON, to a file or alone on stdout, where that was asked for."""
+    """Write the values as JSON, to a file or alone to stdout, if the user asked for it."""
     text = json.dumps(values, indent=2)
     if options.json == "-":
         print(text)
@@ -56,7 +56,7 @@ def write_json(values: dict[str, Any], options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def writing(option: str, name: str) -> Iterator[Path]:
-    """A file that is being written; what stands in the way is told by the option's name."""
+    """Yield the path of a file to write; raise an error with the option's name if that fails."""
     try:
         yield Path(name)
     except OSError as error:

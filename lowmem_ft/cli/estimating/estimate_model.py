@@ -1,4 +1,4 @@
-"""``lowmem-ft estimate model=NAME [key=value ...]``: where a model can be fine-tuned at all, and by which method."""
+"""``lowmem-ft estimate model=NAME [key=value ...]``: the GPUs and methods with which a model can be fine-tuned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_DEFAULTS = (
 
 
 def is_for_processor(settings: Sequence[str], options: argparse.Namespace) -> bool:
-    """Whether settings without a recipe are surely for this machine's processor; torch alone knows of its GPU."""
+    """Return whether settings without a recipe are surely for this machine's processor; only torch knows of its GPU."""
     from lowmem_ft.recipe.shipped.fine_tuning_methods import values_of
 
     values = values_of(settings)
@@ -37,15 +37,15 @@ def is_for_processor(settings: Sequence[str], options: argparse.Namespace) -> bo
 
 
 def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse.Namespace) -> None:
-    """Refuse what a model without a recipe cannot be asked.
+    """Raise an error for requests that need a recipe.
 
     Args:
-        recipe: of the model's name alone.
+        recipe: built from the model's name alone.
         settings: as typed.
-        options: of the command.
+        options: the command's.
 
     Raises:
-        UserError: if a picture, several cards or chosen layers are asked for, or no method goes with the settings.
+        UserError: for a picture, several GPUs or chosen layers, or if no method goes with the settings.
     """
     from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
     from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
@@ -93,7 +93,7 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
 
 
 def gpus_asked_for(recipe: Recipe, options: argparse.Namespace) -> list[Gpu]:
-    """All of the catalogue, or one; none if it is this machine's processor."""
+    """Return all GPUs of the catalogue, or one; empty if it is this machine's processor."""
     from lowmem_ft.catalog.gpu_catalog import load_gpus, split_count
     from lowmem_ft.estimator.device_target import choose_gpu
 
@@ -113,7 +113,7 @@ def estimate_model(
         recipe: for the model's name.
         settings: as typed.
         gpus: at least one.
-        options: of the command.
+        options: the command's.
 
     Returns:
         The exit code: 0 if something fits, else 3.

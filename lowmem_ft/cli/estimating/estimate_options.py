@@ -1,4 +1,4 @@
-"""What ``lowmem-ft estimate`` was asked: its options, and what can be refused before time is spent on it."""
+"""Options of ``lowmem-ft estimate``, and checks that can fail before time is spent on it."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ estimate's range; 2 the input is at fault."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, list[str]]:
-    """The options, the recipe's name or path (None where the settings name a model instead), and the settings.
+    """Return the options, the recipe's name or path (None if the settings name a model instead), and the settings.
 
     Raises:
-        UserError: if an option cannot be done, or neither a recipe nor a model is named.
+        UserError: if an option is impossible, or there is neither a recipe nor a model.
     """
     parser = _parser()
     options, others = parser.parse_known_args(list(arguments))
@@ -65,16 +65,16 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, lis
 
 
 def names_script(arguments: Sequence[str]) -> bool:
-    """Whether a script is to be estimated, and no recipe."""
+    """Return whether the command is for a script and not a recipe."""
     own = _before_dashes(arguments)
     return any(argument == "--script" or argument.startswith("--script=") for argument in own)
 
 
 def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the script's own arguments, which stand behind ``--``.
+    """Return the options, and the script's own arguments, which come after ``--``.
 
     Raises:
-        UserError: if an option cannot be done for a script.
+        UserError: if an option is impossible for a script.
     """
     parser = _parser()
     own = _before_dashes(arguments)
@@ -100,7 +100,7 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
 
 
 def _several_cards(gpu: str) -> str:
-    """The name of a card of which a number is asked for; empty: of none."""
+    """Return the name of a GPU that was given with a number; empty if there was no number."""
     from lowmem_ft.catalog.gpu_catalog import split_count
 
     number, name = split_count(gpu)
@@ -123,11 +123,11 @@ def _problem_beside_script(word: str) -> str:
 
 
 def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str | None, list[str]]:
-    """The recipe's name or path, None where the settings name a model instead; and the settings.
+    """Return the recipe's name or path, None if the settings name a model instead; and the settings.
 
     Args:
         arguments: as typed, without options.
-        what: needs one of the two, for the error.
+        what: the thing that needs one of the two, for the error.
 
     Raises:
         RecipeError: if there is neither, or more than one recipe.
@@ -147,7 +147,7 @@ def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str |
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse a GPU that nobody knows, and files that could not be written."""
+    """Raise an error for an unknown GPU, and for files that could not be written."""
     if options.gpu is not None:
         options.gpu = options.gpu.strip()
         if options.gpu.lower() in (ALL_GPUS, CPU):
@@ -162,7 +162,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def gpu_problems(gpu: str | None) -> Sequence[str]:
-    """What is wrong with what ``--gpu`` names."""
+    """Return what is wrong with the name given to ``--gpu``."""
     if gpu in (None, ALL_GPUS, CPU):
         return ()
     if "," in gpu or " " in gpu.strip():
@@ -209,13 +209,13 @@ NO_SNAPSHOT_OF_CPU = "--snapshot shows CUDA's caching allocator, got a CPU. Name
 
 
 def write_problem(name: str, file: str, path: Path, *, overwrite: bool) -> str | None:
-    """Why a file could not be written; None if nothing is known to stand in the way.
+    """Return why a file could not be written; None if no reason is known.
 
     Args:
-        name: of the option.
+        name: the option's name.
         file: as typed.
-        path: the same.
-        overwrite: whether ``--overwrite`` lets it replace what is there; an empty file is nothing.
+        path: the same, as a path.
+        overwrite: whether ``--overwrite`` allows replacing an existing file; an empty file counts as none.
     """
     if path.is_dir():
         return f"--{name} names a file, got the folder {file or repr(file)}. Name a file in it."
@@ -237,7 +237,7 @@ def write_problem(name: str, file: str, path: Path, *, overwrite: bool) -> str |
 
 
 def add_overwrite(parser: Parser) -> None:
-    """The option that lets the others replace files."""
+    """Add the option that allows the others to replace files."""
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -246,7 +246,7 @@ def add_overwrite(parser: Parser) -> None:
 
 
 class Once(argparse.Action):
-    """Of two values for one option argparse would take the last, and say nothing."""
+    """An option that may be given once; argparse would silently take the last of two values."""
 
     def __call__(  # noqa: D102
         self,

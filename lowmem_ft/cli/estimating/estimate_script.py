@@ -1,4 +1,4 @@
-"""``lowmem-ft estimate --script train.py -- ARGS``: what somebody's unchanged training script needs."""
+"""``lowmem-ft estimate --script train.py -- ARGS``: the needs of a user's unchanged training script."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def estimate_script(arguments: Sequence[str]) -> int:
     """Report what a script needs on one GPU, or on all.
 
     Args:
-        arguments: of the command; those of the script come behind ``--``.
+        arguments: the command's; those of the script come after ``--``.
 
     Returns:
         The exit code: 0 if it fits (on one GPU at least); 3 if it does not, or may not.
 
     Raises:
         UserError: if the script cannot be run, or not be estimated.
-        CrashedError: if it has taken its process down.
+        CrashedError: if it crashed its process.
     """
     options, script_arguments = parse_for_script(arguments)
     path = check_script(options.script)
@@ -78,7 +78,7 @@ def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Nam
 
 @contextlib.contextmanager
 def _bound_to_stderr() -> Iterator[None]:
-    """The line of progress goes to the present stderr, not to what stands for it while the script runs."""
+    """Bind the progress line to the current stderr, not to what replaces it while the script runs."""
     import rich
 
     console = rich.get_console()
@@ -120,7 +120,7 @@ def _on_one(
             after = run(on_step=_says_steps(doing, options, say), on_trainer=seen.attach_to)
             whole = Savings(settings=settings, before=found, after=after)
             savings = whole if whole.is_one else None
-        except ScriptError as error:  # without hf.attach it had none
+        except ScriptError as error:  # it had no error without hf.attach
             logger.debug("No line of hf.attach: %s\n%s", error, error.own_traceback)
         except UserError as error:
             problems = error.problems
@@ -154,7 +154,7 @@ def _report_one(
 
 
 def _attach_facts(savings: Savings | None, problems: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What ``hf.attach`` would save, or why that is not known; nothing where there is nothing to save."""
+    """Yield what ``hf.attach`` would save, or why that is not known; nothing if there is nothing to save."""
     yield from (
         ("" if index else "hf.attach", f"not estimated: {text}") for index, text in enumerate(problems)
     )

@@ -1,8 +1,8 @@
-"""Start the processes that ``accelerate launch`` was asked for and has not started, or say why there are none.
+"""Start of the processes that ``accelerate launch`` was asked for and has not started, or the reason why it cannot.
 
-Accelerate (up to 1.15 at least) starts a single process, and says nothing, where it is told of a CPU (several there are
-for ``mpirun`` alone) and where it sees fewer than two GPUs. A run would then train with 1/N of the batch that was asked
-for. On a CPU torch's own launcher can do it.
+Accelerate (up to 1.15 at least) silently starts a single process if it is configured for a CPU (only ``mpirun`` starts
+several there) or sees fewer than two GPUs. A run would then train with 1/N of the batch that the user asked for. On a
+CPU torch's own launcher can start them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
-    """What a command line of ``accelerate launch`` and its configuration ask for, on all machines together."""
+    """The numbers that an ``accelerate launch`` command and its configuration ask for, on all machines together."""
 
     num_processes: int
     num_machines: int
@@ -52,7 +52,10 @@ def start_requested_processes(*, use_cpu: bool) -> None:
 
 
 def _asked_of_accelerate() -> Asked | None:
-    """By the ``accelerate launch`` above this process; None if there is none, or this is one of several already."""
+    """Return what the ``accelerate launch`` above this process was asked for.
+
+    None if there is no such parent, or this process is already one of several.
+    """
     if "LOCAL_RANK" in os.environ or "ACCELERATE_USE_CPU" not in os.environ:
         return None
     parent = psutil.Process().parent()
@@ -76,7 +79,10 @@ def _asked_of_accelerate() -> Asked | None:
 
 
 def _is_launch_command(word: str) -> bool:
-    """``accelerate launch``, ``accelerate-launch`` and ``python -m accelerate.commands.launch``."""
+    """Return whether a word ends the name of the launcher.
+
+    It is called as ``accelerate launch``, ``accelerate-launch`` or ``python -m accelerate.commands.launch``.
+    """
     return word in ("launch", "accelerate.commands.launch") or word.endswith(
         ("accelerate-launch", os.path.join("accelerate", "commands", "launch.py"))
     )

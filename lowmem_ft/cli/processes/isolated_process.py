@@ -1,4 +1,4 @@
-"""Somebody else's program runs in a process of its own, whose death by a signal is told in a sentence."""
+"""A process of its own for a user's program; if a signal kills it, the error explains that in a sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowmem_ft.foundation.errors import CrashedError
 from lowmem_ft.system.startup_signals import SIGNALLED
 
 _GRACE_SECONDS = 2.0
-"""A terminal's Ctrl-C reaches both processes; the other is told again only if it has not ended by then."""
+"""Seconds that the child has to end after a terminal's Ctrl-C, which reaches both, before it gets the signal again."""
 
 _WHY: dict[int, str] = {
     signal.SIGKILL: "the system sends it where the host's memory has run out. Free some, or give the script less data",
@@ -28,19 +28,19 @@ _CRASH = (
 
 
 def in_own_process(work: Callable[[], int], program: str) -> int:
-    """Do work in a forked process and wait for it.
+    """Run work in a forked process and wait for it.
 
-    It is done here where there is no fork, and where torch is imported: a fork could run no backward pass.
+    Runs it in this process if there is no fork, or if torch is imported: a forked process could run no backward pass.
 
     Args:
-        work: returns the exit code; a ``UserError`` of it is told there.
-        program: that it runs, in words.
+        work: returns the exit code; the child reports its ``UserError``.
+        program: name of the program that it runs, for the error.
 
     Returns:
         The exit code.
 
     Raises:
-        CrashedError: if the process was ended by a signal that nobody has sent to this one.
+        CrashedError: if a signal ended the process that was not sent to this one.
     """
     if not hasattr(os, "fork") or "torch" in sys.modules:
         return work()
@@ -48,7 +48,7 @@ def in_own_process(work: Callable[[], int], program: str) -> int:
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # this process's handler knows it for another one
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the inherited handler takes the child for a worker
         return explains_user_errors(lambda argv: work())()
     with _passing_signals_on(child) as passed_on:
         status = os.waitpid(child, 0)[1]
@@ -66,7 +66,7 @@ def in_own_process(work: Callable[[], int], program: str) -> int:
 
 @contextlib.contextmanager
 def _passing_signals_on(child: int) -> Iterator[list[int]]:
-    """Let the other process end as it is told to; the signals that came are in the list."""
+    """Pass signals on to the child, so that it ends as the user asked; yield the list of those that came."""
     came: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """SIGINT (Ctrl-C) and SIGTERM at any moment of a command: it ends tidily, and says what it leaves behind.
 
-Both raise ``KeyboardInterrupt``. Its text, if it has one, goes on from "Stopped by SIGINT": whoever knows what has been
-done by then adds it. Training takes both signals over for as long as there is something to save.
+Both raise ``KeyboardInterrupt``. Its text, if it has one, continues "Stopped by SIGINT": the code that knows what has
+been done by then adds it. Training takes over both signals while there is something to save.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lowmem_ft.system.startup_signals import NOTHING_DONE
 from lowmem_ft.training.run.interruption import ONE_REQUEST_SECONDS
 
 _terminated: list[int] = []
-"""SIGTERM, once it has come to this process: a search takes the exception for the wish to hear the best so far."""
+"""SIGTERM, once it has come to this process: a search takes the exception for a request for the best so far."""
 
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
     """Let SIGTERM raise ``KeyboardInterrupt``; a later one ends the process, whatever it does.
 
-    One that follows at once is the same request: a job's scheduler tells each process, and a launcher passes it on.
+    One that follows at once is the same request: a job's scheduler signals each process, and a launcher passes it on.
 
-    It does nothing outside the main thread, which alone gets signals, or where the program has a handler of its own. A
-    process that was forked is ended as ever: pools end their workers so.
+    Does nothing outside the main thread, which alone gets signals, or if the program has a handler of its own. A forked
+    process ends by the signal as usual: pools end their workers that way.
     """
     process_id = os.getpid()
 
@@ -59,10 +59,10 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def if_stopped(leaves: str) -> Iterator[None]:
-    """Have a ``KeyboardInterrupt`` of the block say what is left behind, unless it says so already.
+    """Add what is left behind to a ``KeyboardInterrupt`` of the block, unless it has a text already.
 
     Args:
-        leaves: goes on from "Stopped by SIGINT", and ends in a full stop.
+        leaves: continues "Stopped by SIGINT", and ends in a full stop.
     """
     try:
         yield
@@ -72,22 +72,22 @@ def if_stopped(leaves: str) -> Iterator[None]:
 
 
 def stop_behind(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The signal that an error came of: a module whose import was interrupted may raise one of its own."""
+    """Return the signal that caused an error: a module whose import was interrupted may raise an error of its own."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error
 
 
 def was_terminated() -> bool:
-    """Whether SIGTERM has come."""
+    """Return whether SIGTERM has come."""
     return bool(_terminated)
 
 
 def stopped_by() -> signal.Signals:
-    """The signal that a ``KeyboardInterrupt`` stands for."""
+    """Return the signal that caused a ``KeyboardInterrupt``."""
     return signal.SIGTERM if _terminated else signal.SIGINT
 
 
 def words_of(stop: KeyboardInterrupt) -> str:
-    """The line about a command that was stopped."""
+    """Return the line about a command that was stopped."""
     return f"Stopped by {stopped_by().name} {stop if stop.args else NOTHING_DONE}"
