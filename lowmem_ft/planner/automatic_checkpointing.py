@@ -209,7 +209,7 @@ class _Choices:
                 above, beyond = beyond, tried
 
     def _end_of_room(self, mode: Mode, fewer: int, more: int) -> float | None:
-        """Return the number of skipped layers at which no memory is left, by two choices; None if they do not tell."""
+        """Return the number of skipped layers at which memory ends, by a line through two choices; or None."""
         room, less = (self._room(self._leaving(layers, mode)) for layers in (fewer, more))
         if room is None or less is None or less >= room:
             return None

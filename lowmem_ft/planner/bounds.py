@@ -337,7 +337,7 @@ def _gathered(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def state_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of optimizer state on either device: averages, and master tensors of 16-bit weights."""
+    """Return the bytes of optimizer state, wherever it is stored: averages, and master tensors of 16-bit weights."""
     optimizer = recipe.optimizer
     if recipe.adapter.name != "none":
         return 0.0

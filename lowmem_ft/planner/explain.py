@@ -1,4 +1,4 @@
-"""Explanation of a plan, read from what its search has found."""
+"""Explanation of a plan, from the results of its search."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ class Search:
         return self._learn(place, need)
 
     def _likely_after(self, place: int | None) -> Iterator[int]:
-        """Yield what the search would choose next, one after the other, if each needs what is expected of it."""
+        """Yield the search's next choices, one after the other, if each needs what is expected of it."""
         if not self._beliefs.knows:
             return
         imagined = copy.copy(self)

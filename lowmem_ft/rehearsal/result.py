@@ -26,7 +26,7 @@ class TracedShape:
 
     Args:
         shape: shape of their data; of all of a step's if they pass through the layers together.
-        at_step: the step where it came first, from 1.
+        at_step: the first step with it, counted from 1.
         times: number of times in the rehearsed steps.
         seconds: mean seconds of one, forward and backward, by the GPU's timing model. Without the update, unless that
             is part of the backward pass or all of a step's micro-batches pass together.

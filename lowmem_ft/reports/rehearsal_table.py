@@ -45,7 +45,7 @@ def mend_table(
 
     Args:
         tried: the changes that were rehearsed; the last fits, or none does.
-        all_together: every change at once, for what is missing where there is nothing to rehearse.
+        all_together: every change at once, for what is missing if there is nothing to rehearse.
         gpu_name: the GPU it would fit on.
         complete: whether the search came to its end.
     """

@@ -123,7 +123,7 @@ def _shared(recipe: Recipe) -> list[str]:
 
 
 def _for_no_device(arguments: Sequence[str]) -> str:
-    """Return the error if nothing says what a plan is for: one for the processor takes minutes, and few want it."""
+    """Return the error for neither GPU nor budget: planning for the processor takes minutes, and few users want it."""
     command = shlex.join(["lowmem-ft", "plan", *arguments])
     return (
         "A plan is for a GPU or a budget, got neither, and this machine has no GPU. Name a card, such as "

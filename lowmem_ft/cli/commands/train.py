@@ -100,7 +100,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
         from lowmem_ft.training.export.hub_upload import check_upload
 
         check_upload()
-    # Before the imports below, which take seconds; what a run that is still to be planned resumes from is known later.
+    # Before the imports below, which take seconds. A run still to be planned finds its checkpoint later.
     is_planned = not recipe.left_to_choose
     may_open = is_planned or recipe.training.resume_from_checkpoint is None
     folder = RunFolder.open(recipe) if may_open else None

@@ -90,7 +90,7 @@ def _exit_code_of(command: Callable[[Sequence[str] | None], int], argv: Sequence
     try:
         return command(argv)
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # as rich leaves, with 1
+        if isinstance(end.__context__, BrokenPipeError):  # rich exits like this, with 1
             return EXIT_NOBODY_READS
         if end.code not in (None, 0):
             raise
@@ -121,7 +121,7 @@ def _give_up(output: TextIO) -> OSError | None:
             raise BrokenPipeError
         output.write(
             "\n"
-        )  # no other question tells: an unbuffered stream has forgotten what it could not write
+        )  # nothing else shows it: an unbuffered stream has forgotten what it could not write
         output.flush()
         return None
     except OSError as why:
