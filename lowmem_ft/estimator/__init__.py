@@ -1,4 +1,4 @@
-"""The pre-flight estimator: what a recipe needs, before a GPU is rented."""
+"""The pre-flight estimator: the memory and time that a recipe needs, before a GPU is rented."""
 
 from lowmem_ft.estimator.estimate import CannotRun, estimate_memory, estimate_on_gpus
 from lowmem_ft.estimator.gpu_counts import SeveralCards, estimate_on_several

@@ -20,7 +20,7 @@ from lowmem_ft.training.out_of_memory.remediations import Remediation, remediati
 
 NUM_CHANGES = 3
 ENOUGH_ESTIMATES, ENOUGH_EVENTS = 20, 250_000
-"""Each takes seconds, the more the longer its trace is: with a first answer at hand, the search ends at either."""
+"""Each estimate takes seconds, more for a longer trace: once a first answer is found, the search ends at either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Change:
     """Settings that need less memory.
 
     Args:
-        way: the settings, and what they do in a clause each.
-        estimate: of the recipe with them.
+        way: the settings, with a clause each on their effect.
+        estimate: the estimate of the recipe with these settings.
     """
 
     way: Remediation
@@ -37,16 +37,16 @@ class Change:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The settings as they are typed."""
+        """The settings as a user types them."""
         return self.way.overrides
 
     @property
     def why(self) -> str:
-        """What they do."""
+        """The effect of the settings."""
         return self.way.why
 
     def to_json(self) -> dict[str, Any]:
-        """The change as JSON types, with the peaks it leads to."""
+        """Return the change as JSON types, with the peaks that it leads to."""
         return {
             "overrides": list(self.overrides),
             "why": self.why,
@@ -57,13 +57,13 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What would make a recipe fit.
+    """Changes that make a recipe fit.
 
     Args:
-        fitting: the changes that do, cheapest first; empty if none does.
-        all_together: everything that the device lets one change, at once: what is missing even then, where nothing
-            fits; None if there is nothing left to change, or was no need to try.
-        complete: whether the search came to its end; what it had not tried by then may fit too.
+        fitting: the changes that make it fit, cheapest first; may be empty.
+        all_together: all changes that the device allows, at once: where nothing fits, it shows what is missing even
+            then; None if there is nothing left to change, or nothing needed trying.
+        complete: whether the search ran to its end; combinations not tried by then may fit too.
     """
 
     fitting: tuple[Change, ...]
@@ -71,7 +71,7 @@ class Changes:
     complete: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """The changes as JSON types, by the names of the published schema."""
+        """Return the changes as JSON types, with the names of the published schema."""
         together = self.all_together
         return {
             "fitting": [change.to_json() for change in self.fitting],
@@ -83,12 +83,12 @@ class Changes:
 def cheapest_changes(
     recipe: Recipe, gpu: str | Gpu | None = None, *, budget: Budget | None = None
 ) -> Changes:
-    """The three cheapest ways to make a recipe fit, each estimated; fewer if there are no more.
+    """Return the three cheapest ways to make a recipe fit, each estimated; fewer if there are no more.
 
     Args:
-        recipe: what does not fit.
-        gpu: where, as for ``estimate_memory``.
-        budget: what may be used; None: the recipe's own.
+        recipe: the recipe that does not fit.
+        gpu: the device, as for ``estimate_memory``.
+        budget: the memory that may be used; None: the recipe's own budget.
 
     Returns:
         The changes.
@@ -100,22 +100,23 @@ def cheapest_changes(
 
 
 class ChangeSearch:
-    """Looks for the cheapest ways to make a recipe fit; each step of the iteration is one that has been found.
+    """Search for the cheapest ways to make a recipe fit; iterating yields each one as it is found.
 
-    A way is as dear as the dearest change in it, in the order of ``remediations_for``, and holds no change that it
-    could do without. Each does without the dearest change of those before it.
+    A way costs as much as the dearest change in it, in the order of ``remediations_for``, and contains no change that
+    it could do without. Each way leaves out the dearest change of those before it.
 
-    What fits is taken to fit with further changes too, so that halves can be tried at once. Where that is not so (more
-    rows may wait in vertical order) a cheaper way can be missed; each that is found does fit. Each estimate is made
-    once. Changes that leave the mathematics as it is are tried first: where they do, nothing else needs an estimate.
+    The search assumes that what fits still fits with further changes, so that it can bisect. Where that is false
+    (vertical order may keep more rows waiting), it can miss a cheaper way; each way that it finds does fit. It makes
+    each estimate once. It tries changes that preserve the mathematics first: where they suffice, nothing else needs an
+    estimate.
 
     Args:
-        recipe: what does not fit.
-        gpu: where, as for ``estimate_memory``.
-        budget: what may be used; None: the recipe's own.
+        recipe: the recipe that does not fit.
+        gpu: the device, as for ``estimate_memory``.
+        budget: the memory that may be used; None: the recipe's own budget.
         kept: traces made before, as for ``estimate_memory``.
-        on_estimate: called before each estimate, with the number of those made.
-        exact: whether only changes are tried that train the same numbers, up to the order of sums.
+        on_estimate: called before each estimate, with the number of estimates made so far.
+        exact: whether to try only changes that train the same numbers, up to the order of sums.
     """
 
     def __init__(
@@ -139,10 +140,10 @@ class ChangeSearch:
         self._all_together: Change | None = None
 
     def __iter__(self) -> Iterator[Change]:
-        """The ways, cheapest first; three at most."""
+        """Yield the ways, cheapest first; at most three."""
         ways = list(remediations_for(self._recipe, has_bfloat16=self._has_bfloat16()))
         ways = [way for way in ways if not self._exact or way.is_exact_for(self._recipe)]
-        too_few = 0  # of the ways: what is cheaper than the dearest change of the way before does not fit
+        too_few = 0  # number of ways: those cheaper than the dearest change of the previous way do not fit
         while len(self._found) < NUM_CHANGES and not (self._found and self._has_tried_enough()):
             num_that_keep = len([way for way in ways if way.keeps_mathematics_of(self._recipe)])
             number = self._fewest_that_fit(ways[:num_that_keep], too_few)
@@ -164,7 +165,7 @@ class ChangeSearch:
         return len(self._estimates) >= ENOUGH_ESTIMATES or num_events >= ENOUGH_EVENTS
 
     def _fewest_that_fit(self, ways: Sequence[Remediation], too_few: int) -> int | None:
-        """How many of the first ways are enough; None if all are not."""
+        """Return how many of the first ways are enough; None if all of them are not."""
         numbers = range(too_few + 1, len(ways) + 1)
         place = bisect.bisect_left(numbers, True, key=lambda number: self._fits(ways[:number]))
         return numbers[place] if place < len(numbers) else None
@@ -175,15 +176,15 @@ class ChangeSearch:
         return gpu is None or gpu.has_bfloat16
 
     def found(self, *, complete: bool) -> Changes:
-        """What has been found so far.
+        """Return the changes found so far.
 
         Args:
-            complete: whether the search came to its end.
+            complete: whether the search ran to its end.
         """
         return Changes(fitting=tuple(self._found), all_together=self._all_together, complete=complete)
 
     def _that_run(self, ways: Sequence[Remediation]) -> list[Remediation]:
-        """Those that the device and the model can be trained with; not bf16 where it has none, for instance."""
+        """Return the ways that this device can train this model with: for instance, no bf16 where it lacks that."""
         if not ways or self._runs(ways):
             return list(ways)
         kept: list[Remediation] = []
@@ -193,17 +194,17 @@ class ChangeSearch:
         return kept
 
     def _fits(self, ways: Sequence[Remediation]) -> bool:
-        """Whether the recipe does with these changes, of which there is one at least."""
+        """Check whether the recipe fits with these changes; False without any."""
         if not ways:
             return False
         estimate = self._estimate(ways)
         return not isinstance(estimate, UserError) and estimate.fits
 
     def _cheapest_with(self, dearest: Remediation, cheaper: Sequence[Remediation]) -> Change:
-        """The dearest change with as few and as cheap others as it needs, where all of them together fit."""
+        """Return the dearest change with as few and as cheap others as it needs, where all of them together fit."""
         needed, others = [dearest], list(cheaper)
         while not self._fits(needed):
-            enough = len(others)  # of the others; the dearest comes last, and is looked at first
+            enough = len(others)  # number of the others; the dearest comes last and is checked first
             if self._fits([*others[:-1], *needed]):
                 fewer = range(1, enough - 1)
                 enough = 1 + bisect.bisect_left(
@@ -213,7 +214,7 @@ class ChangeSearch:
         return self._change(needed)
 
     def _change(self, ways: Sequence[Remediation]) -> Change:
-        """The recipe with some changes, which can run."""
+        """Return the recipe with some changes, which can run."""
         estimate = self._estimate(ways)
         assert not isinstance(estimate, UserError), "only changes that run get so far"
         return Change(
@@ -241,7 +242,7 @@ class ChangeSearch:
 
 
 def _together(recipe: Recipe, ways: Sequence[Remediation]) -> Remediation:
-    """Some changes as one; of two values for one key the later counts."""
+    """Merge some changes into one; of two values for one key, the later wins."""
     settings: dict[str, Any] = {}
     for way in ways:
         settings |= way.settings

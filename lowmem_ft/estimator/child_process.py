@@ -1,8 +1,9 @@
-"""Estimates and plans made in a process of their own, beside one that trains.
+"""Estimates and plans made in a separate process, next to one that trains.
 
-A virtual GPU changes torch for the process it is in: once ``vgpu`` is registered, torch takes it for the machine's
-accelerator, in pinned memory and in barriers too. What a trace allocates on the host would count for the run's own
-peak. So whoever is about to train estimates elsewhere; and the libraries' imports there go on while data is read here.
+A virtual GPU changes torch for its whole process: once ``vgpu`` is registered, torch takes it for the machine's
+accelerator, in pinned memory and in barriers too. Host memory that a trace allocates would count towards the run's own
+peak. A process that is about to train therefore estimates elsewhere; it also reads data while that process imports its
+libraries.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ logger = logging.getLogger(__name__)
 _RESULT, _ERROR, _PROGRESS, _WARNING = "result", "error", "progress", "warning"
 
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which a process takes itself for one of several."""
+"""Variables that tell a process that it is one of several."""
 
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from lowmem_ft.estimator.child_process import serve; serve()"
-"""Not ``-m``, which looks in the current folder first: what somebody calls ``datasets.py`` there would be imported."""
+"""Without ``-m``, which searches the current folder first and would import a user's own ``datasets.py`` from there."""
 
 
 class ChildFailedError(Exception):
-    """The other process could not start, or ended without an answer or with an error that is no user's.
+    """The other process could not start, ended without an answer, or ended with an error that is not a user error.
 
     Its last line is the message.
     """
 
 
 class EstimatingProcess:
-    """A process that answers one question after the other; it starts with this object, and goes with :meth:`close`.
+    """A process that answers one question after the other, from the creation of this object until :meth:`close`.
 
     Ask, do something else, then take the answer. Both ends run the same files with the same Python.
 
     Raises:
-        ChildFailedError: if the system starts no process, for want of memory for one.
+        ChildFailedError: if the system cannot start a process, for lack of memory.
     """
 
     def __init__(self) -> None:
@@ -74,27 +75,28 @@ class EstimatingProcess:
             raise ChildFailedError(f"no process could be started: {error}") from error
 
     def ask(self, function: Callable[..., Any], *arguments: Any, tells_progress: bool = False) -> None:
-        """Have a function called there.
+        """Call a function in the other process.
 
         Args:
-            function: one that can be imported by its name, such as :func:`lowmem_ft.estimate_memory`.
-            *arguments: for it. This machine's own GPU is not seen from there: pass what it is.
-            tells_progress: whether it takes an argument ``on_progress``, a function that is told how far it is.
+            function: a function that can be imported by its name, such as :func:`lowmem_ft.estimate_memory`.
+            *arguments: its arguments. That process cannot see this machine's own GPU: pass its specification.
+            tells_progress: whether the function takes an argument ``on_progress``, a function that it calls with its
+                progress.
         """
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone, as answer() will say
+        with contextlib.suppress(BrokenPipeError):  # the process is gone, as answer() will say
             pickle.dump((function, arguments, tells_progress), self._process.stdin)
             self._process.stdin.flush()
 
     def answer(self, on_progress: Callable[[Any], None] = lambda progress: None) -> Any:
-        """Wait for what was asked for.
+        """Wait for the answer to the last question.
 
         Args:
-            on_progress: called with what the function says on its way.
+            on_progress: called with each progress value that the function reports.
 
         Raises:
-            UserError: what the function raised.
-            ChildFailedError: if that process failed.
+            UserError: if the function raised it.
+            ChildFailedError: if the process failed.
         """
         assert self._process.stdout is not None
         while True:
@@ -117,7 +119,7 @@ class EstimatingProcess:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # what was asked, and nobody read
+            with contextlib.suppress(BrokenPipeError):  # a question that the process never read
                 stream.close()
 
     def __enter__(self) -> Self:
@@ -139,18 +141,18 @@ class EstimatingProcess:
 
 
 def _module_path() -> list[str]:
-    """Where this process finds modules, and this very package if it has been found elsewhere."""
+    """Return the folders where this process finds modules, and this very package if it was found elsewhere."""
     return [*map(str, sys.path), str(Path(lowmem_ft.__file__).parents[1])]
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    """This process's, without its GPUs and its ranks."""
+    """Return this process's environment, without its GPUs and its ranks."""
     environment = {name: value for name, value in own.items() if name not in _OF_LAUNCHERS}
     return environment | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def serve() -> None:
-    """Answer on what was standard output, so that nothing that is printed gets between the answers."""
+    """Write answers to the original standard output, so that printed text never gets between them."""
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
 
@@ -182,7 +184,7 @@ def serve() -> None:
 
 
 class _Teller(logging.Handler):
-    """Says there what is warned of here, from a thread beside the trace: that it takes long."""
+    """Forwards warnings logged here to the parent, from a thread next to the trace: that the trace takes long."""
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -193,7 +195,7 @@ class _Teller(logging.Handler):
 
 
 def estimate_without_timeline(recipe: Recipe, gpu: str | Gpu) -> MemoryEstimate:
-    """:func:`lowmem_ft.estimate_memory`, without every single allocation, which is much to hand over."""
+    """Call :func:`lowmem_ft.estimate_memory` and drop the single allocations, which are a lot of data to hand over."""
     from lowmem_ft.estimator.estimate import estimate_memory
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 

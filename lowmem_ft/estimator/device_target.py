@@ -1,4 +1,4 @@
-"""Which device an estimate is for: one of the catalogue, this machine's own, or what a budget would buy."""
+"""The device that an estimate is for: one from the catalogue, this machine's own, or one that a budget would buy."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lowmem_ft.memory.memory_estimate import BudgetVerdict
 from lowmem_ft.virtual_gpu.replay.context_overhead import allocator_cap
 
 CPU = "cpu"
-"""What to ask for in place of a GPU's name to get an estimate for training on this machine's processor."""
+"""The value to pass in place of a GPU's name, to estimate training on this machine's processor."""
 
 
 def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple[Gpu | None, str]:
-    """The GPU to estimate for, and why that one.
+    """Choose the GPU to estimate for, and say why.
 
     Args:
         gpu: a GPU, its name in the catalogue, ``cpu``, or None to choose.
-        budget: its device part stands for a GPU of that size where there is none in this machine.
+        budget: where this machine has no GPU, its device part selects a GPU of that size.
         use_cpu: whether the recipe trains on the CPU anyway.
 
     Returns:
-        The GPU, or None for this machine's processor; and the reason, empty if it was asked for.
+        The GPU, or None for this machine's processor; and the reason, empty if the caller named the device.
 
     Raises:
         UserError: if the catalogue has no such GPU.
@@ -55,15 +55,15 @@ def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple
 
 
 def limits(gpu: Gpu | None, budget: Budget, num_processes: int = 1) -> BudgetVerdict:
-    """What a process may take: the budget, and never more than the device has beside what others hold.
+    """Return the memory that a process may take: the budget, capped by what other programs leave free on the device.
 
     Args:
         gpu: the device; None: this machine's processor.
-        budget: of the run.
-        num_processes: on the machine, which share its host evenly.
+        budget: the budget of the run.
+        num_processes: processes on the machine, which share its host memory evenly.
 
     Raises:
-        UserError: if a budget is no size.
+        UserError: if a budget is not a size.
     """
     device = None if budget.device is None else parse_bytes(budget.device)
     if gpu is not None:
@@ -72,11 +72,14 @@ def limits(gpu: Gpu | None, budget: Budget, num_processes: int = 1) -> BudgetVer
 
 
 def capped_bytes(budget: Budget, overhead: Mapping[str, int]) -> int | None:
-    """The most that a run lets the caching allocator hold, see ``out_of_memory/budget_cap.py``; None: all there is.
+    """Return the most bytes that a run lets the caching allocator hold, see ``out_of_memory/budget_cap.py``.
 
     Args:
-        budget: of the process.
-        overhead: what it holds outside the allocator.
+        budget: the budget of the process.
+        overhead: bytes that the process holds outside the allocator.
+
+    Returns:
+        The bytes; None: all there are.
     """
     if not budget.enforce or budget.device is None:
         return None
@@ -84,7 +87,7 @@ def capped_bytes(budget: Budget, overhead: Mapping[str, int]) -> int | None:
 
 
 def budget_beyond(gpu: Gpu | None, budget: Budget) -> str:
-    """What to say of a budget that the GPU cannot offer; empty if it can."""
+    """Return the message about a budget that the GPU cannot offer; empty if it can."""
     if gpu is None or budget.device is None or is_of_size(gpu.memory_bytes, parse_bytes(budget.device)):
         return ""
     return (
@@ -94,7 +97,7 @@ def budget_beyond(gpu: Gpu | None, budget: Budget) -> str:
 
 
 def processor_name() -> str:
-    """What to call this machine's processor."""
+    """Return a name for this machine's processor."""
     return f"cpu ({platform.machine()})"
 
 

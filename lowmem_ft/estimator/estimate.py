@@ -1,4 +1,4 @@
-"""What a recipe needs, before a GPU is rented: its own step on a virtual GPU, replayed on real ones."""
+"""Memory and time that a recipe needs, before a GPU is rented: its own step on a virtual GPU, replayed on real ones."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def estimate_memory(
     budget: Budget | None = None,
     kept: KeptTraces | None = None,
 ) -> MemoryEstimate:
-    """What a recipe needs on one device, from its configs alone: no GPU, no weights, no data.
+    """Estimate what a recipe needs on one device, from its configs alone: no GPU, no weights, no data.
 
-    The step that would train runs on a virtual GPU at the recipe's worst batch: load, two optimizer steps, and an
+    The training step itself runs on a virtual GPU at the recipe's worst batch: load, two optimizer steps, and an
     evaluation if the recipe has held-out data.
 
     Args:
-        recipe: what would be trained.
+        recipe: the recipe to train.
         gpu: a GPU or its name in the catalogue (``rtx-4090``), several (``8xrtx-4090``), or ``cpu``; None: this
             machine's GPU, else one of the size of the budget, else this machine's processor.
-        budget: what may be used; None: the recipe's own.
-        kept: traces made before, and where to keep this one, see ``estimator/traces/trace_cache.py``; None: it is made
-        anew.
+        budget: the memory that may be used; None: the recipe's own budget.
+        kept: traces made before, and where to keep this one, see ``estimator/traces/trace_cache.py``; None: trace
+            again.
 
     Returns:
         The estimate.
@@ -80,7 +80,7 @@ def estimate_memory(
 
 
 def _beside_last(estimate: MemoryEstimate, last: MemoryEstimate) -> MemoryEstimate:
-    """The estimate of the first process, with the peak of the last, whose rows are others."""
+    """Return the estimate of the first rank, with the peak of the last rank, whose rows differ."""
     assert estimate.processes is not None
     processes = dataclasses.replace(estimate.processes, last_peak_bytes=last.process_peak_bytes)
     return dataclasses.replace(estimate, processes=processes)
@@ -102,13 +102,14 @@ def estimate_on_gpus(
     kind: Callable[[Gpu], object] | None = None,
     kept: KeptTraces | None = None,
 ) -> list[MemoryEstimate | CannotRun]:
-    """What a recipe needs on each of many GPUs; GPUs that run the same kernels share a trace.
+    """Estimate what a recipe needs on each of many GPUs; GPUs that run the same kernels share a trace.
 
     Args:
-        recipe: what would be trained.
+        recipe: the recipe to train.
         gpus: the GPUs.
-        budget: what may be used; None: the recipe's own.
-        kind: GPUs of which it says the same share a trace, that of the first; None: those that run the same kernels.
+        budget: the memory that may be used; None: the recipe's own budget.
+        kind: a key function: GPUs with equal keys share a trace, that of the first; None: those that run the same
+            kernels.
         kept: as for :func:`estimate_memory`.
 
     Returns:
@@ -126,11 +127,11 @@ def estimate_on_gpus(
 
 
 class SharedTraces:
-    """Estimates of one recipe on one GPU after another, which share what can be shared.
+    """Estimates of one recipe on one GPU after another, which share what they can.
 
     Args:
-        recipe: what would be trained, with its processes as :func:`on_cards` fills them in.
-        budget: as for :func:`estimate_on_gpus`, and so are the others.
+        recipe: the recipe to train, with its processes as :func:`on_cards` fills them in.
+        budget: as for :func:`estimate_on_gpus`.
         kind: likewise.
         kept: likewise.
     """
@@ -152,7 +153,7 @@ class SharedTraces:
         self._is_cut_unevenly = is_cut_unevenly(recipe)
 
     def estimate(self, gpu: Gpu) -> MemoryEstimate | CannotRun:
-        """What it needs on a GPU, or why it cannot run there."""
+        """Return what the recipe needs on a GPU, or why it cannot run there."""
         estimate = self._of_process(gpu, 0)
         if isinstance(estimate, CannotRun) or estimate.processes is None or not self._is_cut_unevenly:
             return estimate
@@ -177,7 +178,7 @@ class SharedTraces:
 
     @property
     def errors_of_all(self) -> list[UserError]:
-        """Why nothing could be traced; empty if something could, or nothing was asked."""
+        """The errors of all traces; empty if one succeeded, or no trace was made."""
         errors = [trace for trace in self._traces.values() if isinstance(trace, UserError)]
         return errors if len(errors) == len(self._traces) else []
 
@@ -192,9 +193,9 @@ class SharedTraces:
 
 
 def _kind(recipe: Recipe, gpu: Gpu) -> tuple[object, ...]:
-    """What decides which kernels a recipe runs, and what they allocate; deterministic ones split by multiprocessors.
+    """Return what decides which kernels run and what they allocate; deterministic ones split by multiprocessors.
 
-    Weights are updated by Triton where it is installed.
+    Triton updates the weights where it is installed.
     """
     is_deterministic = recipe.training.full_determinism or torch.are_deterministic_algorithms_enabled()
     num_splits = gpu.num_multiprocessors if is_deterministic else None
@@ -226,16 +227,16 @@ def estimate_of_trace(
     reason: str,
     replays: Replays | None = None,
 ) -> MemoryEstimate:
-    """What a trace of a recipe needs on one device.
+    """Estimate what a recipe needs on one device, from its trace.
 
     Args:
-        recipe: what was traced.
-        traced: on a machine of the kind in question.
+        recipe: the recipe that was traced.
+        traced: its trace on a machine of the same kind.
         gpu: the GPU; None: this machine's processor.
-        budget: what may be used.
-        trace_seconds: how long tracing took, for the record.
-        reason: why this device, for people; empty if it was asked for.
-        replays: those of the trace, to share them; None: fresh ones.
+        budget: the memory that may be used.
+        trace_seconds: seconds that tracing took, for the record.
+        reason: why this device, for people; empty if the caller named it.
+        replays: replays of the trace, to share them; None: fresh ones.
 
     Returns:
         The estimate.
@@ -286,7 +287,7 @@ def _processes(recipe: Recipe) -> Processes | None:
 
 
 def _untraced_micro_batches(recipe: Recipe) -> int | None:
-    """Micro-batches of a step, where only the first of them are traced; in vertical order a trace has all."""
+    """Return the micro-batches of a step if only the first are traced; None in vertical order, which traces all."""
     if recipe.accumulation.order == "vertical":
         return None
     return recipe.training.gradient_accumulation_steps
@@ -318,13 +319,13 @@ _IN_WORDS = {
     "training.gradient_accumulation_steps",
     "data.max_length",
 }
-"""Knobs that the lines about batch and recipe tell in words."""
+"""Knobs that the lines about batch and recipe describe in words."""
 
 
 def _settings(recipe: Recipe) -> str:
-    """What decides most of the memory: the defaults, where only a model is named, are in no file of the user's.
+    """Describe what decides most of the memory: if a user names only a model, no file of theirs has the defaults.
 
-    The knobs that have no words of their own are named as they are typed, if they are not at their default.
+    Further knobs, which have no words of their own, appear as a user types them, if they are not at their default.
     """
     training, chunk_tokens = recipe.training, recipe.loss.chunk_tokens
     further = [

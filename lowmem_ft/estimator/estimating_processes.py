@@ -1,4 +1,4 @@
-"""How many processes may estimate at once."""
+"""The number of processes that may estimate at once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from lowmem_ft.foundation.errors import UserError
 
 PROCESSES_VARIABLE = "LOWMEM_FT_TRACE_PROCESSES"
-"""The most processes that make traces at once; ``1``: all are made in one. Unset: as many as there are cores."""
+"""The most processes that make traces at once; ``1``: one process makes all. Unset: one per core."""
 
 
 def processes_at_once() -> int:
-    """At most so many, by the cores that this process may use and by ``LOWMEM_FT_TRACE_PROCESSES``.
+    """Return the most processes to use, by the cores that this process may use and ``LOWMEM_FT_TRACE_PROCESSES``.
 
     Raises:
-        UserError: if that variable is no number from 1.
+        UserError: if that variable is not a number from 1.
     """
     asked = os.environ.get(PROCESSES_VARIABLE, "")
     if not asked:

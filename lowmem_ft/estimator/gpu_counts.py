@@ -1,4 +1,4 @@
-"""Several cards where one is not enough: the smallest number of each that trains a recipe by fsdp2."""
+"""Several GPUs where one is not enough: the smallest number of each type that trains a recipe with FSDP2."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lowmem_ft.training.distributed.distributed_rules import problems_with_proce
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
 NUMBERS = (2, 4, 8)
-"""Of cards: what one machine has, and is rented with."""
+"""Numbers of GPUs that one machine has, and is rented with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralCards:
-    """What several cards of a kind are good for, where one does not hold a recipe.
+    """The GPUs of which several hold a recipe that one does not.
 
     Args:
-        tried: numbers of cards that were tried, smallest first; empty if none were.
-        estimates: with the smallest number of each card that fits, in the order of the cards; none of a card that does
-            not fit with any.
-        problems: why the recipe cannot be cut; empty if it can.
+        tried: numbers of GPUs that were tried, smallest first; may be empty.
+        estimates: for each type of GPU that fits, the estimate with the smallest number of it, in the order of the
+            GPUs.
+        problems: why the recipe cannot be sharded; empty if it can.
     """
 
     tried: tuple[int, ...] = ()
@@ -46,23 +46,23 @@ def estimate_on_several(
     kept: KeptTraces | None = None,
     on_number: Callable[[int], object] = lambda number: None,
 ) -> SeveralCards:
-    """The smallest number of each card with which a recipe fits, cut by ``distributed.strategy=fsdp2``.
+    """Find the smallest number of each GPU with which a recipe fits, sharded by ``distributed.strategy=fsdp2``.
 
-    The card with the most room is tried first: where it does not hold its part, those with less are not tried with that
-    number. All cards with bfloat16 share one trace, and so do those without: the kernels of all were seen to take the
-    same memory and the same work (``tests/estimator/test_gpu_counts.py``). Each process takes the recipe's batch, so
+    The GPU with the most room is tried first: where it does not hold its part, those with less are not tried with that
+    number. All GPUs with bfloat16 share one trace, and so do those without: the kernels of all took the same memory and
+    did the same work when compared (``tests/estimator/test_gpu_counts.py``). Each process takes the recipe's batch, so
     that a step of N processes has N times its tokens.
 
     Args:
-        recipe: what would be trained; one that says itself how many processes train it is not tried.
-        gpus: cards of which one is not enough.
-        numbers: of cards, smallest first.
-        budget: of each process; None: the recipe's own.
+        recipe: the recipe to train; one that sets its own number of processes is not tried.
+        gpus: GPUs of which one is not enough.
+        numbers: numbers of GPUs, smallest first.
+        budget: the budget of each process; None: the recipe's own.
         kept: as for :func:`lowmem_ft.estimator.estimate_memory`; None: the numbers share what they can.
-        on_number: is told of each number before it is tried.
+        on_number: called with each number before it is tried.
 
     Returns:
-        What was tried, and what fits.
+        The numbers tried, and the estimates that fit.
     """
     config = recipe.distributed
     if not gpus or config.num_machines > 1 or (config.strategy, config.num_processes) != (None, None):
@@ -95,7 +95,7 @@ def _in_order(found: dict[str, MemoryEstimate], gpus: Sequence[Gpu]) -> tuple[Me
 
 
 def _that_fit(gpus: Sequence[Gpu], recipe: Recipe, budget: Budget, kept: KeptTraces) -> list[MemoryEstimate]:
-    """Estimates from the card with the most room down to the last that fits, by whether it has bfloat16."""
+    """Return estimates from the GPU with the most room down to the last that fits, by whether it has bfloat16."""
     fitting: list[MemoryEstimate] = []
     shared = SharedTraces(recipe, budget=budget, kept=kept, kind=_alike(recipe))
     over: set[bool] = set()
@@ -111,19 +111,19 @@ def _that_fit(gpus: Sequence[Gpu], recipe: Recipe, budget: Budget, kept: KeptTra
 
 
 def _alike(recipe: Recipe) -> Callable[[Gpu], object]:
-    """Cards whose traces are one; deterministic kernels split their sums by multiprocessors."""
+    """Return a key for GPUs that share a trace; deterministic kernels split their sums by multiprocessors."""
     if recipe.training.full_determinism:
         return lambda gpu: (gpu.has_bfloat16, gpu.num_multiprocessors)
     return lambda gpu: gpu.has_bfloat16
 
 
 def room_bytes(gpu: Gpu, recipe: Recipe, budget: Budget) -> int:
-    """What a process may hold in tensors.
+    """Return the bytes that a process may hold in tensors.
 
     Args:
-        gpu: the card.
-        recipe: what the process trains.
-        budget: of it.
+        gpu: the GPU.
+        recipe: the recipe that the process trains.
+        budget: its budget.
     """
     outside = process_overhead_bytes(
         gpu, uses_bitsandbytes=recipe.uses_bitsandbytes, num_processes=recipe.distributed.num_processes or 1

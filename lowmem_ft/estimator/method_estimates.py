@@ -1,4 +1,4 @@
-"""A model without a recipe: what it needs to be fine-tuned in full, with LoRA and with QLoRA, by shipped recipes."""
+"""Estimates for a model without a recipe: fine-tuning in full, with LoRA and with QLoRA, by shipped recipes."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _ONE_MICRO_BATCH = {"training.gradient_accumulation_steps": "1"}
 
 @dataclass(frozen=True, kw_only=True)
 class MethodEstimate:
-    """What one method needs on one GPU.
+    """The memory and time that one method needs on one GPU.
 
     Args:
         method: the method.
         gpu: the GPU.
-        command: settings that train it so, beside the data: ``recipe=NAME model=MODEL`` and what differs.
-        row_tokens: of a row at most; None: not known.
-        estimate: what it needs; None if the GPU or the model cannot do it.
-        problems: why it cannot; empty if it can.
+        command: the settings that train it so, without the data: ``recipe=NAME model=MODEL`` and what differs.
+        row_tokens: the most tokens of a row; None: not known.
+        estimate: what the method needs; None if the GPU or the model cannot do it.
+        problems: why it cannot be done; empty if it can.
     """
 
     method: Method
@@ -56,7 +56,7 @@ class MethodEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether it can be done on the GPU, and fits."""
+        """True if the GPU can do it, and it fits."""
         return self.estimate is not None and self.estimate.fits
 
     @property
@@ -74,21 +74,21 @@ def estimate_methods(
     kept: KeptTraces | None = None,
     on_start: Callable[[str], None] = lambda doing: None,
 ) -> list[MethodEstimate]:
-    """What a model needs on each GPU by each method: one optimizer step of rows of up to 2048 tokens.
+    """Estimate what a model needs on each GPU by each method: one optimizer step of rows of up to 2048 tokens.
 
-    Of the recipes of a method, a GPU has the fastest that fits there. GPUs with bfloat16 share one trace of a recipe,
-    and so do those without, each with its own workspaces. Their attention kernels differ: they were seen to take the
-    same memory, and within 1 % the same time. A recipe is tried where its weights have room, from the GPU with the most
-    of it down. Each GPU has what it has where it is asked for alone.
+    For each GPU, the method's fastest recipe that fits there is chosen. GPUs with bfloat16 share one trace of a recipe,
+    and so do those without, each with its own workspaces. Their attention kernels differ: these took the same memory
+    when compared, and the same time within 1 %. A recipe is tried where its weights have room, from the GPU with the
+    most room down. Each GPU gets the same answer as when it is estimated alone.
 
     Args:
         model: as in ``model=``.
         gpus: at least one.
         settings: further ``key=value`` settings; they choose the methods, see :func:`methods_with`.
-        is_thorough: whether to trace full fine-tuning with streamed float32 weights too, where there is no bfloat16;
-            else such GPUs are said not to do it.
+        is_thorough: whether to trace full fine-tuning with streamed float32 weights too, where there is no bfloat16; if
+            not, the result says that such GPUs cannot do it.
         kept: traces made before, as for ``estimate_memory``.
-        on_start: called before a recipe is traced, with what is being done.
+        on_start: called before a recipe is traced, with a description of it.
 
     Returns:
         For each method, and in it for each GPU in their order, what it needs.
@@ -115,7 +115,7 @@ def estimate_methods(
 
 @dataclass(frozen=True, kw_only=True)
 class _Size:
-    """What decides before a trace whether a recipe can fit, and how its settings fit the model."""
+    """The sizes that decide before a trace whether a recipe can fit, and how its settings fit the model."""
 
     parameters: int
     layer_parameters: int
@@ -126,7 +126,7 @@ class _Size:
     def of(cls, model: PreTrainedModel, limit: int | None) -> _Size:
         try:
             layers = list(decoder_layers(model))
-        except ModelError:  # recipes that stream them say so themselves
+        except ModelError:  # recipes that stream layers report it themselves
             layers = []
         in_layers = sum(weight.numel() for layer in layers for weight in layer.parameters())
         return cls(
@@ -137,7 +137,7 @@ class _Size:
         )
 
     def least_bytes(self, recipe: Recipe) -> float:
-        """Weights that lie on the device, with what lies beside them; a trace is made only where these have room."""
+        """Return the bytes of weights on the device and what goes with them; a trace is made only where these fit."""
         offload, optimizer = recipe.offload, recipe.optimizer
         itemsize = 4 if recipe.model.dtype == "float32" else 2
         if recipe.adapter.name != "none" or recipe.distributed.num_processes not in (None, 1):
@@ -164,7 +164,7 @@ class _Route:
 
 
 def _routes(method: Method, *, has_bfloat16: bool) -> list[_Route]:
-    """In the order in which they are tried."""
+    """Return the routes in the order in which they are tried."""
     if has_bfloat16:
         return [_Route((f"recipe={rung}",)) for rung in method.rungs]
     last = (f"recipe={method.rungs[-1]}", *method.without_bfloat16)
@@ -194,7 +194,7 @@ class _Asked:
     def fastest_that_fit(
         self, method: Method, routes: Sequence[_Route], gpus: Sequence[Gpu], *, is_thorough: bool
     ) -> dict[str, MethodEstimate]:
-        """For each GPU, by its name, the first route that fits with room to spare; else the best of all."""
+        """Return for each GPU, by its name, the first route that fits with room to spare; else the best of all."""
         found: dict[str, MethodEstimate] = {}
         for route, is_last in zip(routes, [*[False] * (len(routes) - 1), True], strict=True):
             waiting = [gpu for gpu in gpus if _rank(found.get(gpu.name)) > 0]
@@ -216,7 +216,7 @@ class _Asked:
     def _tried(
         self, method: Method, route: _Route, gpus: Sequence[Gpu], *, tries_all: bool
     ) -> Iterator[MethodEstimate]:
-        """One route on the GPUs that have room for its weights, the most of it first; the last route on all."""
+        """Yield one route's estimates on the GPUs with room for its weights, most room first; the last route on all."""
         try:
             command = self._command(route)
             recipe, _ = on_cards(recipe_of(self._traced(method, command)), None)
@@ -236,7 +236,7 @@ class _Asked:
                 )
                 said = True
             answer = shared.estimate(gpu)
-            if isinstance(answer, CannotRun):  # for a model that a technique does not know; others may do
+            if isinstance(answer, CannotRun):  # a technique does not support the model; others may
                 yield self._refused(method, command, gpu, answer.problems)
                 continue
             yield MethodEstimate(
@@ -249,7 +249,7 @@ class _Asked:
         return MethodEstimate(method=method, gpu=gpu, command=command, problems=problems)
 
     def _command(self, route: _Route) -> tuple[str, ...]:
-        """What trains it: rows that the model takes, and of its layers the share that the recipe has resident."""
+        """Return settings for the model: rows of a length that it takes, and the recipe's share of resident layers."""
         name, *settings = route.settings
         typed, limit = values_of(self.own), self.size.max_positions
         of_route = untyped(settings, self.own)
@@ -264,7 +264,7 @@ class _Asked:
         return (name, *self.own, *of_route)
 
     def _traced(self, method: Method, command: tuple[str, ...]) -> tuple[str, ...]:
-        """The command without what changes no peak and takes a trace longer, unless that was asked for."""
+        """Return the command without what changes no peak but lengthens a trace, unless the user typed it."""
         typed = values_of(self.own)
         less = {**_NO_HELD_OUT_DATA, **(_ONE_MICRO_BATCH if method.is_traced_in_pieces else {})}
         if any(key.startswith("data.eval") or key == "training.eval_steps" for key in typed):
@@ -277,7 +277,7 @@ def _num_layers(recipe: Recipe) -> int:
 
 
 def _rank(result: MethodEstimate | None) -> int:
-    """Of two answers for a GPU, which is better: it fits, tightly, may fit, does not, cannot be done."""
+    """Rank an answer for a GPU, best first: it fits, fits tightly, may fit, does not fit, cannot be done."""
     if result is None or result.estimate is None:
         return 4
     if result.fits:
@@ -286,6 +286,6 @@ def _rank(result: MethodEstimate | None) -> int:
 
 
 def _is_better(result: MethodEstimate, before: MethodEstimate | None) -> bool:
-    """Of two that do not fit, the one that takes less, which comes later, is shown."""
+    """Prefer, of two that do not fit, the later one, which takes less."""
     rank = _rank(result)
     return before is None or rank < _rank(before) or (rank == _rank(before) and not result.fits)

@@ -1,4 +1,4 @@
-"""Host memory of a run beside what its trace shows: the interpreter, weights on their way, files being written."""
+"""Host memory of a run that its trace does not show: the interpreter, weights in transit, files being written."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lowmem_ft.system.process_size import (
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 
 ADAPTER_BYTES = 4
-"""Of a parameter of an adapter, which is float32."""
+"""Bytes per parameter of an adapter, which is float32."""
 
 TENSORS_IN_FLIGHT = 2
-"""Weights are read one tensor at a time while the one before is still being copied."""
+"""Tensors on the host at once while weights load: the next is read while the one before is still being copied."""
 
 
 def process_bytes_on_cpu(vocabulary_size: int = 0) -> int:
-    """What a process without a GPU holds beside its tensors, with this machine's build of torch.
+    """Return the bytes that a process without a GPU holds apart from tensors, with this machine's build of torch.
 
     Args:
         vocabulary_size: tokens of its tokenizer.
@@ -33,11 +33,11 @@ def process_bytes_on_cpu(vocabulary_size: int = 0) -> int:
 
 
 def host_outside(traced: TracedRecipe, recipe: Recipe, *, on_gpu: bool) -> HostOutside:
-    """Host memory outside the trace: the process all the time, weights on their way while it loads and while it saves.
+    """Return host memory outside the trace: the process throughout, and weights in transit during loading and saving.
 
     Args:
-        traced: for the sizes of the weights.
-        recipe: adapters alone are saved where there are some.
+        traced: the trace, for the sizes of the weights.
+        recipe: the recipe; with adapters, only these are saved.
         on_gpu: whether the weights live on a GPU; on a CPU they are part of the trace, and files are written from them.
 
     Returns:
@@ -49,7 +49,7 @@ def host_outside(traced: TracedRecipe, recipe: Recipe, *, on_gpu: bool) -> HostO
         allocation for allocation in traced.trace.timeline.allocations if allocation.category == "parameter"
     ]
     largest = max((weight.size_bytes for weight in weights), default=0)
-    # Weights are written from where they rest, and not from a place that they visit.
+    # Weights are written from where they are stored, not from where they are streamed to.
     on_device = [weight.size_bytes for weight in weights if weight.place == "device"]
     saved = sum(on_device) - traced.copied_weight_bytes
     if recipe.adapter.name != "none":

@@ -1,4 +1,4 @@
-"""The training step's surroundings on a virtual machine: what ``AccelerateRuntime`` is to a real one."""
+"""The training step's runtime on a virtual machine: the counterpart of ``AccelerateRuntime`` on a real one."""
 
 from __future__ import annotations
 
@@ -41,11 +41,7 @@ from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 def model_on_meta(
     config: ModelConfig, hf_config: PretrainedConfig, attn_implementation: str = "eager"
 ) -> PreTrainedModel:
-    """The model's modules and shapes, without weights.
-
-    Raises:
-        ModelError: if the config lacks what its architecture needs.
-    """
+    """Return the model's modules and shapes, without weights."""
     return _model_from_config(config, hf_config, attn_implementation, torch.device("meta"))
 
 
@@ -70,7 +66,10 @@ def _model_from_config(
 
 
 def _bytes_of_weights(model: PreTrainedModel) -> int:
-    """As ``from_pretrained`` counts them: half a byte for a 4-bit weight, one for an 8-bit one, no scales."""
+    """Return the bytes of weights as ``from_pretrained`` counts them.
+
+    Half a byte for a 4-bit weight, one for an 8-bit one, no scales.
+    """
     bytes_by_type = {"Params4bit": 0.5, "Int8Params": 1}
     return int(
         sum(
@@ -82,35 +81,35 @@ def _bytes_of_weights(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class VirtualFiles:
-    """Files on a disk without end, which the machine's timeline shows as such.
+    """Files on a disk of unlimited size, which the machine's timeline shows as such.
 
     Args:
-        folder: by which the recipe calls it; nothing is made there.
-        recorder: of the machine.
+        folder: the recipe's name for it; nothing is created there.
+        recorder: the recorder of the machine.
     """
 
     folder: Path
     recorder: Recorder
 
     def check(self, num_bytes: int, purpose: str) -> None:
-        """There is room."""
+        """Accept any size: there is always room."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Bytes without values."""
+        """Return bytes without values."""
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.recorder.mark_place(memory, "disk")
         return memory
 
 
 class VirtualRuntime(MixedPrecision):
-    """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, of several perhaps, and no values.
+    """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, possibly of several, and no values.
 
     Args:
         machine: where the model goes.
         config: for its precision.
         distributed: what the processes share.
-        process_index: which of them is traced.
-        device: by which name the machine is called; None: its own.
+        process_index: the rank that is traced.
+        device: the device by which callers name the machine; None: its own.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class VirtualRuntime(MixedPrecision):
         self._sums_after_backward = False
 
     def load_config(self, config: ModelConfig) -> PretrainedConfig:
-        """From the catalogue where it has the model, gated ones too, without a network."""
+        """Load it from the catalogue if that has the model, gated ones included, without a network."""
         return load_model_config(config, architecture_only=True)
 
     def load_model(
@@ -148,7 +147,7 @@ class VirtualRuntime(MixedPrecision):
         device = self.device if host is None else torch.device("cpu")
         keeps_rows = self._is_sharded and (config.weights != "random" or device.type != "cpu")
         if config.weights == "random" and not keeps_rows:
-            # Initialised where they will be: a tied head has weights of its own until the end.
+            # Initialised where they will be: a tied head has its own weights until the end.
             model = _model_from_config(config, hf_config, attn_implementation, device)
             self._quantize(model, config, hf_config)
         else:
@@ -174,10 +173,10 @@ class VirtualRuntime(MixedPrecision):
             quantize_linear_layers(model, bits)
 
     def _without_memory(self, weight: nn.Parameter) -> torch.Tensor:
-        """Something of a weight's shape, as ``weights_in_shards`` leaves behind where this process keeps its rows."""
+        """Return a stand-in of a weight's shape, as ``weights_in_shards`` leaves where this process keeps its rows."""
         self.machine.recorder.mark_place(
             weight, "host"
-        )  # one that was quantised: a run does so where it reads it
+        )  # one that was quantised: a run quantises where it reads the weight
         return torch.empty((), dtype=weight.dtype, device=self.device).expand(weight.shape)
 
     def _keep_rows(self, model: PreTrainedModel) -> None:
@@ -188,11 +187,11 @@ class VirtualRuntime(MixedPrecision):
             self.machine.mark(self._rows[weight], "parameter", of=weight)
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
-        """None: they would pass through the host chunk by chunk, and leave nothing."""
+        """Return None: they would pass through the host chunk by chunk, and leave nothing."""
         return None
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
-        """As much as is asked for: the estimate says whether it is within the budget."""
+        """Return host memory without a limit: the estimate says whether it is within the budget."""
         files = None if folder is None else VirtualFiles(Path(folder), self.machine.recorder)
         return HostMemory(
             self.device, is_limited=False, files=files, on_allocation=self.machine.take_host_memory
@@ -201,11 +200,11 @@ class VirtualRuntime(MixedPrecision):
     def schedule(
         self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """None that changes anything: a learning rate is a value, and a trace has none."""
+        """Return a schedule that changes nothing: a learning rate is a value, and a trace has none."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
-        """By :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, among processes of which there is one."""
+        """Call :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, for several processes of which one exists."""
         if self._is_sharded:
             self.machine.attribution.name_modules(model)  # with its adapters, while its parameters are whole
             mesh = init_device_mesh(self.device.type, (self.num_processes,))
@@ -230,13 +229,13 @@ class VirtualRuntime(MixedPrecision):
         return wrapped, optimizer
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those that DDP does not take, as in a run."""
+        """Sum the gradients that DDP does not take, as in a run."""
         if self._sums_after_backward:
             sum_gradients(parameters)
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:
-        """Notes where each micro-batch begins and ends; gradients are exchanged as in a run."""
+        """Record where each micro-batch begins and ends; gradients are exchanged as in a run."""
         with contextlib.ExitStack() as within:
             within.enter_context(self.machine.micro_batch())
             if self._sharded is not None:
@@ -256,11 +255,11 @@ class VirtualRuntime(MixedPrecision):
         return value
 
     def fetch(self, *values: torch.Tensor) -> tuple[float, ...]:
-        """A trace has no values; it follows the step that succeeds."""
+        """Return zeros: a trace has no values, and it follows the step that succeeds."""
         stacked = torch.stack([value.float() for value in values])
         self.machine.recorder.orderings.host_reads(stacked)
         return (0.0,) * len(values)
 
     def loss_scale_may_overflow(self) -> bool:
-        """Not in a step that succeeds."""
+        """Return False: the traced step succeeds."""
         return False

@@ -17,13 +17,13 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.run_rules import oversized_steps
 
 DOCUMENTS_PER_PACKED_ROW = 4
-"""How many documents share a packed row does not change its memory, as long as there are several."""
+"""Documents in a packed row; its memory does not depend on the number, as long as there are several."""
 
 
 def worst_batch(
     recipe: Recipe, hf_config: PretrainedConfig, num_rows: int, *, attn_implementation: str
 ) -> Batch:
-    """A micro-batch of full rows in which every token is learnt, collated as in training.
+    """Return a micro-batch of full rows in which every token is learnt, collated as in training.
 
     Args:
         recipe: for the length of rows, and whether they are packed.
@@ -35,7 +35,7 @@ def worst_batch(
         The batch, on the host.
 
     Raises:
-        DataError: if the model takes no rows that long, or nobody says how long they are.
+        DataError: if the model takes no rows that long, or neither recipe nor model limits their length.
     """
     length, packed = row_length(recipe, hf_config), recipe.data.packing
     collate = Collator(
@@ -47,7 +47,7 @@ def worst_batch(
 
 
 def refuse_too_many_tokens(recipe: Recipe, hf_config: PretrainedConfig) -> None:
-    """Refuse what would be traced for minutes, and is a slip of the keyboard: no GPU holds it.
+    """Refuse a batch that would take minutes to trace, and is a typing error: no GPU holds it.
 
     Raises:
         DataError: if a micro-batch or a step is too large, or rows have no length.
@@ -57,10 +57,10 @@ def refuse_too_many_tokens(recipe: Recipe, hf_config: PretrainedConfig) -> None:
 
 
 def row_length(recipe: Recipe, hf_config: PretrainedConfig) -> int:
-    """Tokens of the longest row: ``data.max_length``, or else the model's limit.
+    """Return the tokens of the longest row: ``data.max_length``, or else the model's limit.
 
     Raises:
-        DataError: if it is beyond the model's limit, or neither of the two is there.
+        DataError: if it is beyond the model's limit, or neither of the two is set.
     """
     limit, length = max_positions(hf_config), recipe.data.max_length
     if length is None and limit is None:

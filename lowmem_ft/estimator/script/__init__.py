@@ -1,4 +1,4 @@
-"""Any training script, estimated: run unchanged for a few steps on a virtual GPU."""
+"""Estimates of any training script, run unchanged for a few steps on a virtual GPU."""
 
 from lowmem_ft.estimator.script.running import ScriptError
 from lowmem_ft.estimator.script.script_estimate import (

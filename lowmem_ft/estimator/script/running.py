@@ -1,4 +1,4 @@
-"""Somebody's script, run on a virtual machine as ``python script.py ARGS`` would run it, until enough has been seen."""
+"""A user's script, run on a virtual machine as ``python script.py ARGS`` runs it, until its steps have been seen."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Trackers that are off, whatever the script asks for, and libraries that are quiet."""
+"""Settings that turn trackers off, whatever the script asks for, and make libraries quiet."""
 
 _MOST_FRAMES = 5
 
@@ -54,7 +54,7 @@ class ScriptError(UserError):
     """The script ended in an error of its own.
 
     Attributes:
-        own_traceback: Python's words about it, with the frames of the script's own code.
+        own_traceback: Python's traceback, with the frames of the script's own code.
     """
 
     def __init__(self, problem: str, own_traceback: str) -> None:
@@ -66,13 +66,13 @@ class ScriptRun:
     """One run of a script.
 
     Args:
-        path: of the script.
-        arguments: that it finds in ``sys.argv``.
-        machine: a fresh one, which it runs on.
+        path: the path of the script.
+        arguments: what the script finds in ``sys.argv``.
+        machine: a fresh machine for it to run on.
         num_steps: optimizer steps to see.
         on_step: called with the number of each step as it ends.
         on_trainer: called with each trainer that is about to train.
-        on_reading: called as data is read.
+        on_reading: called as the script reads data.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ScriptRun:
         self._files = files
 
     def run(self) -> None:
-        """Run it.
+        """Run the script.
 
         Raises:
             ScriptError: if it ends in an error.
@@ -136,7 +136,7 @@ class ScriptRun:
             raise UserError(*(f"{problem}{where}" for problem in error.problems)) from error
         except (KeyboardInterrupt, Interrupted):
             raise
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             raise self._explained(error) from error
 
     def _explained(self, error: BaseException) -> ScriptError:
@@ -163,7 +163,7 @@ class ScriptRun:
 def _own_frames(
     trace: TracebackType | None, script: str, *, and_last_of_ours: int = 0
 ) -> list[traceback.FrameSummary]:
-    """The frames of the script's own code, and the last of what it, or whoever estimates it, calls of this package."""
+    """Return the frames of the script's own code, and the last frames of this package that it calls or runs under."""
     frames = traceback.extract_tb(trace)
     ours = [frame for frame in frames if _is_called_by_scripts(frame.filename)]
     last = ours[len(ours) - and_last_of_ours :] if and_last_of_ours else []
@@ -175,21 +175,21 @@ def _own_frames(
 
 
 def _is_called_by_scripts(file: str) -> bool:
-    """Whether code is this package's, and not what stands for torch, files and trainers while a script is estimated."""
+    """Check whether a file is this package's, except the stand-ins for torch, files and trainers during an estimate."""
     return file.startswith(_PACKAGE) and not file.startswith(_STANDS_FOR_OTHERS)
 
 
 def _last_words(stream: Any) -> str:
-    """The last line of what a script has said, such as argparse's error."""
+    """Return the last line that a script has printed, such as argparse's error."""
     said = stream.getvalue().strip().splitlines() if isinstance(stream, io.StringIO) else []
     return f". Its last line: {said[-1]}" if said else "."
 
 
 @contextlib.contextmanager
 def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """What a process of its own would give the script, and what it may change, put back in the end.
+    """Give the script what a process of its own would have, and restore in the end what it may change.
 
-    What it prints goes nowhere: losses are those of a model without values.
+    Its output is discarded: losses are those of a model without values.
     """
     environment, folder, modules = dict(os.environ), os.getcwd(), set(sys.modules)
     disabled = logging.root.manager.disable
@@ -212,7 +212,7 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _silence_rich(undo: contextlib.ExitStack) -> None:
-    """The console that all of a process shares is the command line's, and bound to its stderr."""
+    """Replace the console that the whole process shares: it is the command line's, and bound to its stderr."""
     rich = sys.modules.get("rich")
     if rich is not None:
         nowhere = importlib.import_module("rich.console").Console(file=io.StringIO())
@@ -225,7 +225,7 @@ def _set_environment(environment: dict[str, str]) -> None:
 
 
 def _forget_modules_of(folder: Path, before: set[str]) -> None:
-    """Modules beside the script, which another script may have by the same names."""
+    """Forget modules from the script's folder: another script may have modules of the same names."""
     inside = f"{folder.absolute()}{os.sep}"
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None) or ""

@@ -1,7 +1,7 @@
-"""What a script saves and reads back: tensors go to its files as shapes, and come back as tensors of these shapes.
+"""Files that a script saves and reads back: tensors are saved as shapes, and loaded as tensors of these shapes.
 
-Files are written in the temporary folder of ``temporary_files.py``. Objects are pickled as torch does it; of a tensor
-its shape, type and place are kept, and its values where the trace knows them, as it does a step's number.
+Files are written in the temporary folder of ``temporary_files.py``. Objects are pickled as torch does it; for a tensor,
+its shape, type and device are kept, and its values where the trace knows them, such as a step's number.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def save_shapes(undo: contextlib.ExitStack) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a tensor as what it takes to make one like it; one that shares its memory as the same."""
+    """Writes a tensor as the arguments that make one like it; tensors that share memory are written as one."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=4)
         self._numbers: dict[Any, int] = {}
-        self._kept: list[Tensor] = []  # or another would get a number that is free again
+        self._kept: list[Tensor] = []  # keeps tensors alive, or another would get a number that is free again
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
@@ -84,12 +84,12 @@ def _made(saved: Mapping[str, Any], device: Any) -> Tensor:
 
 
 def _place_by(map_location: Any) -> Callable[[str], Any]:
-    """Where ``torch.load`` would put what was saved on a device."""
+    """Return a function from the device that a tensor was saved on to the one where ``torch.load`` would put it."""
     if map_location is None:
         return lambda device: device
     if isinstance(map_location, Mapping):
         return lambda device: map_location.get(device, device)
-    if callable(map_location):  # it is given the storage on the host, and most hand it back
+    if callable(map_location):  # it receives the storage on the host, and most return it unchanged
         return lambda device: "cpu"
     return lambda device: map_location
 
@@ -110,7 +110,7 @@ def _save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _load_with(load: Callable[..., Any]) -> Callable[..., Any]:
-    """What was saved here, or else a file that was there before."""
+    """Return a loader for files saved here, which leaves other files to ``load``."""
 
     @functools.wraps(load)
     def load_shapes(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What somebody's training script needs, unchanged: run for a few steps on a virtual GPU."""
+"""The memory and time that a user's unchanged training script needs, from a few steps on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import (
 )
 
 NUM_STEPS = 3
-"""State is made in the first step, so the second is the first to hold all of it; by the third the caching allocator
-has settled."""
+"""The first step creates the optimizer state, so the second is the first to hold all of it; by the third the caching
+allocator has settled."""
 
 NOT_MODELLED = (
     "host memory of the script beside its tensors, and of files being written",
@@ -51,17 +51,16 @@ _OF_BITSANDBYTES = ("4bit", "8bit", "bitsandbytes")
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptEstimate:
-    """What a script needs on one device.
+    """The memory and time that a script needs on one device.
 
     Args:
-        estimate: memory and time, as of a recipe.
+        estimate: memory and time, as for a recipe.
         script: its path.
-        arguments: that it was given.
-        steps: optimizer steps that were seen; 0: the script has no optimizer, and its backward passes were.
-        tokens_per_step: that the model was given to learn from in the last step, padding included; 0: it has no
-            embedding.
-        kept_bytes: on the device as the last step ended: weights, gradients, optimizer state and what else there was.
-        peak: what ran when the most memory of the device was in use.
+        arguments: its arguments.
+        steps: optimizer steps seen; 0: the script has no optimizer, and only its backward passes were seen.
+        tokens_per_step: tokens that the model learned from in the last step, padding included; 0: it has no embedding.
+        kept_bytes: bytes on the device as the last step ended: weights, gradients, optimizer state and everything else.
+        peak: what ran when the most device memory was in use.
         host_waits_per_step: how often the host waited for the device in the last step; None: only one was seen, or
             there is no device.
     """
@@ -80,7 +79,7 @@ class ScriptEstimate:
         return f"{self.estimate}\nPeak {own}; {self.steps} steps seen, {self.tokens_per_step:,} tokens each."
 
     def to_json(self) -> dict[str, Any]:
-        """As of a recipe, and ``script`` beside it."""
+        """Return the JSON types of a recipe's estimate, with ``script`` added."""
         return {
             **self.estimate.to_json(),
             "script": {
@@ -105,14 +104,14 @@ def estimate_script(
     on_trainer: Callable[[Any], None] = lambda trainer: None,
     on_reading: Callable[[], None] = lambda: None,
 ) -> ScriptEstimate:
-    """What a training script needs on one device, without a GPU and without weights.
+    """Estimate what a training script needs on one device, without a GPU and without weights.
 
-    The script runs as it is, in this process, for a few optimizer steps: its models are built from their configs, its
-    data is cut, and what it would write goes to a temporary folder that is deleted.
+    The script runs unchanged, in this process, for a few optimizer steps: its models are built from their configs, its
+    data is shortened, and the files that it writes go to a temporary folder that is deleted.
 
     Args:
         script: a Python file that trains with torch in one process.
-        arguments: what it finds in ``sys.argv`` behind its own name.
+        arguments: what it finds in ``sys.argv`` after its own name.
         gpu: a GPU or its name in the catalogue (``rtx-4090``), or ``cpu``; None: this machine's GPU, else its
             processor.
         steps: optimizer steps to see.
@@ -142,15 +141,15 @@ def estimate_script_on_gpus(
     on_step: Callable[[int], None] = lambda step: None,
     on_reading: Callable[[], None] = lambda: None,
 ) -> list[ScriptEstimate | CannotRun]:
-    """The same for many GPUs: the script runs once for all that compute with bfloat16, and once for the others.
+    """Estimate it for many GPUs: the script runs once for all that compute with bfloat16, and once for the others.
 
     Args:
-        script: as above.
-        arguments: as above.
+        script: as for :func:`estimate_script`.
+        arguments: likewise.
         gpus: the GPUs.
-        steps: as above.
-        on_step: as above.
-        on_reading: as above.
+        steps: likewise.
+        on_step: likewise.
+        on_reading: likewise.
 
     Returns:
         For each GPU, in their order, the estimate or why it cannot run the script.
@@ -195,7 +194,7 @@ def _run(
 
 
 class _Seen:
-    """A run that is over, to be replayed on the GPUs of its kind."""
+    """A finished run, to be replayed on the GPUs of its kind."""
 
     def __init__(self, run: ScriptRun, path: Path, arguments: tuple[str, ...]) -> None:
         self._run = run
@@ -206,7 +205,7 @@ class _Seen:
 
     @collector_paused()
     def on(self, gpu: Gpu | None, reason: str) -> ScriptEstimate:
-        """The estimate for one device."""
+        """Return the estimate for one device."""
         steps, trace, seconds = self._run.watch.steps, self._trace, self._run.machine.trace_seconds
         tokens = self._run.training.tokens_of_step(steps[-1].tokens)
         surroundings = Surroundings(

@@ -1,4 +1,4 @@
-"""What an estimate of a script cannot go along with: questions to a keyboard, and other processes that train."""
+"""Refusal of what an estimate of a script cannot follow: questions to a keyboard, and other processes that train."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowmem_ft.upstream.patches import existing, replace
 
 
 class _ScriptRefusal(UserError):
-    """The script does what an estimate cannot."""
+    """The script does what an estimate cannot follow."""
 
 
 def refuse_what_cannot_be(undo: contextlib.ExitStack) -> None:

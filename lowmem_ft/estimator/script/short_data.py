@@ -1,7 +1,7 @@
-"""Data cut to what a few steps need, where a script would work through all of it first.
+"""Data shortened to what a few steps need, where a script would process all of it first.
 
-Rows are cut where ``datasets`` computes new ones from them (``map``, ``filter``); reading and slicing cost nothing and
-stay. What a script picks by number from rows that have been cut is picked from those that are left.
+Rows are left out where ``datasets`` computes new ones from them (``map``, ``filter``); reading and slicing cost nothing
+and stay as they are. Rows that a script selects by number after that are selected from the remaining ones.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from lowmem_ft.upstream.patches import replace
 
 FEWEST_ROWS = 512
 ROWS_A_ROW = 8
-"""Rows of text that are kept for each row of the steps: many short texts may make one row, and a filter drops some."""
+"""Rows of text kept for each row of the steps: many short texts may make one row, and a filter drops some."""
 
 
 class DataCut:
-    """Cuts rows to what the steps need.
+    """Shortens data to the rows that the steps need.
 
     Args:
-        num_steps: that will be taken.
+        num_steps: steps that the script will take.
         on_reading: called as ``load_dataset`` begins, which reads all that it is given, however long that takes.
     """
 
@@ -35,11 +35,11 @@ class DataCut:
 
     @property
     def most_rows(self) -> int:
-        """That are worked through."""
+        """The most rows that are processed."""
         return max(FEWEST_ROWS, ROWS_A_ROW * self.num_steps * self.rows_per_step)
 
     def apply(self, undo: contextlib.ExitStack) -> None:
-        """Cut what a script computes from now on, until the stack is undone."""
+        """Shorten what a script computes from now on, until the stack is undone."""
         when_imported(undo, "datasets.arrow_dataset", functools.partial(self._adapt, undo))
         when_imported(undo, "datasets.load", functools.partial(self._announce_reading, undo))
         when_imported(undo, "datasets", functools.partial(self._announce_reading, undo))
@@ -84,7 +84,7 @@ class DataCut:
         return select_within
 
     def _of_shares(self, split: Callable[..., Any]) -> Callable[..., Any]:
-        """Parts given as numbers of rows become as large a share of the rows that are left."""
+        """Turn parts given as numbers of rows into equally large shares of the remaining rows."""
 
         @functools.wraps(split)
         def split_by_shares(

@@ -1,4 +1,4 @@
-"""The optimizer steps of somebody's script: counted, and the script ended after enough of them."""
+"""The optimizer steps of a user's script: counted, with the script ended after enough of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
 MOST_BACKWARDS = 256
-"""Without an optimizer's step: more micro-batches hardly make one, and a script that updates by hand has none."""
+"""The most backward passes without an optimizer step: more micro-batches hardly make one, and a script that updates
+weights by hand has no such step.
+"""
 
 
 class Enough(BaseException):
-    """The steps have been seen.
+    """Enough steps have been seen.
 
-    Not an ``Exception``: a script that goes on after an error must not go on after this.
+    Not an ``Exception``: a script that continues after an error must not continue after this.
     """
 
 
@@ -34,9 +36,9 @@ class SeenStep:
     """One step of the main optimizer.
 
     Args:
-        kept_bytes: on the device as the step ends: weights, gradients, optimizer state and what else there is.
-        tokens: that the model was given to learn from, padding included; 0: it has no embedding.
-        host_waits: of the host for the device, up to then.
+        kept_bytes: bytes on the device as the step ends: weights, gradients, optimizer state and everything else.
+        tokens: tokens that the model was given to learn from, padding included; 0: it has no embedding.
+        host_waits: how often the host has waited for the device up to then.
     """
 
     kept_bytes: int
@@ -46,7 +48,7 @@ class SeenStep:
 
 @dataclass(slots=True)
 class _Seen:
-    """What has been seen of an optimizer."""
+    """The steps seen of an optimizer, and its size in parameters."""
 
     size: int
     steps: list[SeenStep]
@@ -56,8 +58,8 @@ class StepWatch:
     """Counts the steps of the main optimizer, the one with the most parameters, and ends the script before one more.
 
     Args:
-        machine: that the script runs on.
-        num_steps: how many to see.
+        machine: the machine that the script runs on.
+        num_steps: steps to see.
         on_step: called with the number of each step as it ends.
     """
 
@@ -69,11 +71,11 @@ class StepWatch:
         self._backwards: list[SeenStep] = []
         self._tokens_before = 0
         self._tokens: dict[int, int] = {}
-        """Tokens of the present step, by the rows of the embedding that they went through."""
+        """Tokens of the current step, by the number of rows of the embedding that they went through."""
 
     @contextlib.contextmanager
     def watching(self) -> Any:
-        """Watch what runs in a block, on the machine."""
+        """Watch the code that runs in a block, on the machine."""
         with contextlib.ExitStack() as hooks:
             for handle in (
                 register_optimizer_step_pre_hook(self._before_step),
@@ -86,12 +88,12 @@ class StepWatch:
 
     @property
     def steps(self) -> list[SeenStep]:
-        """Of the main optimizer; without one, the last backward passes."""
+        """The steps of the main optimizer; without one, the last backward passes."""
         return self._optimizer_steps or self._backwards[-self.num_steps :]
 
     @property
     def num_backwards(self) -> int | None:
-        """How often the script has gone backward without an optimizer; None: there is one."""
+        """The number of backward passes without an optimizer; None: there is one."""
         return None if self._optimizer_steps else len(self._backwards)
 
     @property
@@ -99,7 +101,7 @@ class StepWatch:
         return max(self._optimizers.values(), key=lambda seen: seen.size).steps if self._optimizers else []
 
     def host_waits(self) -> int | None:
-        """How often the host waited for the device in the last step; None if only one was seen."""
+        """Return how often the host waited for the device in the last step; None if only one was seen."""
         if len(self.steps) < 2:
             return None
         before, last = self.steps[-2:]
@@ -130,7 +132,7 @@ class StepWatch:
         return self._optimizers[id(optimizer)].steps is self._optimizer_steps
 
     def _followed(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Until an optimizer steps, note what there is behind each pass, and end a script that goes on without one."""
+        """Until an optimizer steps, record each backward pass, and end a script that continues without one."""
 
         @functools.wraps(backward)
         def follow(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +148,7 @@ class StepWatch:
         return follow
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Tokens are what goes into the largest embedding, but for a forward that nothing is learnt from."""
+        """Count the tokens that enter the largest embedding, except in a forward without gradients."""
         if isinstance(module, nn.Embedding) and args and torch.is_grad_enabled():
             if self._machine.attribution.is_in_backward:
                 return

@@ -1,7 +1,7 @@
-"""Files of a script that is only estimated: what it writes goes to a temporary folder, and nothing is deleted or moved.
+"""Redirected files of a script that is only estimated: it writes to a temporary folder, and deletes or moves nothing.
 
-A path that was written is read from there again. Caches of the libraries are written as ever; so is whatever a program
-in C writes by itself, or another process.
+A path that was written is read from there again. Caches of the libraries are written as usual; so are files that C code
+or another process writes by itself.
 """
 
 from __future__ import annotations
@@ -47,15 +47,11 @@ _SAVERS = (
     ("datasets.dataset_dict", "DatasetDict", ("save_to_disk", "push_to_hub")),
     ("huggingface_hub.hf_api", "HfApi", ("create_commit", "upload_file", "upload_folder")),
 )
-"""What would write by itself, or to the hub or a tracker: module, class, and methods that do nothing here."""
+"""Module, class and methods that would write by themselves, or to the hub or a tracker; here they do nothing."""
 
 
 class FilesKeptAway:
-    """Redirects what is written to a folder that is deleted in the end.
-
-    Attributes:
-        folder: the temporary folder.
-    """
+    """Redirects writes to a folder that is deleted in the end."""
 
     def __init__(self) -> None:
         self.folder = Path()
@@ -66,7 +62,7 @@ class FilesKeptAway:
 
     @contextlib.contextmanager
     def redirecting(self) -> Iterator[None]:
-        """Redirect whatever is written in a block."""
+        """Redirect all writes in a block."""
         with contextlib.ExitStack() as undo:
             self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_ft_script_")))
             self._written = self.folder / "written"
@@ -96,16 +92,16 @@ class FilesKeptAway:
 
     @contextlib.contextmanager
     def as_ever(self) -> Iterator[None]:
-        """Redirect nothing in a block, which is ours and not the script's."""
+        """Redirect nothing in a block, which is our code and not the script's."""
         with contextlib.ExitStack() as undo:
             replace(undo, self, "_is_redirecting", False)
             replace(undo, tempfile, "tempdir", None)
             yield
 
     def place_of(self, path: Any, *, is_written: bool) -> Any:
-        """Where a path leads: to the temporary folder if it is written there, or was."""
+        """Return the real place of a path: the temporary folder if the script writes it there, or wrote it."""
         if not self._is_redirecting or not isinstance(path, (str, bytes, os.PathLike)):
-            return path  # an open file's number
+            return path  # the number of an open file
         real = os.path.realpath(os.fsdecode(path))
         if f"{real}{os.sep}".startswith(self._real):
             return path
@@ -114,11 +110,11 @@ class FilesKeptAway:
             return there if os.path.exists(there) else path
         os.makedirs(os.path.dirname(there), exist_ok=True)
         if not os.path.exists(there) and os.path.isfile(real):
-            shutil.copyfile(real, there)  # for what is appended
+            shutil.copyfile(real, there)  # for a file that the script appends to
         return there
 
     def _looked_at(self, look: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that looks at a path: what is not there, where it was written."""
+        """Wrap a function that looks at a path: what is missing there is looked up where it was written."""
 
         @functools.wraps(look)
         def look_elsewhere(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
@@ -128,14 +124,14 @@ class FilesKeptAway:
                 if self._is_looking or kwargs.get("dir_fd") is not None:
                     raise
                 with contextlib.ExitStack() as undo:
-                    replace(undo, self, "_is_looking", True)  # to find the place, paths are looked at
+                    replace(undo, self, "_is_looking", True)  # finding the place looks at paths too
                     place = self.place_of(path, is_written=False)
                 return look(place, *args, **kwargs)
 
         return look_elsewhere
 
     def _save_configs(self, undo: contextlib.ExitStack, modeling_utils: Any) -> None:
-        """A model is made anew of its config, which is all that ``from_pretrained`` needs here."""
+        """Save a model's config alone, which is all that ``from_pretrained`` needs here to make it again."""
 
         def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
             model.config.save_pretrained(self.place_of(save_directory, is_written=True))
@@ -143,7 +139,7 @@ class FilesKeptAway:
         replace(undo, modeling_utils.PreTrainedModel, "save_pretrained", save_pretrained)
 
     def _save_tokenizers(self, undo: contextlib.ExitStack, module: Any) -> None:
-        """By programs in Rust, which are told where."""
+        """Redirect tokenizers by their folder, as Rust code writes their files."""
         tokenizer = module.PreTrainedTokenizerBase
         save, load = tokenizer.save_pretrained, tokenizer.from_pretrained.__func__
 
@@ -160,7 +156,7 @@ class FilesKeptAway:
         replace(undo, tokenizer, "from_pretrained", classmethod(from_pretrained))
 
     def _save_states(self, undo: contextlib.ExitStack, module: Any) -> None:
-        """What is loaded takes the place of what is there, so that neither way takes memory."""
+        """Save nothing, and load into the state that is there, so that neither takes memory."""
         accelerator = module.Accelerator
         load = accelerator.load_state
 
@@ -178,7 +174,7 @@ class FilesKeptAway:
         replace(undo, accelerator, "load_state", load_state)
 
     def _written_or_itself(self, path: Any) -> Any:
-        """A folder in the temporary one, if it was written there; names on the hub are none."""
+        """Return the redirected folder if the script wrote there, else the path itself, perhaps a name on the hub."""
         return self.place_of(path, is_written=False) if isinstance(path, (str, os.PathLike)) else path
 
     def _opened(self, open_file: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +208,7 @@ class FilesKeptAway:
         return make_elsewhere
 
     def _changed(self, change: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that deletes, moves or links: of files that are not the temporary folder's it changes none."""
+        """Wrap a function that deletes, moves or links, so that it changes only files in the temporary folder."""
 
         @functools.wraps(change)
         def change_none(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +227,7 @@ class FilesKeptAway:
 
 
 def _caches() -> Iterator[str]:
-    """Where libraries keep what they have fetched or compiled."""
+    """Yield the folders where libraries keep what they have fetched or compiled."""
     home = os.path.expanduser("~/.cache")
     yield from (
         os.environ.get("XDG_CACHE_HOME", home),
@@ -272,6 +268,6 @@ def _make_no_repositories(undo: contextlib.ExitStack, hf_api: Any) -> None:
 def _nothing(function: Callable[..., Any]) -> Callable[..., None]:
     @functools.wraps(function)
     def do_nothing(*args: Any, **kwargs: Any) -> None:
-        """Nothing leaves a trace."""
+        """Leave no trace."""
 
     return do_nothing

@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL in an estimate: no saves and trackers, a few steps, an evaluation after them."""
+"""Trainers of transformers and TRL in an estimate: no saves or trackers, a few steps, an evaluation after them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
 NUM_MICRO_BATCHES = 2
-"""At most: from the second on, each meets the gradients of the ones before, and nothing else changes."""
+"""The most micro-batches traced per step: from the second on, each adds to the gradients of those before, and nothing
+else changes.
+"""
 
 EVALUATION_BATCHES = 2
 
@@ -26,10 +28,10 @@ class ShortTraining:
     """Lets the trainers of a script train for a few steps.
 
     Args:
-        machine: that the script runs on.
-        cut: is told how many rows a step takes.
+        machine: the machine that the script runs on.
+        cut: the data cut, which receives the number of rows of a step.
         files: where output goes.
-        num_steps: to take.
+        num_steps: steps to take.
         on_trainer: called with each trainer that is about to train.
     """
 
@@ -47,16 +49,16 @@ class ShortTraining:
         self._num_steps = num_steps
         self._on_trainer = on_trainer
         self.micro_batches: int | None = None
-        """Of a step, where only some of them are traced."""
+        """Micro-batches per step, where only some of them are traced."""
         self.has_trainer = False
-        """Whether a trainer of transformers or TRL has trained."""
+        """True once a trainer of transformers or TRL has trained."""
 
     def tokens_of_step(self, traced_tokens: int) -> int:
-        """Of all its micro-batches, by those of the ones that are traced."""
+        """Return the tokens of all micro-batches of a step, from the tokens of those that are traced."""
         return traced_tokens * (self.micro_batches or NUM_MICRO_BATCHES) // NUM_MICRO_BATCHES
 
     def apply(self, undo: contextlib.ExitStack) -> None:
-        """Shorten whatever is trained from now on, until the stack is undone."""
+        """Shorten all training from now on, until the stack is undone."""
         when_imported(undo, "transformers.training_args", functools.partial(self._adapt_arguments, undo))
         when_imported(undo, "transformers.trainer", functools.partial(self._adapt_trainer, undo))
         when_imported(undo, "trl.trainer.grpo_trainer", functools.partial(self._adapt_grpo, undo))
@@ -114,7 +116,7 @@ class ShortTraining:
         return train_shortly
 
     def _leave_out_micro_batches(self, trainer: Any) -> None:
-        """Not where completions are generated for a whole step before it."""
+        """Trace few micro-batches per step, except where completions for a whole step are generated before it."""
         in_a_step = trainer.args.gradient_accumulation_steps
         if in_a_step <= NUM_MICRO_BATCHES or hasattr(trainer, "num_generations"):
             return
@@ -159,7 +161,7 @@ class ShortTraining:
 
 
 def gathers_logits(trainer: Any) -> bool:
-    """Whether an evaluation of a Trainer keeps the logits of all its rows on the device until its end."""
+    """Return whether an evaluation of a Trainer keeps the logits of all its rows on the device until its end."""
     return (
         trainer.compute_metrics is not None
         and trainer.preprocess_logits_for_metrics is None

@@ -1,7 +1,7 @@
-"""``from_pretrained`` without weights: all that upstream decides is decided by upstream, from the config alone.
+"""``from_pretrained`` without weights: upstream makes all of its own decisions, from the config alone.
 
-The real function runs: it reads the config, chooses the type, quantises, places. Only where it would look for the files
-of weights and read them, it gets the shapes of the model that it has just built.
+The real function runs: it reads the config, chooses the type, quantises and places the model. Only where it would find
+the weight files and read them does it get the shapes of the model that it has just built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from lowmem_ft.upstream.on_import import when_imported
 from lowmem_ft.upstream.patches import existing, replace
 
 _QUANTISES_ANYTHING = "bitsandbytes"
-"""The methods whose weights can be made from any model; others are quantised once, with data, and published so."""
+"""Prefix of the quantisation methods that can quantise any model; other methods quantise once, with data, and models
+are published so.
+"""
 
 
 def weights_from_configs(undo: contextlib.ExitStack, say: Callable[[str], None]) -> None:
@@ -28,7 +30,7 @@ def weights_from_configs(undo: contextlib.ExitStack, say: Callable[[str], None])
 
     Args:
         undo: puts the real functions back.
-        say: is told what had to be assumed.
+        say: called with each assumption that had to be made.
     """
     when_imported(undo, "transformers.modeling_utils", functools.partial(_adapt_models, undo, say))
     when_imported(undo, "peft.peft_model", functools.partial(_adapt_adapters, undo))
@@ -52,7 +54,7 @@ def _adapt_adapters(undo: contextlib.ExitStack, peft_model: Any) -> None:
 
 
 def _local_files(find: Callable[..., Any]) -> Callable[..., Any]:
-    """Files of weights in a local folder, of which the type is read where the config has none; never the hub's."""
+    """Find weight files only in a local folder, to read their type where the config has none; never on the hub."""
 
     @functools.wraps(find)
     def files(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +68,7 @@ def _local_files(find: Callable[..., Any]) -> Callable[..., Any]:
             return None, None
         try:
             return find(*args, **kwargs)
-        except OSError:  # the config alone is there
+        except OSError:  # the folder has the config alone
             return None, None
 
     return files
@@ -99,7 +101,7 @@ def _load_shapes(load: Callable[..., Any], say: Callable[[str], None]) -> Callab
 
 
 def _put_on_one_device(device_map: dict[str, Any] | None, say: Callable[[str], None]) -> None:
-    """What ``device_map="auto"`` would leave on the host has to train on the device too; then it does not fit."""
+    """Move what ``device_map="auto"`` leaves on the host: it has to train on the device too; then it does not fit."""
     on_host = {"cpu", "disk"}
     places = {str(place) for place in (device_map or {}).values()}
     if not places & on_host or places <= on_host:
@@ -114,7 +116,7 @@ def _put_on_one_device(device_map: dict[str, Any] | None, say: Callable[[str], N
 
 
 def _quantise_as_loaded(quantizer: Any) -> None:
-    """Of a checkpoint that was saved quantised the shapes are those of its plain weights."""
+    """Mark a checkpoint that was saved quantised as not quantised yet: its shapes are those of its plain weights."""
     if quantizer is None or not quantizer.pre_quantized:
         return
     method = quantizer.quantization_config.quant_method
@@ -128,7 +130,7 @@ def _quantise_as_loaded(quantizer: Any) -> None:
 
 
 class _Shape:
-    """A tensor of a file, as far as it is asked for: what a slice of safetensors says of itself."""
+    """The part of a tensor in a file that upstream asks for: the shape and type that a slice of safetensors reports."""
 
     def __init__(self, shape: torch.Size, dtype_name: str) -> None:
         self._shape, self._dtype_name = list(shape), dtype_name
@@ -141,7 +143,7 @@ class _Shape:
 
 
 def _shapes_of(model: Any, load_config: Any) -> dict[str, _Shape]:
-    """What a checkpoint of the model would hold, in the type it is loaded in; a tied weight is in it once."""
+    """Return what a checkpoint of the model would hold, in the type it is loaded in; a tied weight is in it once."""
     from transformers.modeling_utils import str_to_torch_dtype
 
     quantizer = load_config.hf_quantizer

@@ -1,8 +1,8 @@
 """A trace made in a forked process while this one makes another, where an estimate may need both.
 
-Only where a fork is cheap and sure: on Linux, with a core to spare, in a process that does not drive a CUDA device, and
-for its first trace: once a backward pass has run on a device, virtual or not, torch lets no fork run another. What the
-other process does not give, for whatever reason, is traced here.
+It forks only where that is cheap and safe: on Linux, with a core to spare, in a process that does not drive a CUDA
+device, and for its first trace: once a backward pass has run on a device, virtual or not, torch lets no fork run
+another. If the other process gives no trace, for whatever reason, this process makes it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from lowmem_ft.estimator.traces.traced_recipe import TracedRecipe
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""A process that takes so much longer than this one did is taken for stuck."""
+"""Seconds to wait for the forked process after this one has its trace; it is then taken for stuck."""
 
 _is_first = True
 
 Take = Callable[[], TracedRecipe | None]
-"""Waits for a trace; None if there is none."""
+"""A function that waits for a trace, and returns it or None."""
 
 
 @contextlib.contextmanager
 def forked_trace(make: Callable[[], TracedRecipe]) -> Iterator[Take]:
-    """Make a trace in a process of its own for as long as a ``with`` block lasts.
+    """Make a trace in a separate process for as long as a ``with`` block lasts.
 
     Args:
-        make: makes it; its memory is a copy of this process's, so that nothing it changes is seen here.
+        make: makes the trace, on a copy of this process's memory, so that its changes are not visible here.
 
     Yields:
-        What waits for the trace; it gives None where there is no such process, or it failed.
+        A function that waits for the trace; it returns None where there is no such process, or it failed.
     """
     global _is_first
     started = _start(make) if _is_first and _may_fork() else None
@@ -62,7 +62,7 @@ def forked_trace(make: Callable[[], TracedRecipe]) -> Iterator[Take]:
 def _may_fork() -> bool:
     if sys.platform != "linux" or processes_at_once() == 1:
         return False
-    is_child = multiprocessing.current_process().daemon  # which may have none of its own
+    is_child = multiprocessing.current_process().daemon  # and a daemon may have no children
     return not is_child and not torch.cuda.is_initialized()
 
 
@@ -72,7 +72,8 @@ def _start(make: Callable[[], TracedRecipe]) -> tuple[BaseProcess, Connection] |
     process = context.Process(target=_serve, args=(make, receiver, sender), daemon=True)
     try:
         with warnings.catch_warnings():
-            # Python warns of forks beside threads, one of which may hold a lock: then the wait has its limit.
+            # Python warns of forks in processes with threads, one of which may hold a lock: the wait is limited for
+            # that case.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
     except OSError as error:
@@ -86,11 +87,11 @@ def _start(make: Callable[[], TracedRecipe]) -> tuple[BaseProcess, Connection] |
 
 def _serve(make: Callable[[], TracedRecipe], receiver: Connection, sender: Connection) -> None:
     receiver.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends this process
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # those of the parent are not here
-    with contextlib.suppress(Exception):  # which the parent will meet itself
+    torch.set_num_threads(1)  # the parent's threads do not exist here
+    with contextlib.suppress(Exception):  # the parent will run into the same error
         sender.send_bytes(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL))
 
 

@@ -1,4 +1,4 @@
-"""How the layers of a model repeat, and the same model with fewer of them."""
+"""The repetition of a model's layers, and the same model with fewer of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONGEST_PERIOD = 8
 """Layers: 6 in Gemma 3 (five with a sliding window, one without), 4 in Llama 4."""
 
 LAST_LAYERS = 2
-"""What a layer hands on lives until the layer after next, so that so many layers at the end are unlike the rest."""
+"""Layers at the end that differ from the rest: the output of a layer lives until the layer after next."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ class ShallowModel:
 
     Args:
         layers: how the layers repeat.
-        num_layers: of the stand-in.
+        num_layers: layers of the stand-in.
         more: periods that each stretch of the model has beyond the stand-in.
-        counts_last: the key by which the recipe treats the last layers otherwise; empty: there is none, or they are so
-            few that all of them stand in the stand-in.
+        counts_last: the key by which the recipe treats the last layers differently; empty: there is no such key, or
+            they are so few that the stand-in contains all of them.
         num_last: layers of the stand-in that are treated so.
     """
 
@@ -45,10 +45,10 @@ class ShallowModel:
     num_last: int = 0
 
     def deeper(self) -> ShallowModel:
-        """With a period more before the one that is repeated: another stand-in, where this one is none.
+        """Return a stand-in with one more period before the repeated one, to try where this one fails.
 
-        Where attention and MLP work side by side (Phi, Falcon), a gradient is handed down past the next layer, so that
-        the first two layers are unlike the rest.
+        Where attention and MLP work in parallel (Phi, Falcon), a gradient passes the next layer, so that the first two
+        layers differ from the rest.
         """
         period, (first, *others) = self.layers.period, self.more
         are_last = bool(self.counts_last) and not others
@@ -62,7 +62,7 @@ class ShallowModel:
         )
 
     def longer(self) -> ShallowModel:
-        """With a period more in each stretch: what makes the proof."""
+        """Return a stand-in with one more period in each stretch, which proves the repetition."""
         stretches = len(self.more)
         return dataclasses.replace(
             self,
@@ -72,7 +72,7 @@ class ShallowModel:
         )
 
     def recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe for the stand-in."""
+        """Return the recipe for the stand-in."""
         if not self.counts_last:
             return recipe
         group, _, name = self.counts_last.rpartition(".")
@@ -81,14 +81,14 @@ class ShallowModel:
 
 
 def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
-    """The smallest stand-in whose trace can be extended to the model's; None if that would not be less work.
+    """Return the smallest stand-in whose trace can be extended to the model's; None if that would not be less work.
 
-    What a recipe says in numbers of layers must not reach beyond the stand-in. The last layers that it treats otherwise
-    (``offload.resident_layers``, ``checkpointing.skip_last_layers``) repeat by themselves. Where it says both, the
-    smaller number counts as a margin and as a period, as all other numbers of layers do.
+    Settings that a recipe gives in numbers of layers must not reach beyond the stand-in. The last layers that it treats
+    differently (``offload.resident_layers``, ``checkpointing.skip_last_layers``) repeat by themselves. If it sets both,
+    the smaller number counts as a margin and as a period, as all other numbers of layers do.
 
     Args:
-        recipe: for what it says about layers.
+        recipe: for its settings about layers.
         model: the whole model, on the meta device.
 
     Returns:
@@ -107,7 +107,7 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     period = math.lcm(period, *counts)
     if _sends_for_the_next_layer(recipe):
         lead += period
-    if recipe.offload.folder is not None:  # what goes to files is copied in a later layer's turn
+    if recipe.offload.folder is not None:  # files are copied in a later layer's turn
         lead += period
     repeated, edge = 2 * period, max(period, LAST_LAYERS) + sum(counts)
     first_of_last = len(stack) - num_last
@@ -130,12 +130,12 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
 
 
 def _shortened(num_layers: int, enough: int, period: int) -> int:
-    """The fewest layers, of which all have ``enough`` and some periods more; all of them, if that is all there is."""
+    """Return the fewest layers, at least ``enough``, that whole periods extend to all; all of them if they are few."""
     return num_layers if num_layers <= enough else enough + (num_layers - enough) % period
 
 
 def with_num_layers(hf_config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """The config of the model's first layers; lists with an item for each layer are cut."""
+    """Return the config of the model's first layers; lists with an item for each layer are shortened."""
     config = copy.deepcopy(hf_config)
     text_config: Any = config.get_text_config()
     full = text_config.num_hidden_layers
@@ -147,7 +147,7 @@ def with_num_layers(hf_config: PretrainedConfig, num_layers: int) -> PretrainedC
 
 
 def _repetition(signatures: list[Any]) -> tuple[int, int]:
-    """How many layers come before the repetition begins, and its period; the fewest in sum."""
+    """Return the number of layers before the repetition begins, and its period; the pair with the smallest sum."""
     num_layers = len(signatures)
     candidates = [
         (lead + period, period, lead)
@@ -160,7 +160,7 @@ def _repetition(signatures: list[Any]) -> tuple[int, int]:
 
 
 def _signature(layer: nn.Module) -> Any:
-    """What a layer is: modules with their settings, tensors with their shapes and types."""
+    """Return a layer's signature: modules with their settings, tensors with their shapes and types."""
     return [
         (
             name,
@@ -183,7 +183,7 @@ def _is_setting(key: str, value: Any) -> bool:
 
 
 def _sends_for_the_next_layer(recipe: Recipe) -> bool:
-    """Whether what a layer needs is sent for in the turn of the layer before: the first then differs."""
+    """Return whether a layer's data is fetched during the layer before: the first then differs."""
     return (
         recipe.offload.activations != "none"
         or recipe.offload.parameters == "stream"
@@ -192,7 +192,7 @@ def _sends_for_the_next_layer(recipe: Recipe) -> bool:
 
 
 def _layer_counts(recipe: Recipe, which: CountedLayers) -> list[tuple[str, int]]:
-    """What the recipe says in numbers of layers, by key, where that is not what every recipe says."""
+    """Return the recipe's settings in numbers of layers, by key, where they are not at their defaults."""
     return [
         (path, key.value_in(recipe))
         for path, key in recipe_keys().items()

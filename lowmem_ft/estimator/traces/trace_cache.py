@@ -1,9 +1,9 @@
-"""Short traces that are kept, in memory and on disk: a repeated estimate traces nothing, a varied one half as much.
+"""Cache of short traces, in memory and on disk: a repeated estimate traces nothing, a varied one half as much.
 
-What a trace depends on is its key, see ``trace_key.py``. A recipe of another batch shape, with other chunks or on
-another GPU runs the same program on other shapes: what two traces have shown of one (how its layers repeat) is taken
-for another recipe of the same model where its own short trace has the same structure, operator for operator and free
-for free, and what grows with the number of layers has the same size.
+The key of a trace holds all that it depends on, see ``trace_key.py``. A recipe with another batch shape, with other
+chunks or on another GPU runs the same program on other shapes: how its layers repeat, as two traces have shown for one
+recipe, is reused for another recipe of the same model where its own short trace has the same structure, operator for
+operator and free for free, and what grows with the number of layers has the same size.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lowmem_ft.virtual_gpu.replay.trace_files import arrays_of, trace_of
 logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "LOWMEM_FT_TRACE_CACHE"
-"""Where traces are kept: a folder, or ``off``; unset: ``lowmem_ft/traces`` in the user's folder for caches."""
+"""Variable for the folder of kept traces, or ``off``; unset: ``lowmem_ft/traces`` in the user's cache folder."""
 
 MAX_FOLDER_BYTES = 256 * 2**20
-"""The files used longest ago go first. A short trace of an 8B takes 0.1 to 0.3 MB."""
+"""The most bytes of files; those used longest ago go first. A short trace of an 8B model takes 0.1 to 0.3 MB."""
 
 MAX_IN_MEMORY = 8
-"""Short traces; each takes some MB as objects."""
+"""The most short traces in memory; each takes some MB as objects."""
 
 _SUFFIX = ".trace.npz"
 
@@ -41,12 +41,12 @@ _SUFFIX = ".trace.npz"
 class KeptTraces:
     """Short traces by key.
 
-    Several processes may share a folder: a file appears whole or not at all. What cannot be read, or is from another
-    version, is traced anew.
+    Several processes may share a folder: a file appears whole or not at all. A file that cannot be read, or is from
+    another version, is traced again.
 
     Args:
-        folder: where they are kept beyond this process; None: nowhere.
-        max_folder_bytes: of all files there.
+        folder: the folder that keeps them beyond this process; None: they are not kept on disk.
+        max_folder_bytes: the most bytes of all files there.
     """
 
     def __init__(self, folder: Path | None = None, *, max_folder_bytes: int = MAX_FOLDER_BYTES) -> None:
@@ -55,15 +55,15 @@ class KeptTraces:
         self._in_memory: OrderedDict[TraceKey, ShortTrace] = OrderedDict()
         self._proofs: dict[str, dict[str, Repetition]] = {}
         self._layers: dict[str, Layers | None] = {}
-        """Of each family that was traced or looked for on disk, how the layers of the latest repeat."""
+        """For each family that was traced or looked up on disk: how the layers of the latest repeat."""
 
     @classmethod
     def of_user(cls) -> KeptTraces:
-        """Those of the user who runs this process, by ``LOWMEM_FT_TRACE_CACHE``."""
+        """Return the traces of the user who runs this process, by ``LOWMEM_FT_TRACE_CACHE``."""
         return cls(_users_folder())
 
     def find(self, key: TraceKey) -> ShortTrace | None:
-        """What was traced of the very same; None if nothing was."""
+        """Return the trace with the same key, or None."""
         if key not in self._in_memory:
             file = self._file_of(key)
             found = None if file is None or not file.exists() else _read(file, key)
@@ -72,7 +72,7 @@ class KeptTraces:
         return self._in_memory.get(key)
 
     def proofs(self, key: TraceKey) -> Mapping[str, Repetition]:
-        """How layers repeat in recipes of the same model that were traced, by the structure of their short traces."""
+        """Return how layers repeat in traced recipes of the same model, by the structure of their short traces."""
         if key.family not in self._layers and self._folder is not None:
             self._layers[key.family] = None
             files = sorted(self._folder.glob(f"{key.family}-*{_SUFFIX}"), key=_last_used, reverse=True)
@@ -82,11 +82,11 @@ class KeptTraces:
         return self._proofs.get(key.architecture, {})
 
     def layers(self, key: TraceKey) -> Layers | None:
-        """How the layers repeat in what was traced of the same program; None if nothing was, or they do not."""
+        """Return how the layers repeat in traces of the same program; None without a trace or a repetition."""
         return self._layers.get(key.family)
 
     def keep(self, key: TraceKey, short: ShortTrace) -> None:
-        """Keep what was traced; where the folder cannot be written, in memory alone."""
+        """Keep a trace; in memory alone where the folder is not writable."""
         self._remember(key, short)
         file = self._file_of(key)
         if file is None:
@@ -127,12 +127,12 @@ def _users_folder() -> Path | None:
     if chosen:
         return None if chosen == "off" else Path(chosen)
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # Without a home, `~` stays as it is.
+    # Without a home, `~` is not expanded.
     return Path(caches, "lowmem_ft", "traces") if os.path.isabs(caches) else None
 
 
 def _last_used(file: Path) -> float:
-    """When a file was last read or written; another process may have removed it meanwhile."""
+    """Return when a file was last read or written; another process may have removed it meanwhile."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -147,7 +147,7 @@ def _size_of(file: Path) -> int:
 
 
 def _read(file: Path, key: TraceKey) -> ShortTrace | None:
-    """A kept trace; None if it is not what it should be."""
+    """Return a kept trace; None if it is damaged or not what it should be."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             trace, repetition, notes = trace_of(arrays)
@@ -156,7 +156,7 @@ def _read(file: Path, key: TraceKey) -> ShortTrace | None:
         more = tuple(notes.pop("more"))
         found = ShortTrace(traced=TracedRecipe(trace=trace, **notes), repetition=repetition, more=more)
         os.utime(file)
-    except Exception as error:  # what a damaged file makes zlib, zipfile and numpy raise is no closed list
+    except Exception as error:  # a damaged file makes zlib, zipfile and numpy raise all sorts of errors
         logger.info("The kept trace %s cannot be used, and is made anew: %s.", file, error)
         return None
     return found

@@ -1,4 +1,4 @@
-"""What a trace depends on, as a key: everything that could change it, and nothing that is known not to."""
+"""The key of a trace: everything that could change it, and nothing that is known not to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 
 FORMAT = 1
-"""Of kept files; raised when they change in a way that their source code does not tell."""
+"""Version of kept files; raised when they change in a way that their source code does not show."""
 
 NOT_TRACED = frozenset(
     {
@@ -34,12 +34,12 @@ NOT_TRACED = frozenset(
         *("training.eval_on_start", "training.save_steps", "training.save_total_limit", "training.report_to"),
         *("training.resume_from_checkpoint", "training.project", "training.run_name", "training.push_to_hub"),
         *("training.hub_model_id", "training.hub_private_repo"),
-        # What an estimate is held against, and what is chosen before there is one.
+        # The limits for an estimate's result, and the choices made before there is one.
         *("budget.device", "budget.host", "budget.enforce", "budget.preflight", "budget.retry"),
         *("plan.mode", "plan.allow", "plan.keep"),
     }
 )
-"""Recipe keys that no trace sees; every other one is part of its key, those to come as well."""
+"""Recipe keys that no trace sees; all others are part of a trace's key, future ones included."""
 
 BATCH_SHAPE = frozenset(
     {
@@ -59,7 +59,7 @@ _VARIABLES = ("CUBLAS", "CUDNN", "PYTORCH_", "TORCH_", "NVIDIA_", "TRANSFORMERS_
 
 
 class TraceKey(NamedTuple):
-    """Digests: of what program it is, of its batches' shape and the machine that runs it, and of its model alone."""
+    """Digests of the program, of its batches' shape with the machine that runs it, and of its model alone."""
 
     family: str
     shape: str
@@ -67,15 +67,15 @@ class TraceKey(NamedTuple):
 
 
 def trace_key(recipe: Recipe, hf_config: PretrainedConfig, machine: object) -> TraceKey | None:
-    """The key of a recipe's trace on a machine.
+    """Return the key of a recipe's trace on a machine.
 
     Args:
-        recipe: what would be trained.
+        recipe: the recipe to train.
         hf_config: the architecture.
-        machine: what of the machine decides which kernels run and what they take.
+        machine: the properties of the machine that decide which kernels run and what they take.
 
     Returns:
-        The key; None where code that came with the model takes part, which nobody compares.
+        The key; None where code that came with the model takes part, which the key cannot compare.
     """
     if recipe.model.trust_remote_code:
         return None
@@ -91,7 +91,7 @@ def _digest(*values: Any) -> str:
 
 
 def _surroundings() -> dict[str, Any]:
-    """What a trace depends on beside recipe, model and machine."""
+    """Return what a trace depends on in addition to recipe, model and machine."""
     backends = torch.backends.cuda
     return {
         "format": FORMAT,
@@ -126,7 +126,7 @@ def _versions() -> dict[str, str | None]:
 
 @functools.cache
 def _digest_of_source() -> str:
-    """Of this package's own files: a trace is what they do."""
+    """Return the digest of this package's own files, which determine a trace."""
     folder = Path(lowmem_ft.__file__).parent
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(folder.rglob("*.py")):

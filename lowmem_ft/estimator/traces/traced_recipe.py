@@ -1,4 +1,4 @@
-"""What a trace of a recipe is: of all of its layers, or of a few that stand for all."""
+"""The trace of a recipe: of all of its layers, or of a few that stand for all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class TracedRecipe:
     """A trace, and the batch it was made with.
 
     Args:
-        trace: of load, steps and evaluation.
-        tokens_per_micro_batch: without padding.
+        trace: the trace of load, steps and evaluation.
+        tokens_per_micro_batch: tokens without padding.
         batch: its shape, for people.
         vocabulary_size: tokens of the model.
-        copied_weight_bytes: memory that counts as weights and holds copies of some that are elsewhere.
+        copied_weight_bytes: bytes of memory that counts as weights but holds copies of weights stored elsewhere.
     """
 
     trace: Trace
@@ -30,12 +30,12 @@ class TracedRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortTrace:
-    """What was traced of a recipe, and how all of it follows.
+    """The trace of a recipe's few layers, and how the trace of all layers follows from it.
 
     Args:
-        traced: with a few layers, or with all.
+        traced: the trace with a few layers, or with all.
         repetition: how deeper models follow; None: all layers were traced.
-        more: periods that each stretch of the model has beyond what was traced.
+        more: periods that each stretch of the model has beyond the traced ones.
     """
 
     traced: TracedRecipe
@@ -43,7 +43,7 @@ class ShortTrace:
     more: tuple[int, ...] = ()
 
     def whole(self) -> TracedRecipe:
-        """The trace of all layers."""
+        """Return the trace of all layers."""
         if self.repetition is None:
             return self.traced
         trace = self.repetition.extend(self.traced.trace, self.more)

@@ -1,6 +1,6 @@
 """The recipe's own step, run on a virtual machine: build, optimizer steps, evaluation.
 
-Nothing here knows a technique. What ``training/build.py`` builds is what is traced.
+Nothing here knows a technique. Whatever ``training/build.py`` builds is traced.
 """
 
 from __future__ import annotations
@@ -50,17 +50,20 @@ from lowmem_ft.virtual_gpu.replay.depth.sweeps import NotRegularError, structure
 logger = logging.getLogger(__name__)
 
 _NO_NUMPY = ".numpy() is not supported for tensor subclasses"
-"""How torch refuses to make an array of a fake tensor: a plain RuntimeError."""
+"""Words of the plain RuntimeError with which torch refuses to make an array of a fake tensor."""
 
 LONG_SECONDS = 30.0
-"""Of a processor, for one trace: several times what the largest shipped recipe takes, however busy the machine is."""
+"""Seconds of processor time for one trace: several times what the largest shipped recipe takes, however busy the
+machine is.
+"""
 
 NUM_STEPS = 2
-"""State is made in the first step, so the second is the first to hold all of it."""
+"""The first step creates the optimizer state, so the second is the first to hold all of it."""
 
 NUM_MICRO_BATCHES = 2
-"""At most, in horizontal order: from the second on, each meets the gradients of the ones before, and nothing else
-changes."""
+"""The most micro-batches traced per step, in horizontal order: from the second on, each adds to the gradients of those
+before, and nothing else changes.
+"""
 
 
 @collector_paused()
@@ -73,18 +76,18 @@ def trace_recipe(
     machine: object = None,
     process_index: int = 0,
 ) -> TracedRecipe:
-    """Everything that the recipe takes on a machine, at its worst batch.
+    """Trace everything that the recipe takes on a machine, at its worst batch.
 
-    A deep model is traced with a few of its layers, twice, and the trace extended, where the two traces show that this
-    is exact; else all of it is traced. What they have shown of another recipe serves where it holds.
+    A deep model is traced twice, with a few of its layers, and the trace extended, where the two traces show that this
+    is exact; else all of it is traced. What traces of another recipe have shown is reused where it holds.
 
     Args:
-        recipe: what would be trained; its data is not read.
+        recipe: the recipe to train; its data is not read.
         new_machine: makes a machine of the kind in question.
         extend: whether a trace may be extended.
-        kept: what has been traced before, and where to keep this; None: nothing.
-        machine: with ``kept``: what of the machine decides which kernels run and what they take.
-        process_index: of the process that is traced, if the recipe has several.
+        kept: earlier traces, and where to keep this one; None: neither.
+        machine: with ``kept``: the properties of the machine that decide which kernels run and what they take.
+        process_index: the rank that is traced, if the recipe has several processes.
 
     Returns:
         The trace of load, two optimizer steps and, if the recipe has held-out data, an evaluation.
@@ -103,7 +106,7 @@ def trace_recipe(
 
 
 def is_cut_unevenly(recipe: Recipe) -> bool:
-    """Whether the last process of fsdp2 has fewer rows of some weight than the first."""
+    """Return whether the last rank of FSDP2 has fewer rows of some weight than the first."""
     config = recipe.distributed
     if config.strategy != "fsdp2" or config.num_processes in (None, 1):
         return False
@@ -112,13 +115,13 @@ def is_cut_unevenly(recipe: Recipe) -> bool:
 
 
 class _ShortTracing:
-    """Finds or makes the trace of a few layers, and how that of all follows; that of all if the layers do not repeat.
+    """Finds or makes the trace of a few layers, and how that of all follows; traces all if the layers do not repeat.
 
     Args:
-        recipe: what would be trained.
+        recipe: the recipe to train.
         hf_config: its architecture.
         new_machine: makes a machine.
-        kept: what has been traced before.
+        kept: earlier traces.
         machine: see :func:`trace_recipe`.
         process_index: likewise.
     """
@@ -141,13 +144,13 @@ class _ShortTracing:
         self._traced: dict[tuple[int, int], TracedRecipe] = {}
 
     def find(self) -> ShortTrace:
-        """The trace: kept, or made anew and kept."""
+        """Return the kept trace, or make one and keep it."""
         key = trace_key(self._recipe, self._hf_config, self._machine)
         found = None if key is None else self._kept.find(key)
         if found is not None:
             return found
         shallow = shallow_model(self._recipe, model_on_meta(self._recipe.model, self._hf_config))
-        refuse_too_many_tokens(self._recipe, self._hf_config)  # what is wrong with the model is told first
+        refuse_too_many_tokens(self._recipe, self._hf_config)  # after errors about the model
         short = None if shallow is None else self._of_stand_in(shallow)
         if short is None:
             short = ShortTrace(
@@ -158,11 +161,11 @@ class _ShortTracing:
         return short
 
     def _of_stand_in(self, shallow: ShallowModel) -> ShortTrace | None:
-        """The trace of a few layers, if it shows how all of them follow, or if another one has shown it."""
+        """Return the trace of a few layers, if it or another one shows how all of them follow; else None."""
         stand_ins = [shallow]
         if (
             shallow.more[0] > 1 and shallow.layers.tail is None
-        ):  # two stretches are so deep that all layers cost less
+        ):  # a deeper stand-in of two stretches costs more than all layers
             stand_ins.append(shallow.deeper())
         keys = {stand_in: self._key_of(stand_in) for stand_in in stand_ins}
         own = keys[shallow]
@@ -185,10 +188,10 @@ class _ShortTracing:
         return None
 
     def _shown(self, stand_in: ShallowModel, proofs: Mapping[str, Repetition]) -> ShortTrace:
-        """The stand-in's trace, and how it repeats.
+        """Return the stand-in's trace, and how it repeats.
 
         Raises:
-            NotRegularError: if it does not.
+            NotRegularError: if it does not repeat.
         """
         longer = stand_in.longer()
         with self._made_beside(longer, stand_in) as take:
@@ -202,14 +205,14 @@ class _ShortTracing:
         return ShortTrace(traced=traced, repetition=shown, more=stand_in.more)
 
     def _key_of(self, stand_in: ShallowModel) -> TraceKey | None:
-        """Its own where the recipe counts its last layers: what is traced is the same for any number of them."""
+        """Return the stand-in's own key if the recipe counts its last layers, whose number the trace does not show."""
         if not stand_in.counts_last:
             return trace_key(self._recipe, self._hf_config, self._machine)
         shallow_config = with_num_layers(self._hf_config, stand_in.num_layers)
         return trace_key(stand_in.recipe(self._recipe), shallow_config, ("stand-in", self._machine))
 
     def _made_beside(self, longer: ShallowModel, stand_in: ShallowModel) -> AbstractContextManager[Take]:
-        """The trace of one while that of the other is made here, if neither has been made."""
+        """Trace the longer stand-in in another process while this one traces the other, if neither trace exists."""
         if self._traced.keys() & {_size_of(longer), _size_of(stand_in)}:
             return contextlib.nullcontext(lambda: None)
         return forked_trace(lambda: self._trace(longer))
@@ -231,23 +234,23 @@ def _size_of(stand_in: ShallowModel) -> tuple[int, int]:
 def trace_layers(
     recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine, process_index: int = 0
 ) -> TracedRecipe:
-    """The same for all layers of an architecture, without any extension.
+    """Trace all layers of an architecture, without any extension.
 
     Args:
-        recipe: what would be trained.
+        recipe: the recipe to train.
         hf_config: the architecture.
-        machine: a fresh one.
-        process_index: of the process that is traced, if the recipe has several.
+        machine: a fresh machine.
+        process_index: the rank that is traced, if the recipe has several processes.
 
     Returns:
         The trace.
 
     Raises:
-        UserError: as above.
-        ModelError: as above.
+        UserError: as for :func:`trace_recipe`.
+        ModelError: likewise.
     """
     if recipe.adapter.name != "none" and is_installed("peft"):
-        # Else the first trace of a process has what PEFT allocates while it is imported.
+        # Otherwise the first trace of a process contains what PEFT allocates while it is imported.
         importlib.import_module("peft")
     runtime = VirtualRuntime(machine, recipe.training, recipe.distributed, process_index)
     with (
@@ -301,7 +304,7 @@ def _said_if_long(recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[None]
         over.set()
 
 
-@functools.cache  # once, of all traces of a model
+@functools.cache  # once for all traces of a model
 def _say_that_it_takes_long(model: str | None, model_type: str, length: int) -> None:
     logger.warning(
         "Tracing %s (%s) is taking long. Every operator of a step is traced: a forward that goes through its %d "
@@ -311,7 +314,7 @@ def _say_that_it_takes_long(model: str | None, model_type: str, length: int) -> 
         model,
         model_type,
         length,
-        max(2, length // 10),  # the shortest there may be
+        max(2, length // 10),  # the shortest length allowed
     )
 
 
@@ -324,7 +327,7 @@ def _cannot_trace(recipe: Recipe, hf_config: PretrainedConfig, operator: str) ->
 
 
 def mark_weight_memory(techniques: Techniques, machine: VirtualMachine) -> None:
-    """Say of the memory in which techniques keep weights that it is that."""
+    """Mark the memory in which techniques keep weights as such."""
     for weights in techniques.weight_memory():
         if weights.of is None:
             machine.mark_shared(weights.memory, "parameter")
@@ -333,14 +336,14 @@ def mark_weight_memory(techniques: Techniques, machine: VirtualMachine) -> None:
 
 
 def copied_weight_bytes(techniques: Techniques) -> int:
-    """Of the memory that counts as weights, what holds copies of some that are elsewhere."""
+    """Return the bytes of memory that counts as weights but holds copies of weights stored elsewhere."""
     shared = (weights.memory for weights in techniques.weight_memory() if weights.of is None)
     return sum(memory.untyped_storage().nbytes() for memory in shared)
 
 
 def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
     num_rows = recipe.training.per_device_train_batch_size
-    retries = Retries(session, recipe)  # as a run has them: to start over takes a few bytes
+    retries = Retries(session, recipe)  # as a run has them: a retry takes a few bytes
     machine.step_is_over()
     for _ in range(NUM_STEPS):
         window = [
