@@ -1,4 +1,4 @@
-"""Our recipes in other people's training scripts: ``transformers.Trainer`` and TRL's trainers, as they are."""
+"""Recipes in users' own training scripts: ``transformers.Trainer`` and TRL's trainers, unchanged."""
 
 from __future__ import annotations
 

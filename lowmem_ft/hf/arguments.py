@@ -1,4 +1,4 @@
-"""A recipe as ``TrainingArguments``, ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig``, by their own names."""
+"""A recipe as ``TrainingArguments``, ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig``, with upstream's field names."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _LAUNCHERS_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
 def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
-    """A recipe's ``transformers.TrainingArguments``: all that they can say of it.
+    """Return a recipe's ``transformers.TrainingArguments``: all of it that they can express.
 
-    The rest is carried by ``hf.attach`` (techniques, optimizer), ``hf.prepare_model`` (the model), or is the script's
-    own (data); ``hf/trainers/key_table.py`` has each key. HF's own checkpointing flag stays off, as ``attach`` brings
-    the recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
+    ``hf.attach`` carries techniques and optimizer, ``hf.prepare_model`` the model, and the script its own data;
+    ``hf/trainers/key_table.py`` lists each key. HF's own checkpointing flag stays off, as ``attach`` brings the
+    recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
 
     Args:
-        recipe: what is to be trained.
-        **overrides: further fields, by their names upstream. They win over the recipe, here and in ``attach``, but for
-            techniques, which it applies as the recipe has them all the same.
+        recipe: the recipe to train.
+        **overrides: further fields, by their names upstream. They win over the recipe, here and in ``attach``, except
+            for techniques, which ``attach`` always applies as the recipe has them.
 
     Returns:
         The arguments.
 
     Raises:
-        UserError: if a field does not exist or contradicts what ``attach`` will apply; if the
-            recipe asks for what only our own loop does; or if the launcher's mixed precision is another one.
+        UserError: if a field does not exist or contradicts what ``attach`` will apply; if the recipe asks for what only
+            our own loop does; or if the launcher has another mixed precision.
         RecipeError: if the recipe cannot work.
     """
     from transformers import TrainingArguments
@@ -50,9 +50,10 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
 
 
 def sft_config(recipe: Recipe, **overrides: Any) -> SFTConfig:
-    """The same as ``trl.SFTConfig``, with the recipe's length of rows, packing, columns and tokens to learn.
+    """Return the same as ``trl.SFTConfig``, with the recipe's length of rows, packing, columns and tokens to learn.
 
-    ``data.loss_on=auto`` leaves the choice to TRL, which learns all turns of a chat where ours learns the assistant's.
+    ``data.loss_on=auto`` leaves the choice to TRL, which learns all turns of a chat where our loop learns the
+    assistant's.
 
     Args:
         recipe: as for :func:`training_arguments`.
@@ -69,7 +70,7 @@ def sft_config(recipe: Recipe, **overrides: Any) -> SFTConfig:
 
 
 def dpo_config(recipe: Recipe, **overrides: Any) -> DPOConfig:
-    """The same as ``trl.DPOConfig``, with the recipe's length of rows.
+    """Return the same as ``trl.DPOConfig``, with the recipe's length of rows.
 
     Args:
         recipe: as for :func:`training_arguments`.
@@ -86,7 +87,7 @@ def dpo_config(recipe: Recipe, **overrides: Any) -> DPOConfig:
 
 
 def grpo_config(recipe: Recipe, **overrides: Any) -> GRPOConfig:
-    """The same as ``trl.GRPOConfig``; how long prompts and completions are is for the overrides to say.
+    """Return the same as ``trl.GRPOConfig``; the overrides set the lengths of prompts and completions.
 
     Args:
         recipe: as for :func:`training_arguments`.
@@ -135,10 +136,10 @@ def _made(arguments_class: Any, recipe: Recipe, overrides: Mapping[str, Any]) ->
 
 
 def _leaving_the_model_on_the_host(arguments_class: Any) -> Any:
-    """The same class, by which a trainer does not move its model: upstream's way is a subclass of this property."""
+    """Return a subclass with which a trainer leaves its model in place: upstream's way is to override this property."""
 
     def pickled(self: Any) -> Any:
-        """As the class upstream: a trainer's checkpoints are read without us, too."""
+        """Pickle as the class upstream, so that a trainer's checkpoints can be read without this package."""
         return object.__new__, (arguments_class,), vars(self)
 
     members = {"place_model_on_device": False, "__reduce__": pickled, "__doc__": arguments_class.__doc__}
@@ -146,14 +147,14 @@ def _leaving_the_model_on_the_host(arguments_class: Any) -> Any:
 
 
 def _fields(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What the recipe says, then the overrides."""
+    """Return the recipe's fields, updated with the overrides."""
     fields: dict[str, Any] = {}
     for place in IN_TRAINER.values():
         fields.update(place.fields(recipe))
-    if overrides.keys() & {"bf16", "fp16"}:  # one of the two chosen, the recipe's has to go
+    if overrides.keys() & {"bf16", "fp16"}:  # an override of one replaces both of the recipe's
         del fields["bf16"], fields["fp16"]
     for moment in ("eval", "save"):
-        if f"{moment}_steps" in overrides:  # or it would be ignored where the recipe has none
+        if f"{moment}_steps" in overrides:  # it would be ignored if the recipe has no such steps
             fields[f"{moment}_strategy"] = "steps"
     return {**fields, **overrides}
 
@@ -183,7 +184,7 @@ _FOLLOWS_ITS_DEFAULT = (
     "checkpointing.mode",
     "offload.activations",
 )
-"""Keys that say nothing at their default: ``attach`` then takes what the trainer has."""
+"""Keys without effect at their default: ``attach`` then takes the trainer's value."""
 
 
 def _contradictions(recipe: Recipe, overrides: Mapping[str, Any]) -> Iterator[str]:
@@ -206,7 +207,7 @@ def _contradictions(recipe: Recipe, overrides: Mapping[str, Any]) -> Iterator[st
 
 
 def _launcher_problems(recipe: Recipe, chosen: str) -> Iterator[str]:
-    """``accelerate launch`` always sets the variable, to ``no`` where nobody asked for anything."""
+    """Compare with the launcher's variable, which ``accelerate launch`` always sets, to ``no`` by default."""
     wanted, launched = recipe.training.mixed_precision, os.environ.get(_LAUNCHERS_PRECISION, "no")
     if launched not in ("no", wanted):
         yield (

@@ -1,4 +1,4 @@
-"""What a trainer's run needs and takes: an estimate before it, peaks in its logs, the two side by side after it."""
+"""Memory of a trainer's run: an estimate before it, peaks in its logs, and both compared after it."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class MemoryCallback(TrainerCallback):
 
         trainer = Trainer(..., callbacks=[MemoryCallback(budget="24GiB")])
 
-    As training begins it estimates what a step needs, in a process beside this one, and holds that against the budget
-    or the device; it logs one line. Each log of the trainer has ``memory_peak_bytes``: of tensors on CUDA, of the
+    As training begins, it estimates what a step needs, in a process next to this one, compares that with the budget or
+    the device, and logs one line. Each log of the trainer gets ``memory_peak_bytes``: of tensors on CUDA, of the
     process on a CPU. At the end it logs estimated and measured peaks by phase. Its lines go to the loggers below
     ``lowmem_ft``.
 
-    Trackers of ``report_to`` are told before other callbacks are: ``trainer.callback_handler.callbacks.insert(0,
+    Trackers of ``report_to`` run before other callbacks: ``trainer.callback_handler.callbacks.insert(0,
     MemoryCallback())`` puts this one before them.
 
     Args:
-        recipe: what runs, such as that given to ``hf.attach``; None: :func:`recipe_from` reads it from the trainer.
-            Runs of TRL's other trainers than SFT's are measured and not estimated.
-        budget: what may be used: a budget, or the device's part such as ``24GiB``; None: the recipe's, else all there
-            is.
-        estimate: made before; None: it is made.
+        recipe: the recipe that runs, such as the one passed to ``hf.attach``; None: :func:`recipe_from` reads it from
+            the trainer. Runs of TRL's trainers other than SFT's are measured and not estimated.
+        budget: the memory that may be used: a budget, or the device's part such as ``24GiB``; None: the recipe's, else
+            all there is.
+        estimate: an estimate made before; None: the callback makes one.
 
     Attributes:
-        estimate: of the run; None before it, and where it could not be made: a warning says why.
+        estimate: the estimate of the run; None before it, and where it could not be made: a warning says why.
 
     Raises:
         DoesNotFitError: as training begins, if more is needed than there is; ``Budget(enforce=False)`` warns instead.
@@ -73,7 +73,7 @@ class MemoryCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Estimate, and hold the run to it."""
+        """Make the estimate, and check it against the budget."""
         self._memory = RunMemory(args.device)
         if not state.is_world_process_zero:
             return
@@ -89,14 +89,14 @@ class MemoryCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A phase of its own."""
+        """Begin the step's phase."""
         self._begin("step")
         self._step_began = time.perf_counter()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note what stays."""
+        """Record the memory that remains after the step."""
         seconds = time.perf_counter() - self._step_began
         self._begin("save" if control.should_save and not control.should_evaluate else "")
         if self._memory is not None:
@@ -105,19 +105,19 @@ class MemoryCallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The first of an evaluation begins its phase."""
+        """Begin the evaluation's phase with its first batch."""
         self._begin("evaluation")
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A checkpoint may follow."""
+        """End the evaluation's phase; a save may follow."""
         self._begin("save" if control.should_save else "")
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """It is written."""
+        """End the save's phase."""
         self._begin("")
 
     def on_log(
@@ -128,7 +128,7 @@ class MemoryCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the peak so far, to what is shown and to the trainer's history."""
+        """Add the peak so far to the shown logs and to the trainer's history."""
         if logs is None or self._memory is None:
             return
         peak = {"memory_peak_bytes": read_device_memory(args.device).peak_bytes}
@@ -139,18 +139,18 @@ class MemoryCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log the two side by side; what was measured, where nothing was estimated."""
+        """Log estimated next to measured peaks; measured ones alone, if there is no estimate."""
         self._begin("")
         for row in self.rows():
             if row.measured is not None:
                 logger.info("Memory, %s", row)
 
     def rows(self) -> list[Row]:
-        """Estimated and measured, quantity by quantity; empty before the first run."""
+        """Return estimated and measured bytes, quantity by quantity; empty before the first run."""
         return [] if self._memory is None else self._memory.rows()
 
     def _begin(self, phase: str) -> None:
-        """End the phase that runs, unless it goes on; without a name nothing follows."""
+        """End the running phase unless it is the same, and begin the named one; an empty name begins no phase."""
         if self._memory is None or phase == self._phase:
             return
         self._running.close()
@@ -180,7 +180,7 @@ def _estimated_beside(recipe: Recipe, args: TrainingArguments, longest: int | No
 
 
 def _script_of(args: TrainingArguments, kwargs: dict[str, Any]) -> Script:
-    """What a callback is given of a trainer."""
+    """Collect the parts of a trainer that a callback receives."""
     optimizer = kwargs["optimizer"]
     return Script(
         args=args,
@@ -194,7 +194,7 @@ def _script_of(args: TrainingArguments, kwargs: dict[str, Any]) -> Script:
 
 
 def _collator(kwargs: dict[str, Any]) -> Any:
-    """The script's own, within the one that takes columns away."""
+    """Return the script's own collator, from inside the one that removes columns."""
     collator = getattr(kwargs.get("train_dataloader"), "collate_fn", None)
     return getattr(collator, "data_collator", collator)
 

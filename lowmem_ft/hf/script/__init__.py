@@ -1,1 +1,1 @@
-"""Somebody's training script translated into a recipe."""
+"""A user's training script translated into a recipe."""

@@ -1,4 +1,4 @@
-"""What ``hf.attach`` would save in somebody's script: the script is run once more, with all that is exact attached."""
+"""The savings of ``hf.attach`` in a user's script: it runs once more, with every exact technique attached."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SWITCHED_IN_PLACE = (
     "offload.optimizer",
     "optimizer.in_backward",
 )
-"""Keys that need no word before a trainer's constructor, and no other batches.
+"""Keys that need no preparation before a trainer's constructor, and no other batches.
 
-Tiles are left out: behind these they freed 3 % of the peak of an 8B LoRA and of SmolLM2, at most, for steps 4 and 13 %
-longer and traces two thirds longer.
+Tiles are excluded: on top of these they freed at most 3 % of the peak of an 8B LoRA and of SmolLM2, for steps 4 and 13
+% longer and traces two thirds longer.
 """
 
 _CHUNKS = "loss.chunk_tokens"
@@ -43,12 +43,12 @@ _OF_THE_OPTIMIZER = ("optimizer.name", "optimizer.master", "optimizer.state")
 
 @dataclass(frozen=True, kw_only=True)
 class Savings:
-    """A script as it is, and with every exact technique that can be attached to its trainer.
+    """A script unchanged, and with every exact technique that can be attached to its trainer.
 
     Args:
-        settings: of the recipe that is attached, as they are typed.
+        settings: settings of the attached recipe, as a user types them.
         before: the estimate of the script.
-        after: of the same, with the recipe attached.
+        after: the estimate of the script with the recipe attached.
     """
 
     settings: tuple[str, ...]
@@ -57,11 +57,11 @@ class Savings:
 
     @property
     def is_one(self) -> bool:
-        """Whether it takes less memory so."""
+        """True if the script takes less memory with the recipe."""
         return self.after.estimate.process_peak_bytes < self.before.estimate.process_peak_bytes
 
     def __str__(self) -> str:
-        """Both peaks, both times, and the settings."""
+        """Return both peaks, both times, and the settings."""
         before, after = self.before.estimate, self.after.estimate
         words = (
             f"{format_bytes(after.process_peak_bytes)} in place of {format_bytes(before.process_peak_bytes)}"
@@ -71,7 +71,7 @@ class Savings:
         return f"{words}, with {shlex.join(self.settings)}; this script, run once more with them"
 
     def to_json(self) -> dict[str, Any]:
-        """The settings, and both peaks and times."""
+        """Return the settings, and both peaks and times."""
         both = (self.before.estimate, self.after.estimate)
         return {
             "settings": list(self.settings),
@@ -84,9 +84,9 @@ class TrainerSeen:
     """Finds out what could be attached to the last trainer that was about to train, or why nothing can.
 
     Attributes:
-        problems: why nothing can.
-        is_there: whether there was one.
-        failure: the traceback of an error in looking, which is a bug of ours and no matter of the script's.
+        problems: why nothing can be attached.
+        is_there: whether there was a trainer.
+        failure: the traceback of an error in the search, which is a bug of ours and not the script's.
     """
 
     def __init__(self) -> None:
@@ -96,22 +96,22 @@ class TrainerSeen:
         self._found: _Found | None = None
 
     def __call__(self, trainer: Any) -> None:
-        """Look at a trainer before it trains."""
+        """Inspect a trainer before it trains."""
         self.is_there, self.problems, self.failure, self._found = True, (), "", None
         try:
             self._found = _found_in(trainer, kind_of(trainer))
         except UserError as error:
             self.problems = error.problems
-        except Exception:  # its frames would keep tensors: words do not
+        except Exception:  # words alone, as its frames would keep tensors alive
             self.failure = traceback.format_exc()
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Of a recipe with every exact technique that can be attached to the trainer as it is, as they are typed.
+        """Settings of a recipe with every exact technique that can be attached to the trainer, as a user types them.
 
         The optimizer stays that of the trainer's arguments, with masters and state in the types that it has there.
-        Empty: it has all that is exact, or nothing can be attached. A virtual GPU must not run: on it a loss has no
-        values to be compared.
+        Empty: the trainer has all that is exact, or nothing can be attached. No virtual GPU may be running: a loss has
+        no values on it to compare.
         """
         settings = {} if self._found is None else self._found.settings
         return Remediation(settings=settings, why="").overrides if settings else ()
@@ -124,14 +124,14 @@ class TrainerSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What a trainer allows.
+    """The techniques that a trainer has, and those that it allows.
 
     Args:
-        own: settings that say what it has.
-        attached: those of every exact technique it has not, but for one that is not known yet: whether its loss is the
-            one that ``loss.chunk_tokens`` computes.
-        unsaid: keys that need no word, as the trainer refuses the recipe's default.
-        loss: knows that.
+        own: settings that describe what it has.
+        attached: settings of every exact technique that it lacks; still open is whether its loss is the one that
+            ``loss.chunk_tokens`` computes.
+        unsaid: keys to leave out of the settings, as the trainer refuses the recipe's default.
+        loss: the probe that answers the open question.
     """
 
     own: dict[str, Any]
@@ -141,7 +141,7 @@ class _Found:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """All of them; empty if nothing is left to be attached."""
+        """All settings; empty if nothing is left to attach."""
         attached = dict(self.attached)
         if attached.get(_CHUNKS) is not None and not self.loss.can_be_chunked():
             del attached[_CHUNKS]
@@ -155,7 +155,7 @@ def _found_in(trainer: Any, kind: Kind) -> _Found:
         raise UserError("The script attaches a recipe itself.")
     own = _as_it_is(trainer)
     recipe = settled_with(trainer, _recipe_with(own), kind).recipe
-    own |= _changed(recipe, "checkpointing.")  # which a flag of the trainer may have asked for
+    own |= _changed(recipe, "checkpointing.")  # a flag of the trainer may have asked for it
     length = getattr(trainer.args, "max_length", None)
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_length=length))
     attached: dict[str, Any] = {}
@@ -164,13 +164,13 @@ def _found_in(trainer: Any, kind: Kind) -> _Found:
             more = {**attached, **way.settings}
             if _is_possible(trainer, {**own, **more}, kind):
                 attached = more
-    # What a trainer refuses of a recipe's defaults is off without a word.
+    # Defaults of a recipe that a trainer refuses are switched off without being mentioned.
     unsaid = frozenset(row.key for row in refused_defaults(Recipe(), kind))
     return _Found(own=own, attached=attached, unsaid=unsaid, loss=LossProbe(trainer.model))
 
 
 def _as_it_is(trainer: Any) -> dict[str, Any]:
-    """The trainer's own optimizer and loss, where they differ from a recipe's defaults."""
+    """Return settings for the trainer's own optimizer and loss, where they differ from a recipe's defaults."""
     reading, is_adapted = Reading(), hasattr(trainer.model, "get_base_model")
     keeps_no_masters = weights_type(trainer.model) == "bfloat16" and not is_adapted
     optimizer = optimizer_config(
@@ -184,7 +184,7 @@ def _as_it_is(trainer: Any) -> dict[str, Any]:
 
 
 def _changed(recipe: Recipe, *paths: str) -> dict[str, Any]:
-    """Values other than the defaults, of keys that begin so."""
+    """Return values other than the defaults, for keys with one of these prefixes."""
     keys = (key for path, key in recipe_keys().items() if path.startswith(paths))
     return {key.path: key.value_in(recipe) for key in keys if key.value_in(recipe) != key.default}
 

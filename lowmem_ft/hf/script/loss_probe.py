@@ -1,7 +1,7 @@
-"""Whether a model's loss is the one that ``loss.chunk_tokens`` computes, asked of a small model with real values.
+"""Test of whether a model's loss is the one that ``loss.chunk_tokens`` computes, on a small model with real values.
 
-A model that is only traced has none to compare. Its class, its config and a handful of words make one that has: what is
-compared lies around the layers, which stay on the meta device.
+A model that is only traced has no values to compare. Its class, its config and a small vocabulary make one that has:
+only the parts around the layers are compared, and the layers stay on the meta device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_WORDS = 64
 
 
 class LossProbe:
-    """What has to be known of a model to ask later, without keeping the model.
+    """The parts of a model that a later test needs, without the model itself.
 
     Args:
         model: a causal LM of transformers or any other model of theirs, in PEFT's wrapper or not.
@@ -35,12 +35,12 @@ class LossProbe:
         self._config = _with_few_words(causal_lm.config)
 
     def can_be_chunked(self) -> bool:
-        """Whether ``enable_chunked_loss`` would take the model; no, where no small one can be made of its config."""
+        """Check whether ``enable_chunked_loss`` would take the model; False if its config makes no small one."""
         try:
             with torch.random.fork_rng(devices=[]):
                 small = _around_the_layers(self._model_class, self._config)
                 enable_chunked_loss(small, LossConfig(), device=torch.device("meta")).remove()
-        except Exception:  # made of an unusual config, by code of anybody's
+        except Exception:  # an unusual config, run through arbitrary model code
             logger.debug("loss.chunk_tokens is left out.", exc_info=True)
             return False
         return True
@@ -57,7 +57,7 @@ def _with_few_words(config: Any) -> Any:
 
 
 def _around_the_layers(model_class: Any, config: Any) -> Any:
-    """A model with real numbers in all but its layers."""
+    """Return a model with real values in all modules except its layers."""
     with torch.device("meta"):
         model = model_class(config)
     stack = decoder_layers(model)

@@ -1,4 +1,4 @@
-"""How long the rows of somebody's script are, which decides more of a step's memory than anything else."""
+"""The length of the rows of a user's script, which decides more of a step's memory than anything else."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from lowmem_ft.foundation.errors import UserError
 
 MOST_ROWS_READ = 50_000
-"""Of one data set; of a longer one that many are looked at, evenly spread."""
+"""The most rows read of a data set; in a longer one these are evenly spread."""
 
 
 def longest_row(datasets: Iterable[Any], collator: Any) -> int | None:
-    """Tokens of the longest row that a trainer's data has, padding included; None: it does not show before batches.
+    """Return the tokens of the longest row that a trainer's data has, padding included; None: unknown before batches.
 
     Args:
-        datasets: a trainer's, tokenized; a mapping of several counts as these.
-        collator: what makes batches of them.
+        datasets: a trainer's data sets, tokenized; a mapping counts as the several data sets in it.
+        collator: the collator that makes batches of them.
     """
     lengths = [_longest(one) for many in datasets for one in (many.values() if _is_mapping(many) else [many])]
     if not lengths or any(length is None for length in lengths):
@@ -26,7 +26,7 @@ def longest_row(datasets: Iterable[Any], collator: Any) -> int | None:
 
 
 def padded(length: int, collator: Any) -> int:
-    """A length as the collator pads it."""
+    """Return a length as the collator pads it."""
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
     return math.ceil(length / multiple) * multiple
 
@@ -36,7 +36,7 @@ def _is_mapping(data: Any) -> bool:
 
 
 def _longest(dataset: Any) -> int | None:
-    """None of a stream, or of rows that are not tokenized yet."""
+    """Return the longest length in tokens; None for a stream, or for rows that are not tokenized yet."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
         return None
     if hasattr(dataset, "select_columns") and "input_ids" in (dataset.column_names or ()):
@@ -52,16 +52,16 @@ def _longest(dataset: Any) -> int | None:
 
 
 def row_length(said: int | None, found: int | None, *, packed: bool, collator: Any) -> int:
-    """Tokens of a row in a recipe.
+    """Return the tokens of a row in a recipe.
 
     Args:
-        said: the longest that the arguments allow; None: they do not say.
+        said: the longest that the arguments allow; None: they set no limit.
         found: the longest in the data; None: not known.
         packed: whether rows are filled.
-        collator: what pads them.
+        collator: the collator that pads them.
 
     Raises:
-        UserError: if nobody knows.
+        UserError: if neither is known.
     """
     if said is not None and (packed or found is None):
         return padded(said, collator)

@@ -1,4 +1,4 @@
-"""The model of somebody's script, in a recipe's words: its architecture, type, quantisation and adapters."""
+"""The model of a user's script in a recipe's terms: its architecture, type, quantisation and adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOT_OF_THE_ARCHITECTURE = {
     "transformers_version",
     "use_cache",
 }
-"""What of a config neither shapes nor layers depend on."""
+"""Config keys that neither shapes nor layers depend on."""
 
 _OTHER_WEIGHTS = {
     "modules_to_save": "trains whole copies of these modules",
@@ -42,15 +42,15 @@ _OTHER_WEIGHTS = {
     "target_parameters": "adapts parameters that are no linear layer's",
     "trainable_token_indices": "trains rows of the embedding",
 }
-"""Settings of PEFT's that a recipe has no word for, and that change what is trained."""
+"""Settings of PEFT's that a recipe has no key for, and that change what is trained."""
 
 
 def model_config(model: nn.Module, reading: Reading) -> ModelConfig:
-    """The model group of the recipe.
+    """Return the model group of the recipe.
 
     Args:
-        model: of the script, PEFT's wrapper around it or not.
-        reading: takes what has no counterpart.
+        model: the script's model, in PEFT's wrapper or not.
+        reading: collects what has no counterpart.
     """
     base = base_model(model)
     name, weights = _source_of(base.config, reading)
@@ -65,14 +65,14 @@ def model_config(model: nn.Module, reading: Reading) -> ModelConfig:
 
 
 def quantization_of(model: nn.Module) -> Literal["none", "int8", "nf4"]:
-    """Of bitsandbytes', by the recipe's names."""
+    """Return the model's bitsandbytes quantisation, by the recipe's names."""
     if getattr(model, "is_loaded_in_8bit", False):
         return "int8"
     return "nf4" if getattr(model, "is_loaded_in_4bit", False) else "none"
 
 
 def numbers_by_type(model: nn.Module) -> Counter[torch.dtype]:
-    """How many elements weights have of each floating type, adapters and quantised ones aside."""
+    """Count the elements of weights of each floating type, without adapters and quantised weights."""
     numbers: Counter[torch.dtype] = Counter()
     for name, parameter in model.named_parameters():
         if "lora_" not in name and parameter.is_floating_point():
@@ -81,11 +81,11 @@ def numbers_by_type(model: nn.Module) -> Counter[torch.dtype]:
 
 
 def adapter_config(model: nn.Module, reading: Reading) -> AdapterConfig:
-    """The adapter group of the recipe.
+    """Return the adapter group of the recipe.
 
     Args:
-        model: of the script.
-        reading: takes what has no counterpart.
+        model: the script's model.
+        reading: collects what has no counterpart.
     """
     adapters = getattr(model, "peft_config", None)
     if not adapters:
@@ -114,7 +114,7 @@ def adapter_config(model: nn.Module, reading: Reading) -> AdapterConfig:
 
 
 def _adapted_layers(model: Any, said: Any) -> tuple[str, ...]:
-    """By their own names where PEFT has written every path out; ``all-linear`` if none but the head is left alone."""
+    """Return ``all-linear`` if every linear layer except the head is adapted, else the names that PEFT was given."""
     head = model.get_output_embeddings()
     alone = [
         name
@@ -140,7 +140,7 @@ def _refuse_frozen_parts(model: nn.Module, reading: Reading) -> None:
 
 
 def _source_of(config: PretrainedConfig, reading: Reading) -> tuple[str, Any]:
-    """Where the architecture can be read again; a model that came from no files, or was changed, is written down."""
+    """Return where the architecture can be read again; write it down for a changed model or one without files."""
     name = config.name_or_path or ""
     if name and (Path(name).is_dir() or not Path(name).is_absolute()):
         try:
@@ -161,7 +161,7 @@ def _source_of(config: PretrainedConfig, reading: Reading) -> tuple[str, Any]:
 
 @functools.cache
 def _folder_of_configs() -> Path:
-    """It goes with the process; the object is kept, or it would go at once."""
+    """Return a folder that is deleted with the process; its object is kept, or the folder would be deleted at once."""
     folder = tempfile.TemporaryDirectory(prefix="lowmem_ft-")
     _KEPT.append(folder)
     return Path(folder.name)
@@ -214,7 +214,7 @@ def _quantization(model: Any, reading: Reading) -> Any:
 
 
 def _weights_type(model: nn.Module, reading: Reading) -> Any:
-    """That of most weights, adapters and quantised ones aside; what is in another counts by what it takes more."""
+    """Return the type of most weights, without adapters and quantised ones; warn of the bytes that other types add."""
     numbers = numbers_by_type(model)
     if not numbers:
         return "float32"

@@ -1,4 +1,4 @@
-"""The optimizer of somebody's script, in a recipe's words."""
+"""The optimizer of a user's script in a recipe's terms."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def optimizer_config(
     keeps_no_masters: bool,
     reading: Reading,
 ) -> OptimizerConfig:
-    """The optimizer group of the recipe.
+    """Return the optimizer group of the recipe.
 
     Args:
         args: ``TrainingArguments`` of the script.
-        model: what is trained.
-        own: an optimizer that the script brings; None: the arguments name it.
-        keeps_no_masters: whether all weights are trained in bfloat16, beside which an optimizer of torch keeps none.
-        reading: takes what has no counterpart.
+        model: the model that is trained.
+        own: an optimizer that the script passes; None: the arguments name it.
+        keeps_no_masters: whether all weights are trained in bfloat16, for which an optimizer of torch keeps no masters.
+        reading: collects what has no counterpart.
     """
     found = BY_HF_NAME.get(str(getattr(args.optim, "value", args.optim)))
     asked = f"optim={getattr(args.optim, 'value', args.optim)}"
@@ -65,13 +65,13 @@ def optimizer_config(
 
 
 def _is_that_of_the_arguments(own: torch.optim.Optimizer, args: Any, model: nn.Module) -> bool:
-    """A trainer makes it from them as training begins; it knows bitsandbytes' by more than their class."""
+    """Check whether a trainer made it from the arguments as training began; bitsandbytes' differ in more than class."""
     theirs, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     return type(own) is theirs
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
-    """That of an optimizer that the script brings itself."""
+    """Return our name of an optimizer that the script passes."""
     if isinstance(optimizer, ChunkedOptimizer):
         raise UserError(
             "A script's recipe is read before hf.attach. Call hf.recipe_from first; to MemoryCallback give the recipe "
@@ -86,11 +86,11 @@ def _name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
 
 
 def optim_args(args: Any) -> dict[str, str]:
-    """What HF takes as text, for some optimizers: ``momentum=0.9,nesterov=true``."""
+    """Parse what HF takes as text, for some optimizers: ``momentum=0.9,nesterov=true``."""
     pairs = (pair.partition("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
     return {name: value for name, _, value in pairs}
 
 
 def names_optimizer(args: Any, name: OptimizerName) -> bool:
-    """Whether ``TrainingArguments.optim`` is one of ours, which Trainer would make of its own fields then."""
+    """Return whether ``TrainingArguments.optim`` is one of ours, which Trainer would then make from its own fields."""
     return BY_HF_NAME.get(str(getattr(args.optim, "value", args.optim))) == name

@@ -1,4 +1,4 @@
-"""The memory knobs of somebody's script, chosen for a budget."""
+"""The memory knobs of a user's script, chosen for a budget."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ DECIDED_BY_THE_SCRIPT = (
     "offload.parameters",
     "offload.resident_layers",
 )
-"""What a trainer has settled by the time it is made: its model, where that lies, its rows, their order and precision.
+"""Keys that a trainer has settled once it exists: its model and its place, its rows, their order and precision.
 
 Streamed weights need ``hf.prepare_model`` before the constructor, and vertical order needs other batches.
 """
 
 
 def plan_for(trainer: Any, budget: Budget | str) -> MemoryPlan:
-    """The memory knobs with which a step of a trainer is fastest inside a budget on this machine.
+    """Choose the memory knobs with which a step of a trainer is fastest inside a budget on this machine.
 
-    The script's model, rows, learning rate and precision stay. Made in a process of its own, as a virtual GPU would
-    change torch for the trainer.
+    The script's model, rows, learning rate and precision stay. The plan is made in a separate process, as a virtual GPU
+    would change torch for the trainer.
 
     Args:
-        trainer: before ``hf.attach`` and ``train()``: ``transformers.Trainer`` or ``trl.SFTTrainer``.
-        budget: what may be used: a budget, or the device's part such as ``24GiB``.
+        trainer: ``transformers.Trainer`` or ``trl.SFTTrainer``, before ``hf.attach`` and ``train()``.
+        budget: the memory that may be used: a budget, or the device's part such as ``24GiB``.
 
     Returns:
-        The plan; its recipe is what to attach.
+        The plan; attach its recipe.
 
     Raises:
         UserError: if a recipe cannot describe the trainer's script, or it cannot be planned.

@@ -1,4 +1,4 @@
-"""A recipe of somebody's training script, so that it can be estimated and planned."""
+"""A recipe read from a user's training script, so that it can be estimated and planned."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ _UNLIKE: Mapping[str, tuple[Any, str]] = {
     "fsdp": (None, "a recipe is of one process that holds everything"),
     "optim_target_modules": (None, "the optimizer keeps projections in place of full state"),
 }
-"""Fields that change a step's memory and have no counterpart: what switches them off, and what it means."""
+"""Fields that change a step's memory and have no counterpart: the value that switches them off, and the consequence."""
 
 _REFUSED = ("deepspeed", "fsdp", "optim_target_modules")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What of a script decides a step.
+    """The parts of a script that decide a step.
 
     Args:
         args: its arguments.
-        model: with its adapters.
-        optimizer: if it brings one; None: the arguments name it.
+        model: its model, with adapters.
+        optimizer: the optimizer that it passes; None: the arguments name it.
         longest_row: tokens of its longest row; None: not known.
-        collator: what makes its batches.
+        collator: the collator that makes its batches.
         evaluates: whether it has held-out data.
-        keeps_logits: whether an evaluation gathers the logits of all of it.
+        keeps_logits: whether an evaluation gathers the logits of all held-out data.
         has_fused_head: whether the loss is TRL's, which never holds all logits.
     """
 
@@ -77,23 +77,23 @@ def recipe_from(
     *,
     max_length: int | None = None,
 ) -> Recipe:
-    """The recipe of a script that trains with ``transformers.Trainer`` or ``trl.SFTTrainer``.
+    """Return the recipe of a script that trains with ``transformers.Trainer`` or ``trl.SFTTrainer``.
 
-    It says what decides memory: model, type, adapters, rows, optimizer, checkpointing. ``estimate_memory`` and ``plan``
-    take it as any other. What a recipe has no words for is a warning with its consequence for memory, or an error. Data
-    stays the script's own. Torch's AdamW over 16-bit weights, which keeps no masters and its averages in the weights'
-    type, is ``optimizer.master=none`` with ``optimizer.state=bf16``.
+    It holds what decides memory: model, type, adapters, rows, optimizer, checkpointing. ``estimate_memory`` and
+    ``plan`` take it like any other. Settings that a recipe cannot express cause a warning with their consequence for
+    memory, or an error. Data stays the script's own. Torch's AdamW over 16-bit weights, which keeps no masters and has
+    its averages in the weights' type, becomes ``optimizer.master=none`` with ``optimizer.state=bf16``.
 
     Args:
-        trainer: before ``hf.attach`` and ``train()``; or the arguments alone, with ``model``.
+        trainer: a trainer before ``hf.attach`` and ``train()``; or the arguments alone, with ``model``.
         model: with arguments: the model, or the name by which the script loads it.
         max_length: tokens of the longest row; None: as the arguments and the trainer's data have it.
 
     Returns:
-        The recipe. A model that came from no files is known by a folder that goes with this process.
+        The recipe. A model without files is named by a folder that is deleted with this process.
 
     Raises:
-        UserError: if the script is one that a recipe cannot describe, all its reasons at once.
+        UserError: if a recipe cannot describe the script, with all reasons at once.
     """
     if isinstance(trainer, Trainer):
         if model is not None:
@@ -114,11 +114,11 @@ def recipe_from(
 
 
 def recipe_of(script: Script, *, max_length: int | None = None) -> Recipe:
-    """The recipe of a script's parts; see :func:`recipe_from`.
+    """Return the recipe of a script's parts; see :func:`recipe_from`.
 
     Args:
         script: its parts.
-        max_length: tokens of the longest row; None: as it is there.
+        max_length: tokens of the longest row; None: as the script has it.
 
     Returns:
         The recipe.
@@ -154,18 +154,18 @@ def _is_trl_but_not_sft(kind: type) -> bool:
 
 
 def is_sft(kind: type) -> bool:
-    """Whether a trainer or its arguments are those of TRL's SFT, whatever is derived from them."""
+    """Return whether a trainer or its arguments are those of TRL's SFT, or derived from them."""
     return any(one.__name__ in ("SFTTrainer", "SFTConfig") for one in kind.__mro__)
 
 
 def refuse_other_losses(script: Trainer | TrainingArguments) -> None:
-    """Refuse what a recipe does not train.
+    """Refuse losses that a recipe does not train.
 
     Args:
-        script: its trainer, or the arguments of that.
+        script: the script's trainer, or the trainer's arguments.
 
     Raises:
-        UserError: if it is one of TRL's others than SFT.
+        UserError: if it is one of TRL's trainers other than SFT.
     """
     if _is_trl_but_not_sft(type(script)):
         raise UserError(
@@ -177,7 +177,7 @@ def refuse_other_losses(script: Trainer | TrainingArguments) -> None:
 
 
 def _named_model(args: Any, name: str) -> ModelConfig:
-    """As ``from_pretrained`` loads it: TRL in float32 where it is not told, transformers in the checkpoint's type."""
+    """Return the model as ``from_pretrained`` loads it: TRL defaults to float32, transformers to the file's type."""
     options = getattr(args, "model_init_kwargs", None) or {}
     dtype = options.get("dtype", "float32" if is_sft(type(args)) else "auto")
     return ModelConfig(name_or_path=name, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ def _read(
 
 
 def _is_checkpointed(model: nn.Module) -> bool:
-    """Whether the script has switched it on itself; each module that can be checkpointed has a flag."""
+    """Return whether the script has switched it on itself; each module that can be checkpointed has a flag."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
@@ -247,7 +247,7 @@ def _training(script: Script, reading: Reading) -> TrainingConfig:
         )
     }
     named["save_total_limit"] = args.save_total_limit
-    # What HF lets pass, a recipe refuses: a schedule that has no warmup, one that would not end within the run.
+    # HF accepts what a recipe refuses: a schedule without warmup, one that would not end within the run.
     named["warmup_steps"] = float(args.warmup_steps)
     if args.max_steps > 0:
         named["warmup_steps"] = min(named["warmup_steps"], float(args.max_steps))
@@ -271,12 +271,12 @@ def _training(script: Script, reading: Reading) -> TrainingConfig:
 
 
 def _every(strategy: Any, steps: Any) -> int | None:
-    """Whole steps; epochs and shares of a run, whose length a recipe cannot know, leave nothing."""
+    """Return whole steps; None for epochs and shares of a run, whose length a recipe cannot know."""
     return int(steps) if strategy == "steps" and steps is not None and steps >= 1 else None
 
 
 def _mixed_precision(args: Any, reading: Reading) -> Any:
-    """What the arguments ended with, which a launcher's environment may have said."""
+    """Return the arguments' final value, which a launcher's environment may have set."""
     chosen = args.mixed_precision
     if chosen not in recipe_keys()["training.mixed_precision"].choices:
         reading.problem(
@@ -310,7 +310,7 @@ def _note_unlike(script: Script, reading: Reading) -> None:
 
 
 def _note_casts_of_adapters(script: Script, recipe: Recipe, reading: Reading) -> None:
-    """PEFT copies the input of each float32 adapter to float32 and autocast copies it back, which backward keeps."""
+    """Warn of copies: PEFT casts the input of each float32 adapter up, autocast casts it back, backward keeps that."""
     if recipe.training.mixed_precision == "no" or recipe.adapter.name == "none":
         return
     layers: list[Any] = [

@@ -1,7 +1,7 @@
-"""The loss of TRL's SFTTrainer in a recipe's words: the chunk of our own that takes as many bytes.
+"""The loss of TRL's SFTTrainer in a recipe's terms: the chunk size of our loss that takes as many bytes.
 
 TRL works on tiles of tokens and vocabulary in the type of the products, and writes their gradient into them; ours works
-on all logits of some tokens and holds them in float32 beside a copy in that type. Source: TRL 1.16.0,
+on all logits of some tokens and holds them in float32 next to a copy in that type. Source: TRL 1.16.0,
 ``kernels/chunked_logprob.py``.
 """
 
@@ -14,19 +14,19 @@ from lowmem_ft.techniques.config import LossConfig
 from lowmem_ft.upstream.patches import existing
 
 _OURS_IN_HALF, _OURS_IN_FLOAT32 = 6, 4
-"""Bytes of one logit in our chunk, as the recipe's help has it."""
+"""Bytes per logit in our chunk, as in the recipe's help."""
 
 _COPIES_ON_CPU = 8.25
-"""Float32 tiles at once where TRL has no Triton: five of its own, three of an expression, a mask."""
+"""Float32 tiles held at once where TRL has no Triton: five of its own, three of an expression, a mask."""
 
 WORTH_SAYING = 2**20
 
 
 def tile_shape() -> tuple[int, int]:
-    """Tokens and vocabulary of a tile, as the installed TRL has them.
+    """Return the tokens and vocabulary of a tile, as the installed TRL has them.
 
     Raises:
-        UpstreamChangedError: if it does not say so any more.
+        UpstreamChangedError: if TRL no longer defines them.
     """
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
@@ -35,12 +35,12 @@ def tile_shape() -> tuple[int, int]:
 
 
 def trl_loss(recipe: Recipe, vocabulary: int, reading: Reading) -> LossConfig:
-    """The loss group of the recipe of an ``SFTTrainer``.
+    """Return the loss group of the recipe of an ``SFTTrainer``.
 
     Args:
         recipe: all the rest of it.
-        vocabulary: of the model; 0: not known, as long as it is no more than its name.
-        reading: is told what the chunk does not reach.
+        vocabulary: vocabulary size of the model; 0: not known, if the model is only a name.
+        reading: collects a warning about bytes that the chunk does not cover.
     """
     training, most_tokens = recipe.training, recipe.training.per_device_train_batch_size
     most_tokens *= recipe.data.max_length or 1

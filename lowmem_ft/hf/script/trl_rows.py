@@ -14,11 +14,11 @@ from lowmem_ft.recipe import Recipe
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as they are in their files, of which TRL's trainers make tokens.
+    """Rows as they are in their files, which TRL's trainers tokenize.
 
     Args:
         train: a ``datasets.Dataset``, or an ``IterableDataset`` with ``data.streaming``.
-        evaluation: the held-out ones; None: there are none.
+        evaluation: the held-out rows; None: there are no such rows.
     """
 
     train: Any
@@ -26,11 +26,11 @@ class Rows:
 
 
 def load_rows(recipe: Recipe, *, preferences: bool | None = None) -> Rows:
-    """The rows that ``data.path`` and its like name, to pass to a trainer of TRL's; columns are not touched.
+    """Return the rows that ``data.path`` and its like name, to pass to one of TRL's trainers; columns are unchanged.
 
     Args:
-        recipe: whose ``data.*`` keys say where rows lie, how many of them count, and which are held out.
-        preferences: whether rows have to be pairs of answers, as for DPO; False: they must not; None: as they are.
+        recipe: its ``data.*`` keys name the rows, how many of them count, and which are held out.
+        preferences: True: rows have to be pairs of answers, as for DPO; False: they must not be; None: either.
 
     Returns:
         The rows.

@@ -1,4 +1,4 @@
-"""What was found in a script that a recipe has no words for, collected to be said all at once."""
+"""Findings in a script that a recipe cannot express, collected to be reported all at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def script_estimate() -> str:
-    """A sentence with the command that estimates the program that is running, whatever a recipe says of it."""
+    """Return a sentence with the command that estimates the running program, whatever a recipe can express."""
     path, *arguments = sys.argv
-    if not path.endswith(".py") or path.endswith("__main__.py"):  # a test, a notebook
+    if not path.endswith(".py") or path.endswith("__main__.py"):  # a test or a notebook
         path, arguments = "train.py", []
     command = ["lowmem-ft", "estimate", "--script", path, *(["--", *arguments] if arguments else [])]
     return f"`{shlex.join(command)}` estimates the script as it is."
@@ -23,26 +23,26 @@ def script_estimate() -> str:
 
 @dataclass
 class Reading:
-    """One script being read.
+    """Findings of one reading of a script.
 
     Attributes:
-        problems: what makes a recipe of it wrong.
-        warnings: what the recipe leaves out, each with what that means for memory.
+        problems: findings that make a recipe of it wrong.
+        warnings: what the recipe leaves out, each with its consequence for memory.
     """
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def problem(self, sentence: str) -> None:
-        """Note what a recipe cannot say."""
+        """Add a finding that a recipe cannot express."""
         self.problems.append(sentence)
 
     def warn(self, sentence: str) -> None:
-        """Note what it leaves out."""
+        """Add a finding that the recipe leaves out."""
         self.warnings.append(sentence)
 
     def finish(self) -> None:
-        """Say it all.
+        """Report all findings.
 
         Raises:
             UserError: if there is a problem.

@@ -1,1 +1,1 @@
-"""``hf.attach``: a recipe's techniques inside somebody else's trainer."""
+"""``hf.attach``: a recipe's techniques inside a user's trainer."""

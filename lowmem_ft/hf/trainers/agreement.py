@@ -1,7 +1,7 @@
-"""What is trained with, where a recipe and a trainer both say it: what the trainer says, or an error.
+"""Values that both a recipe and a trainer set: the trainer's is used, or an error is raised.
 
-The trainer has batches, precision, learning rate and seed, and it has the model. A recipe that says nothing about one
-of these, which is its default, follows; one that says something else is refused with both names.
+The trainer has batches, precision, learning rate and seed, and it has the model. A recipe that leaves one of these at
+its default follows the trainer; one that sets another value is refused with both names.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.techniques.modules.base_model import base_model
 
 _BY_TRAINER = ("data", "training", "plan")
-"""Groups of a recipe that a trainer has instead, but for what :func:`agree` reads of them."""
+"""Groups of a recipe that a trainer has instead, except for the keys that :func:`agree` reads."""
 
 
 @dataclass
 class Agreement:
-    """What a trainer is to train with.
+    """The recipe that a trainer is to train with.
 
     Attributes:
-        recipe: with the trainer's values where it has them.
-        overridden: the keys on which the trainer's arguments differ from the recipe by an override of somebody's.
-        problems: what the two do not agree on, and what cannot work.
-        read: the keys on which both have something to say.
-        overrides: those of ``overridden`` that were taken, with both values, in words.
+        recipe: the recipe, with the trainer's values where it has them.
+        overridden: the keys on which a user overrode the recipe in the trainer's arguments.
+        problems: values on which the two disagree, and what cannot work.
+        read: the keys that both set.
+        overrides: the keys of ``overridden`` that were taken, with both values, in words.
     """
 
     recipe: Recipe
@@ -49,12 +49,12 @@ class Agreement:
     overrides: list[str] = field(default_factory=list)
 
     def take(self, path: str, source: str, value: Any) -> None:
-        """Train with a trainer's value; a problem if the recipe has asked for another, unless that was overridden.
+        """Train with a trainer's value; add a problem if the recipe has another that was not overridden.
 
         Args:
-            path: of the recipe's key.
-            source: what the trainer calls it, such as ``TrainingArguments.learning_rate``.
-            value: what it says.
+            path: the path of the recipe's key.
+            source: the trainer's name for it, such as ``TrainingArguments.learning_rate``.
+            value: the trainer's value.
         """
         key = recipe_keys()[path]
         own = key.value_in(self.recipe)
@@ -79,12 +79,12 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     """Bring a recipe and a trainer together.
 
     Args:
-        trainer: whose arguments, model and accelerator are read.
-        recipe: what is asked for.
-        kind: of the trainer.
+        trainer: the trainer whose arguments, model and accelerator are read.
+        recipe: the recipe to attach.
+        kind: the kind of the trainer.
 
     Returns:
-        The recipe to switch on, and all that speaks against it.
+        The recipe to switch on, and all problems with it.
     """
     agreement = Agreement(recipe, overridden_keys(trainer.args, recipe))
     agreement.problems += [
@@ -114,13 +114,13 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
         ),
     )
     agreement.problems += [*problems, *of_kind]
-    # What a trainer refuses has been said; the rules would say it in other words.
+    # Refusals of a trainer have been reported; the rules would repeat them in other words.
     agreement.problems += [] if of_kind else recipe_problems(agreement.recipe)
     return agreement
 
 
 def unread_settings(recipe: Recipe, args: Any, read: list[str]) -> Iterator[str]:
-    """Settings of a recipe that are left to a trainer and its script, but for those that its arguments have, too."""
+    """Yield settings of a recipe that are left to a trainer and its script, except those that its arguments share."""
     for path, key in recipe_keys().items():
         value, fields = key.value_in(recipe), IN_TRAINER[path].fields(recipe)
         is_read = path in read or path == "training.max_skipped_steps"
@@ -150,7 +150,7 @@ def _take_arguments(agreement: Agreement, trainer: Any) -> None:
 
 
 def _take_optimizer_arguments(agreement: Agreement, args: Any) -> None:
-    """Hyperparameters by HF's names; those that the optimizer does not have must not have been asked for."""
+    """Take hyperparameters by HF's names; those that the optimizer lacks must be at their defaults."""
     agreement.take("optimizer.weight_decay", "TrainingArguments.weight_decay", args.weight_decay)
     defaults = {spec.name: spec.default for spec in dataclasses.fields(args)}
     own = agreement.recipe.optimizer.row.hyperparameters
@@ -182,7 +182,7 @@ def _one(values: Sequence[Any]) -> Any:
 
 
 def _take_batch(agreement: Agreement, args: Any) -> None:
-    """Rows and micro-batches; in vertical order the trainer's batch is all of them, and the recipe says the rows."""
+    """Take rows and micro-batches; in vertical order the trainer's batch is all of them, the recipe sets the rows."""
     rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     if agreement.recipe.accumulation.order == "horizontal":
         agreement.take(
@@ -218,7 +218,7 @@ def _take_batch(agreement: Agreement, args: Any) -> None:
 
 
 def _take_model(agreement: Agreement, model: Any) -> None:
-    """What the trainer's own model is; most of it is settled with the weights."""
+    """Take the properties of the trainer's own model; most are settled with the weights."""
     own = agreement.recipe.model
     causal_lm = base_model(model)
     dtype = weights_type(causal_lm)
@@ -246,7 +246,7 @@ def _take_model(agreement: Agreement, model: Any) -> None:
 
 
 def _take_adapter(agreement: Agreement, model: Any) -> None:
-    """Of a PEFT model, what its adapter is; a plain model has none, and gets none here."""
+    """Take the adapter of a PEFT model; a plain model has no adapter, and gets none here."""
     configs = getattr(model, "peft_config", None) if hasattr(model, "get_base_model") else None
     if configs is None:
         if agreement.recipe.adapter.name != "none":
@@ -267,6 +267,6 @@ def _take_adapter(agreement: Agreement, model: Any) -> None:
 
 
 def weights_type(causal_lm: torch.nn.Module) -> str:
-    """The type of most of the base's weights, such as ``bfloat16``; an adapter's own are beside them."""
+    """Return the type of most of the base's weights, such as ``bfloat16``; an adapter's own weights do not count."""
     ((dtype, _),) = numbers_by_type(causal_lm).most_common(1)
     return str(dtype).removeprefix("torch.")

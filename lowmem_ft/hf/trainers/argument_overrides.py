@@ -1,4 +1,4 @@
-"""What somebody has said over a recipe, field by field, as its arguments were made: kept with them for ``hf.attach``.
+"""Overrides that a user gave for a recipe's fields as its arguments were made, kept with these for ``hf.attach``.
 
 A recipe and arguments that differ may be a mistake in either. An override given by name is neither.
 """
@@ -12,16 +12,16 @@ from lowmem_ft.hf.trainers.key_table import IN_TRAINER
 from lowmem_ft.recipe import Recipe
 
 _KEPT = "_lowmem_ft_said"
-"""The attribute of arguments; plain values, as a trainer pickles its arguments into every checkpoint."""
+"""Name of the arguments' attribute; its values are plain, as a trainer pickles its arguments into every checkpoint."""
 
 
 def keep_overrides(args: Any, recipe: Recipe, names: Iterable[str]) -> None:
-    """Note with arguments which of a recipe's keys were overridden.
+    """Record with the arguments which of a recipe's keys were overridden.
 
     Args:
-        args: made from the recipe and the overrides.
-        recipe: likewise.
-        names: of the fields that were given.
+        args: the arguments made from the recipe and the overrides.
+        recipe: the recipe.
+        names: names of the fields that were given.
     """
     fields_by_key = {path: place.fields(recipe) for path, place in IN_TRAINER.items()}
     kept = {
@@ -33,11 +33,11 @@ def keep_overrides(args: Any, recipe: Recipe, names: Iterable[str]) -> None:
 
 
 def overridden_keys(args: Any, recipe: Recipe) -> frozenset[str]:
-    """The keys on which arguments differ from a recipe because somebody has said so.
+    """Return the keys on which arguments differ from a recipe because a user overrode them.
 
     Args:
-        args: a trainer's; made by anybody.
-        recipe: of which a key must say what it said as they were made, and the arguments what the override did.
+        args: a trainer's arguments, however they were made.
+        recipe: the recipe; a key counts if recipe and arguments still have the values that they had at the override.
     """
     return frozenset(
         path
@@ -51,6 +51,6 @@ def overridden_keys(args: Any, recipe: Recipe) -> frozenset[str]:
 
 
 def plain(value: Any) -> Any:
-    """An enum of transformers as its text; None and False alike, as HF's flags have them."""
+    """Return an enum of transformers as its text, and None as False, as HF's flags treat them alike."""
     value = getattr(value, "value", value)
     return False if value is None else value

@@ -1,4 +1,4 @@
-"""The end of an optimizer step inside somebody else's trainer, as our own step has it.
+"""The end of an optimizer step inside a user's trainer, done as in our own step.
 
 The trainer sums gradients, asks its accelerator for their norm, and steps the optimizer that the accelerator has
 prepared. Both are ours here: the norm is exact and in float32, and a step that is not finite changes nothing.
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class AttachedStep:
-    """What a window of micro-batches has come to, and what is done with it.
+    """The loss and norm of a window of micro-batches, and the update that follows.
 
     Args:
         optimizer: steps on the gradients, if no technique does.
-        techniques: what is on.
+        techniques: the techniques that are on.
         runtime: the trainer's accelerator, and its fp16 loss scale.
-        max_grad_norm: the global norm to clip to; None: measured alone.
+        max_grad_norm: the global norm to clip to; None: the norm is only measured.
         max_skipped_steps: steps in a row that may be skipped.
 
     Attributes:
@@ -55,11 +55,11 @@ class AttachedStep:
         self._skipped_in_a_row = 0
 
     def add(self, loss: Tensor) -> None:
-        """Take note of a micro-batch's loss, before its backward."""
+        """Add a micro-batch's loss, before its backward."""
         self._loss = self._loss + loss.detach().float()
 
     def clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
-        """In place of ``Accelerator.clip_grad_norm_``, whose arguments say no more than is known.
+        """Clip in place of ``Accelerator.clip_grad_norm_``, whose arguments are not needed.
 
         Returns:
             The global norm before clipping; 0-d, float32.
@@ -75,10 +75,10 @@ class AttachedStep:
         return norm
 
     def update_weights(self) -> None:
-        """Apply the gradients, or forget them if loss or norm is not finite.
+        """Apply the gradients, or discard them if loss or norm is not finite.
 
         Raises:
-            UserError: if too many steps in a row were not finite, or one was that had changed weights by then.
+            UserError: if too many steps in a row were not finite, or one was that had already changed weights.
         """
         runtime, norm = self._runtime, self.clip_grad_norm() if self._norm is None else self._norm
         loss = runtime.sum_over_processes(self._loss)
@@ -117,9 +117,9 @@ class AttachedStep:
 
 
 class AttachedOptimizer(AcceleratedOptimizer):
-    """What the trainer steps, and saves: the recipe's optimizer, by way of :class:`AttachedStep`.
+    """The optimizer that the trainer steps and saves: the recipe's, by way of :class:`AttachedStep`.
 
-    Accelerate takes it for one that it has prepared: its own wrapper would send all state through the device.
+    Accelerate treats it as already prepared: its own wrapper would send all state through the device.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, attached: AttachedStep) -> None:
@@ -134,5 +134,5 @@ class AttachedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the schedule stays where it is."""
+        """True if the schedule must not advance."""
         return not self._attached.applied

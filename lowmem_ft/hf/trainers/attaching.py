@@ -1,4 +1,4 @@
-"""One call between a trainer's constructor and its ``train()`` carries a recipe's techniques into it."""
+"""``hf.attach``: one call between a trainer's constructor and its ``train()`` that adds a recipe's techniques."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _SAVES = ("_save_checkpoint", "save_model")
 _LOADS = ("_load_from_checkpoint", "_load_best_model")
 _LOADS_STATE = "_load_optimizer_and_scheduler"
 _MARK = "lowmem_ft"
-"""The attribute under which a trainer and its model keep what is attached to them."""
+"""The attribute under which a trainer and its model keep the recipe attached to them."""
 
 
 class Attached(Handle):
     """A recipe inside a trainer; ``remove()`` leaves the plain trainer and model, with the weights as trained.
 
     Attributes:
-        recipe: what is trained with: the trainer's own values where it has them.
-        techniques: what is on.
+        recipe: the recipe in effect: with the trainer's own values where it has them.
+        techniques: the techniques that are on.
         applied: the same in words, as they were logged.
     """
 
@@ -83,10 +83,10 @@ def attach(
     need :func:`lowmem_ft.hf.prepare_model` before the constructor.
 
     Args:
-        trainer: not trained yet.
-        recipe: what to switch on. Where the trainer has a value of its own, that is trained with; a recipe's that is
-            neither its default nor that value is refused, unless it was overridden by name as the arguments were made
-            (:func:`lowmem_ft.hf.training_arguments`).
+        trainer: a trainer that has not trained yet.
+        recipe: the recipe to switch on. Where the trainer has a value of its own, that value is used; a recipe's value
+            that is neither its default nor the trainer's is refused, unless it was overridden by name as the arguments
+            were made (:func:`lowmem_ft.hf.training_arguments`).
         plan: in place of a recipe, ``auto``: the memory knobs with which the trainer's own step is fastest inside the
             budget, see :func:`lowmem_ft.hf.script.script_plan.plan_for`. The trainer's checkpointing flag is one of
             them.
@@ -124,26 +124,26 @@ def attach(
 
 
 def is_attached(trainer: Any) -> bool:
-    """Whether a recipe is attached to a trainer, or to its model."""
+    """Return whether a recipe is attached to a trainer, or to its model."""
     return bool(getattr(trainer, _MARK, None) or getattr(base_model(trainer.model), _MARK, None))
 
 
 def settled_with(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
-    """What a trainer would train with if a recipe were attached to it; nothing is changed.
+    """Return what a trainer would train with if a recipe were attached to it; nothing is changed.
 
     Args:
-        trainer: not trained yet.
-        recipe: what would be attached.
-        kind: of the trainer.
+        trainer: a trainer that has not trained yet.
+        recipe: the recipe to attach.
+        kind: the kind of the trainer.
 
     Returns:
-        The recipe with the trainer's values, and which keys both have a say in.
+        The recipe with the trainer's values, and the keys that both set.
 
     Raises:
-        UserError: for everything that speaks against it.
+        UserError: for all problems with it.
     """
     if problems := list(problems_with_model(trainer.model)):
-        raise UserError(*problems)  # nothing else can be asked of it
+        raise UserError(*problems)  # no other check works on such a model
     agreement = agree(trainer, recipe, kind)
     problems = [*already_attached(trainer), *agreement.problems]
     problems += problems_with_trainer(trainer, agreement.recipe, kind)
@@ -164,10 +164,10 @@ def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> A
 def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
     model, device = trainer.model, of_tensors(trainer.accelerator.device)
     runtime = AccelerateRuntime(trainer.accelerator, "no", device)
-    runtime.scaler = trainer.accelerator.scaler  # and autocast is the accelerator's
+    runtime.scaler = trainer.accelerator.scaler  # autocast is left to the accelerator
     stock_forward = base_model(model).forward
     attached = Attached(recipe, tuple(_applied(recipe, kind)))
-    attached.undo_first(flags.remove)  # of all, the last
+    attached.undo_first(flags.remove)  # undone last of all
     try:
         apply_budget(
             recipe.budget,
@@ -185,7 +185,7 @@ def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached
             finer_weights=functools.partial(finer_weights, model),
         )
         attached.techniques = on.techniques
-        # State that waits on the host would come back to a device too small for it.
+        # State that waits on the host would otherwise return to a device too small for it.
         attached.undo_first(on.techniques.remove, on.optimizer.state.clear)
         for undo in _changes(trainer, recipe, kind, on, runtime, stock_forward):
             attached.undo_first(undo)
@@ -207,7 +207,7 @@ def _changes(
     runtime: AccelerateRuntime,
     stock_forward: Callable[..., Any],
 ) -> Iterator[Callable[[], object]]:
-    """All that is different about the trainer and its accelerator, and how to undo it."""
+    """Make all changes to the trainer and its accelerator, and yield the calls that undo them."""
     step = AttachedStep(
         on.optimizer,
         on.techniques,
@@ -233,7 +233,7 @@ def _changes_of_accelerator(
     yield set_attribute(accelerator, "clip_grad_norm_", step.clip_grad_norm)
     yield set_attribute(accelerator, "autocast_handler", AutocastKwargs(cache_enabled=False))
     if recipe.checkpointing.mode != "none" and trainer.args.ddp_find_unused_parameters is None:
-        # Trainer's own choice where it recomputes activations itself.
+        # Trainer makes this choice where it recomputes activations itself.
         handler = dataclasses.replace(accelerator.ddp_handler, find_unused_parameters=False)
         yield set_attribute(accelerator, "ddp_handler", handler)
 
@@ -257,7 +257,7 @@ def _changes_of_accelerator(
         return prepared
 
     def forget() -> None:
-        """Take off what Accelerate has put on the model since: the next training prepares it anew."""
+        """Remove what Accelerate has added to the model since, so that the next training prepares it again."""
         accelerator.free_memory()
         trainer.model_wrapped = model
         vars(model).pop("_original_forward", None)
@@ -271,7 +271,7 @@ def _changes_of_accelerator(
 
 
 def _changes_of_files(trainer: Any, on: SwitchedOn) -> Iterator[Callable[[], object]]:
-    """Let weights and state be read and set where they are, and updates that wait be made before."""
+    """Let the trainer read and write weights and state at their place, with waiting updates made first."""
 
     def at_rest(method: Callable[..., Any], *, sets_weights: bool = False) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -304,7 +304,7 @@ def _changes_of_files(trainer: Any, on: SwitchedOn) -> Iterator[Callable[[], obj
 def _changes_of_loss(
     trainer: Any, kind: Kind, stock_forward: Callable[..., Any]
 ) -> Iterator[Callable[[], object]]:
-    """Let an evaluation that wants logits have them, and SFTTrainer's loss be the model's own."""
+    """Give an evaluation logits if it wants them, and let SFTTrainer's loss be the model's own."""
     wants_logits, asks_itself = False, "prediction_step" in overridden(trainer, kind)
 
     def logits_if_wanted(chunked_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -333,7 +333,7 @@ def _changes_of_loss(
 
 
 def _refusing(recipe: Recipe, add_callback: Callable[..., Any]) -> Callable[..., Any]:
-    """What comes later is held to the same."""
+    """Hold callbacks that are added later to the same rules."""
 
     @functools.wraps(add_callback)
     def add(callback: Any) -> Any:

@@ -1,7 +1,7 @@
-"""HF's own switch for recomputed activations, under ours.
+"""HF's own switch for activation checkpointing, replaced by ours.
 
 ``Trainer`` turns it on as training begins, TRL's trainers turn it off and on around passes without gradients: each time
-every layer would be recomputed as HF has it, whichever layers a recipe names.
+every layer would be recomputed in HF's way, whichever layers a recipe names.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FLAGS = ("activation_checkpointing", "gradient_checkpointing")
 
 
 def asked_by_flag(agreement: Agreement, args: Any) -> list[str]:
-    """Let the recipe recompute what the trainer's flag asks for; what cannot be taken over, in words."""
+    """Let the recipe recompute what the trainer's flag asks for; return what it cannot take over, in words."""
     if not any(getattr(args, flag, False) for flag in _FLAGS):
         return []
     options = dict(_options(args))
-    options.pop("use_reentrant", None)  # the same numbers either way
+    options.pop("use_reentrant", None)  # both give the same numbers
     every_n_layers = options.pop("every_n_layers", 1)
     config = agreement.recipe.checkpointing
     problems = [
@@ -61,24 +61,24 @@ def _options(args: Any) -> dict[str, Any]:
 
 
 def take_switch(model: Any, args: Any) -> Handle:
-    """Leave recomputation to the technique that is on: the trainer's flag is off, and its switch turns ours.
+    """Leave recomputation to the technique that is on: turn the trainer's flag off, and let its switch control ours.
 
     Args:
-        model: with the technique on; a PEFT model, too.
-        args: the trainer's.
+        model: the model with the technique on; may be a PEFT model.
+        args: the trainer's arguments.
 
     Returns:
-        A handle whose ``remove()`` gives both back.
+        A handle whose ``remove()`` restores both.
     """
     causal_lm = base_model(model)
     return Handle(*flags_off(args), *_switch(causal_lm))
 
 
 def flags_off(args: Any) -> Iterator[Callable[[], object]]:
-    """Take the trainer's own checkpointing away from it; what gives it back.
+    """Turn the trainer's own checkpointing flags off, and yield the calls that restore them.
 
     Args:
-        args: the trainer's.
+        args: the trainer's arguments.
     """
     for flag in _FLAGS:
         if hasattr(args, flag):

@@ -1,4 +1,4 @@
-"""Where every key of a recipe goes in a script that trains with ``Trainer`` or one of TRL's: one table."""
+"""The table of every recipe key and its place in a script that trains with ``Trainer`` or one of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.output_folder import run_folder_of
 
 Carrier = Literal["arguments", "attach", "prepare_model", "callback", "script", "plan", "our loop", "nothing"]
-"""Who sees to a key.
+"""The part of a script that carries a key.
 
 arguments: fields of ``TrainingArguments`` or of TRL's configs, which ``attach`` reads in its turn. An override of such
-    a field wins (``argument_overrides.py``); arguments that differ from a recipe for another reason are refused there.
-attach: ``hf.attach``. Fields that say the same are set too, and an override that says otherwise is refused.
+  a field wins (``argument_overrides.py``); arguments that differ from a recipe for another reason are refused there.
+attach: ``hf.attach``. Fields with the same meaning are set too, and an override to another value is refused.
 prepare_model: ``hf.prepare_model``, or the script's own ``from_pretrained``.
 callback: ``hf.MemoryCallback``.
-script: the script's own data; a field of TRL's configs says the rest.
-plan: what is chosen before a recipe is given to a trainer; left open, it is refused.
-our loop: nobody; what differs from the default is refused.
+script: the script's own data; fields of TRL's configs carry the rest.
+plan: choices made before a recipe is given to a trainer; a choice left open is refused.
+our loop: no part of a script; a value other than the default is refused.
 nothing: words for people.
 """
 
@@ -29,12 +29,12 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class _InTrainer:
-    """What becomes of one key.
+    """The place of one key in a trainer's script.
 
     Args:
-        carrier: who sees to it.
-        fields: the fields that say the same, by their names upstream; a class of arguments that has none of such a name
-            goes without.
+        carrier: the part that carries it.
+        fields: fields with the same meaning, by their names upstream; a class of arguments without such a name skips
+            them.
         instead: for ``our loop``: what a script does in its place.
     """
 
@@ -49,7 +49,7 @@ def _same_name(key: str) -> _InTrainer:
 
 
 def _rows(recipe: Recipe) -> Fields:
-    """In vertical order a batch holds all rows of a step, which ``attach`` cuts into micro-batches itself."""
+    """Return the batch; in vertical order it holds all rows of a step, which ``attach`` cuts into micro-batches."""
     training = recipe.training
     rows, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     if recipe.accumulation.order == "vertical":
@@ -76,7 +76,7 @@ def _strategy(name: str) -> _InTrainer:
 
 
 def _resumed(recipe: Recipe) -> Fields:
-    """Trainer leaves it to the script to hand the field to ``train()``, and ``auto`` it takes for a path."""
+    """Resolve ``auto``: the script passes the field to Trainer's ``train()``, which takes ``auto`` for a path."""
     wanted = recipe.training.resume_from_checkpoint
     if wanted == "auto":
         from transformers.trainer_utils import get_last_checkpoint
@@ -92,14 +92,14 @@ HF_OPTIMIZERS: Mapping[OptimizerName, str] = {
     "adafactor": "adafactor",
     **{name: name for name, row in OPTIMIZERS.items() if row.bitsandbytes is not None},
 }
-"""What ``TrainingArguments.optim`` calls ours; the others are known to ``attach`` alone."""
+"""Our optimizers by their names in ``TrainingArguments.optim``; only ``attach`` knows the others."""
 
 BY_HF_NAME: Mapping[str, OptimizerName] = {
     **{theirs: ours for ours, theirs in HF_OPTIMIZERS.items()},
     "adamw_torch": "adamw",
     "adamw_8bit": "adamw_bnb_8bit",
 }
-"""Which of ours each of theirs is, as far as there is one."""
+"""Upstream's optimizer names that have a counterpart of ours."""
 
 
 def _optimizer(recipe: Recipe) -> Fields:
@@ -123,7 +123,7 @@ def _momentum(recipe: Recipe) -> Fields:
 
 
 def _layers_are_ours(recipe: Recipe) -> Fields:
-    """HF's flag would checkpoint all layers again, and TRL's configs have it on."""
+    """Turn HF's flags off, which would checkpoint all layers again, and which TRL's configs turn on."""
     return {"activation_checkpointing": False, "gradient_checkpointing": False}
 
 
@@ -326,4 +326,4 @@ IN_TRAINER: Mapping[str, _InTrainer] = {
     "plan.allow": _PLAN,
     "plan.keep": _PLAN,
 }
-"""Every key of a recipe; a test holds it to ``recipe_keys()``."""
+"""The place of every recipe key; a test compares the keys with ``recipe_keys()``."""

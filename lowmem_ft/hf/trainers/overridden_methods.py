@@ -1,7 +1,7 @@
-"""What a subclass of a trainer or a callback puts in place of upstream's: followed as in the trainer alone, or refused.
+"""Upstream methods that a subclass of a trainer or a callback overrides: followed as in the trainer alone, or refused.
 
-The loop stays the trainer's, so most of it is followed by itself. Refused is what would make an optimizer or a loop of
-its own, and what would change gradients that are spent by then.
+The loop stays the trainer's, so most overrides work by themselves. Refused are those that would make their own
+optimizer or loop, and those that would change gradients that are already spent.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ REFUSED: Mapping[str, tuple[Callable[[Recipe], bool], str]] = {
     "_get_grad_norm": (_in_backward, _NO_GRADIENTS),
     "compute_loss": (_chunked, _NO_LOGITS),
 }
-"""Methods of trainers, when an override of them is refused, and what follows its name in the error."""
+"""Methods of trainers, the condition under which an override of each is refused, and the words after its name."""
 
 FOLLOWED = _names(
     # As the trainer is made, before hf.attach.
@@ -72,13 +72,13 @@ FOLLOWED = _names(
     "_prepare_input _prepare_inputs _remove_unused_columns _set_signature_columns_if_needed _track_num_input_tokens",
     "get_batch_samples get_eval_dataloader get_test_dataloader get_total_train_batch_size get_train_dataloader",
     "num_examples set_initial_training_values",
-    # Around the loop, the loss and the schedule; what is decayed is compared by name in refusals.py.
+    # Around the loop, the loss and the schedule; refusals.py compares by name which parameters decay.
     "_finalize_training _get_learning_rate _init_training_state autocast_smart_context_manager",
     "compute_loss_context_manager create_scheduler floating_point_ops get_decay_parameter_names get_learning_rates",
     "get_num_trainable_parameters get_optimizer_group store_flos train",
-    # Evaluations: before each, updates that wait are made.
+    # Evaluations: waiting updates are made before each.
     "_determine_best_metric _evaluate evaluate evaluation_loop predict prediction_step",
-    # Files: whoever reads or writes weights finds them at their place.
+    # Files: code that reads or writes weights finds them at their place.
     "_get_output_dir _issue_warnings_after_load _load_best_model _load_callback_state _load_from_checkpoint",
     "_load_optimizer_and_scheduler _load_rng_state _load_scaler _save _save_checkpoint _save_optimizer_and_scheduler",
     "_save_rng_state _save_scaler save_model save_state",
@@ -92,7 +92,7 @@ FOLLOWED = _names(
     "_tokenize_prompts _tool_call_loop compute_ref_log_probs get_gamma_weights get_high_entropy_mask",
     "get_off_policy_mask",
 )
-"""Methods of trainers that attached training calls where, and with what, the trainer alone would."""
+"""Methods of trainers that attached training calls when, and with what, the trainer alone would."""
 
 UNREACHED = _names(
     # FSDP, tensor and context parallelism, expert parallelism: refused.
@@ -102,7 +102,7 @@ UNREACHED = _names(
     "_hp_search_setup _report_to_hp_search _tune_save_checkpoint _update_auto_batch_size call_model_init",
     "hyperparameter_search",
 )
-"""Methods of trainers that only arguments and launches call which are refused themselves."""
+"""Methods of trainers that run only under arguments and launches that are refused themselves."""
 
 REFUSED_MOMENTS: Mapping[str, tuple[Callable[[Recipe], bool], str]] = {
     "on_pre_optimizer_step": (_in_backward, _NO_GRADIENTS)
@@ -114,18 +114,18 @@ FOLLOWED_MOMENTS = _names(
     "on_prediction_step on_push_begin on_save on_step_begin on_step_end on_substep_end on_train_begin",
     "on_train_end",
 )
-"""Moments of callbacks with the model, the optimizer and the control that the trainer alone would give them."""
+"""Moments of callbacks that get the model, the optimizer and the control that the trainer alone would give them."""
 
 
 _LIBRARIES = ("transformers", "trl")
 
 
 def overridden(trainer: Any, kind: Kind) -> dict[str, str]:
-    """Methods of a trainer that are not upstream's, and whose they are: a subclass's, or put there by somebody.
+    """Return a trainer's methods that are not upstream's, with their owner: a subclass, or the object they were set on.
 
     Args:
-        trainer: of a class that is derived from ``kind``'s, or of that itself.
-        kind: which of upstream's classes.
+        trainer: a trainer of ``kind``'s class, or of one derived from it.
+        kind: the class upstream.
     """
     ancestors: list[type] = list(type(trainer).__mro__)
     upstream = next(one for one in ancestors if one.__name__ == kind and _library(one) in _LIBRARIES)
@@ -139,17 +139,17 @@ def overridden(trainer: Any, kind: Kind) -> dict[str, str]:
 
 
 def _library(one: Any) -> str:
-    """The package that a class or a function comes from."""
+    """Return the package that a class or a function comes from."""
     return str(getattr(one, "__module__", "")).partition(".")[0]
 
 
 def problems_with_overrides(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
-    """Each override, by a subclass or a callback, that a recipe cannot go with.
+    """Yield a problem for each override, by a subclass or a callback, that does not work with a recipe.
 
     Args:
-        trainer: whose class, own methods and callbacks are looked at.
-        recipe: with the trainer's values.
-        kind: of the trainer.
+        trainer: the trainer whose class, own methods and callbacks are inspected.
+        recipe: the recipe with the trainer's values.
+        kind: the kind of the trainer.
     """
     for name, owner in overridden(trainer, kind).items():
         applies, why = REFUSED.get(name, (None, ""))
@@ -161,7 +161,7 @@ def problems_with_overrides(trainer: Any, recipe: Recipe, kind: Kind) -> Iterato
 
 
 def problems_with_callback(callback: Any, recipe: Recipe) -> Iterator[str]:
-    """Each moment of a callback, or of its class, that a recipe cannot go with; upstream's own change nothing."""
+    """Yield a problem for each moment of a callback or its class that does not work with a recipe; upstream's do."""
     kind = callback if isinstance(callback, type) else type(callback)
     for name, (applies, why) in REFUSED_MOMENTS.items():
         owner = callback if name in vars(callback) else next(one for one in kind.__mro__ if name in vars(one))

@@ -1,4 +1,4 @@
-"""What has to be done to a model before a trainer's constructor sees it."""
+"""Preparation of a model before a trainer's constructor sees it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ _SOURCE = "lowmem_ft_source"
 
 
 def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
-    """A model for a trainer's constructor: quantised, with adapters and on the host, as a recipe asks.
+    """Return a model for a trainer's constructor: quantised, with adapters and on the host, as a recipe asks.
 
-    A trainer moves its model to the device as it is made. One whose weights are to be streamed waits on the host
+    A trainer's constructor moves the model to the device. A model whose weights are to be streamed waits on the host
     instead: it is marked as placed already (``hf_device_map``).
 
     Args:
-        model: a hub id, folder or GGUF file, which is loaded as the recipe's ``model.*`` keys say; or a model that is
-            loaded.
-        recipe: what it will be trained with.
+        model: a hub id, folder or GGUF file, which is loaded by the recipe's ``model.*`` keys; or a loaded model.
+        recipe: the recipe that will train it.
 
     Returns:
         The model, or a PEFT model around it with ``adapter.name=lora``, its adapters drawn by ``training.seed``. Pass
         it to the trainer without ``peft_config=``.
 
     Raises:
-        UserError: if a loaded model is to be quantised, or is not where it has to be.
+        UserError: if a loaded model is to be quantised, or is not on the required device.
         ModelError: if there is no such model, or its weights are damaged.
     """
     check_adapter(recipe.adapter)
@@ -58,9 +57,9 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
 
 
 def finer_weights(model: Any) -> MasterWeights | None:
-    """What a checkpoint knows of a model's weights beyond their type, if :func:`prepare_model` has read them.
+    """Return a checkpoint's weights where they are finer than the model's type, if :func:`prepare_model` has read them.
 
-    Weights that the script has changed since are what they are now. None for a PEFT model.
+    Weights that the script has changed since keep their current values. None for a PEFT model.
     """
     source = vars(model).get(_SOURCE)
     return None if source is None else load_master_weights(*source, present=model)
@@ -116,14 +115,14 @@ def _refuse(model: Any, recipe: Recipe) -> None:
 
 
 def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
-    """As our own session has them: in float32, and by the recipe's seed, whatever has drawn before."""
+    """Add adapters as our own session does: in float32, drawn by the recipe's seed, whatever has drawn before."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.training.seed)
         return enable_lora(model, recipe.adapter).peft_model
 
 
 def _device(recipe: Recipe) -> torch.device:
-    """Where the trainer will train: on this process's accelerator, if there is one."""
+    """Return the device on which the trainer will train: this process's accelerator, if there is one."""
     accelerator = torch.accelerator.current_accelerator()
     if recipe.training.use_cpu or accelerator is None or not torch.accelerator.is_available():
         return torch.device("cpu")

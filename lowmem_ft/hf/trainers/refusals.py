@@ -1,4 +1,4 @@
-"""What a trainer was told that cannot go with our techniques, or that attaching would silently undo: each by name."""
+"""Settings of a trainer that do not work with our techniques, or that attaching would silently undo: each by name."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lowmem_ft.training.distributed.distributed_rules import problems_with_proce
 
 
 def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
-    """Everything about a trainer that a recipe cannot be attached to: rule, value and way out.
+    """Yield every reason why a recipe cannot be attached to a trainer: rule, value and way out.
 
     Args:
-        trainer: as its constructor left it.
-        recipe: with the trainer's values; see ``agreement.py``.
-        kind: of the trainer.
+        trainer: the trainer as its constructor left it.
+        recipe: the recipe with the trainer's values; see ``agreement.py``.
+        kind: the kind of the trainer.
     """
     yield from _launch(trainer, recipe)
     yield from _model(trainer, recipe)
@@ -75,11 +75,11 @@ _ASKED_BY_LAUNCHER = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
 }
-"""What ``accelerate launch`` sets. On a CPU Accelerate trains by DDP all the same, and says nothing."""
+"""Variables that ``accelerate launch`` sets. On a CPU, Accelerate silently trains with DDP all the same."""
 
 
 def _sharding(trainer: Any) -> Iterator[str]:
-    """By which of its many names weights or a batch are spread over processes otherwise than by DDP."""
+    """Yield the names under which weights or a batch are spread over processes in another way than by DDP."""
     accelerator, args, model = trainer.accelerator, trainer.args, trainer.model
     asked = [name for variable, name in _ASKED_BY_LAUNCHER.items() if parse_flag_from_env(variable)]
     if "FSDP" in asked or trainer.is_fsdp_enabled or args.fsdp:
@@ -171,7 +171,7 @@ def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
 
 
 def _decayed_otherwise(trainer: Any) -> list[str]:
-    """Trained parameters that only one of the two, trainer and recipe, would decay."""
+    """Return trained parameters that only one of the two, trainer and recipe, would decay."""
     model, decayed = trainer.model, set(trainer.get_decay_parameter_names(trainer.model))
     groups = parameter_groups(model, weight_decay=1.0)
     ours = {id(weight) for group in groups if group["weight_decay"] for weight in group["params"]}
@@ -183,7 +183,7 @@ def _decayed_otherwise(trainer: Any) -> list[str]:
 
 
 def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:
-    """Arguments by which the trainer changes the model, or its size, once training has begun."""
+    """Yield problems with arguments by which the trainer changes the model, or its size, after training has begun."""
     if args.torch_compile:
         yield "TrainingArguments.torch_compile would compile what our techniques change as they run. Set it to False."
     if args.auto_find_batch_size:
@@ -264,10 +264,10 @@ def _sft(trainer: Any, recipe: Recipe) -> Iterator[str]:
 
 
 def already_attached(trainer: Any) -> Iterator[str]:
-    """Why this trainer, or its model, cannot be taken again.
+    """Yield the reason why a recipe cannot be attached to this trainer, or its model, again.
 
     Args:
-        trainer: any of the kinds that are known.
+        trainer: any of the known kinds.
     """
     model = trainer.model
     if trainer.is_in_train or trainer.model_wrapped is not model or _is_prepared(model):

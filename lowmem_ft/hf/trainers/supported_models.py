@@ -1,4 +1,4 @@
-"""Which models can be asked what they are made of, and changed in place: those of transformers, not compiled."""
+"""The models whose structure can be read and changed in place: those of transformers, not compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowmem_ft.techniques.modules.base_model import base_model
 
 
 def problem_with_class(model: Any) -> str | None:
-    """Why nothing is known of a model: a clause; None if it is one of transformers', in PEFT's wrapper or not."""
+    """Return a clause on why a model is unknown; None if it is one of transformers', in PEFT's wrapper or not."""
     known = base_model(model._orig_mod if is_compiled_module(model) else model)
     if isinstance(known, PreTrainedModel):
         return None
@@ -21,10 +21,10 @@ def problem_with_class(model: Any) -> str | None:
 
 
 def problems_with_model(model: Any) -> Iterator[str]:
-    """Why a recipe cannot be attached to a model, whatever the recipe is.
+    """Yield the reason why no recipe at all can be attached to a model.
 
     Args:
-        model: a trainer's.
+        model: a trainer's model.
     """
     compiled = next(_compiled_parts(model), None)
     if compiled is not None:
@@ -39,7 +39,7 @@ def problems_with_model(model: Any) -> Iterator[str]:
 
 
 def _compiled_parts(model: nn.Module) -> Iterator[str]:
-    """The names of modules that are compiled, by whichever of the three ways; the whole has none."""
+    """Yield the names of compiled modules, in whichever of the three ways; the whole model has an empty name."""
     for name, module in model.named_modules():
         of_its_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
         if is_compiled_module(module) or module._compiled_call_impl is not None or of_its_forward:

@@ -1,4 +1,4 @@
-"""Which trainers a recipe can be attached to, and which of its techniques each of them allows: one table.
+"""The table of trainers that a recipe can be attached to, and of the techniques that each of them allows.
 
 The errors of :func:`lowmem_ft.hf.attach` and ``docs/trainers.md`` read it.
 """
@@ -22,7 +22,7 @@ class Works:
     """A technique that a trainer allows.
 
     Args:
-        note: what it takes; empty: nothing.
+        note: what it requires; empty: nothing.
         costs: what the trainer loses by it, which is logged; empty: nothing.
     """
 
@@ -46,13 +46,13 @@ Verdict = Works | Refused
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A recipe key whose values switch a technique on, and what becomes of it.
+    """A recipe key whose values switch a technique on, and its verdict under each trainer.
 
     Args:
         key: its dotted path.
-        under: the trainers, in the order of :data:`KINDS`.
-        by_default: whether the key's default switches it on. A trainer that refuses it then goes without: only another
-            value has been asked for.
+        under: the verdicts, in the order of :data:`KINDS`.
+        by_default: whether the key's default switches it on. A trainer that refuses it then trains without it, unless
+            the recipe sets another value.
     """
 
     key: str
@@ -60,11 +60,11 @@ class Row:
     by_default: bool = False
 
     def verdict(self, kind: Kind) -> Verdict:
-        """What becomes of it under a trainer."""
+        """Return the verdict under a trainer."""
         return dict(zip(KINDS, self.under, strict=True))[kind]
 
     def problem(self, recipe: Recipe, kind: Kind) -> str | None:
-        """Why this recipe cannot be attached to a trainer; None if this key is not the reason."""
+        """Return why this recipe cannot be attached to a trainer; None if this key is not the reason."""
         key, verdict = recipe_keys()[self.key], self.verdict(kind)
         value = key.value_in(recipe)
         if isinstance(verdict, Works) or value in (key.default, self.off):
@@ -127,10 +127,10 @@ ROWS: tuple[Row, ...] = (
 
 
 def kind_of(trainer: Any) -> Kind:
-    """Which of the trainers it is, or is derived from.
+    """Return which of the trainers it is, or is derived from.
 
     Raises:
-        UserError: if it is none of them.
+        UserError: if it is not one of them.
     """
     for ancestor in type(trainer).__mro__:
         library, name = ancestor.__module__.partition(".")[0], ancestor.__name__
@@ -145,13 +145,13 @@ def kind_of(trainer: Any) -> Kind:
 
 
 def problems_of_kind(recipe: Recipe, kind: Kind) -> Iterator[str]:
-    """Every technique that was asked for and that a trainer refuses: rule, value and way out."""
+    """Yield a problem for every requested technique that a trainer refuses: rule, value and way out."""
     for row in ROWS:
         if problem := row.problem(recipe, kind):
             yield problem
 
 
 def refused_defaults(recipe: Recipe, kind: Kind) -> list[Row]:
-    """What a recipe has by default and a trainer refuses: nobody has asked for it, and it stays off."""
+    """Return the rows that a recipe has on by default and a trainer refuses: no user asked for them; they stay off."""
     rows = (row for row in ROWS if row.by_default and isinstance(row.verdict(kind), Refused))
     return [row for row in rows if recipe_keys()[row.key].value_in(recipe) != row.off]

@@ -1,7 +1,7 @@
-"""A trainer's checkpoints are whole or not there, as our own are: the name by which one is found comes last.
+"""Trainer checkpoints that are whole or absent, like our own: each gets its final name last.
 
-``Trainer`` writes file by file into ``checkpoint-N``, and goes on from the folder with the highest number. If the
-process was killed in a save, that is the one that is cut short.
+``Trainer`` writes file by file into ``checkpoint-N``, and resumes from the folder with the highest number. If the
+process was killed in a save, that folder is incomplete.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
 def save_whole(trainer: Any) -> Iterator[Callable[[], object]]:
-    """Let a trainer write each checkpoint under another name until all is there; what undoes it.
+    """Let a trainer write each checkpoint under another name until it is complete, and yield the calls that undo this.
 
     Args:
-        trainer: of any kind; in several processes, each of them.
+        trainer: a trainer of any kind; with several processes, call it in each.
     """
     yield wrap_method(trainer, "_save_checkpoint", functools.partial(_saved_whole, trainer))
     yield wrap_method(trainer, "_load_from_checkpoint", _only_whole_ones)
@@ -44,7 +44,7 @@ def _saved_whole(trainer: Any, save: Callable[..., None]) -> Callable[..., None]
     def saved(model: Any, trial: Any) -> None:
         run_dir, state = trainer._get_output_dir(trial), trainer.state
         folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        if state.best_global_step == state.global_step:  # the trainer looks for the folder before it is there
+        if state.best_global_step == state.global_step:  # the trainer looks for the folder before it exists
             state.best_model_checkpoint = folder
         with contextlib.ExitStack() as writing:
             if trainer.args.should_save:
@@ -60,7 +60,7 @@ def _saved_whole(trainer: Any, save: Callable[..., None]) -> Callable[..., None]
 def _written_elsewhere(
     trainer: Any, folder: str, *, finish: Callable[[], None]
 ) -> Iterator[Callable[[], object]]:
-    """Send what goes into a folder to where it is incomplete; with the trainer's state, the last of it, it is whole."""
+    """Redirect writes from a folder to its incomplete name; the trainer's state, the last file, completes it."""
     incomplete = incomplete_name(Path(folder))
 
     def elsewhere(
@@ -76,14 +76,14 @@ def _written_elsewhere(
 
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_scaler"):
         yield wrap_method(trainer, name, elsewhere)
-    # Every process writes one of these, and the main process goes on to the end.
+    # Every process writes one of these, and the main process continues to the end.
     all_there = trainer.accelerator.wait_for_everyone
     yield wrap_method(trainer, "_save_rng_state", functools.partial(elsewhere, after=all_there))
     yield wrap_method(trainer.state, "save_to_json", functools.partial(elsewhere, after=finish))
 
 
 def _delete_cut_short(run_dir: Path) -> None:
-    """What a killed process was writing: the trainer would count it among its checkpoints."""
+    """Delete what a killed process was writing: the trainer would count it among its checkpoints."""
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         if path.is_dir() and _NUMBERED.fullmatch(path.stem) and path == incomplete_name(path.with_suffix("")):
             shutil.rmtree(path)
