@@ -1,4 +1,4 @@
-"""On how many cards a recipe is estimated or planned: what ``--gpu 8xrtx-4090`` and ``distributed`` say together."""
+"""The number of GPUs that a recipe is estimated or planned for, by ``--gpu 8xrtx-4090`` and ``distributed``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lowmem_ft.techniques.config import DistributedConfig, Strategy
 
 
 def on_cards(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tuple[Recipe, str | None]:
-    """The recipe with ``distributed`` as it would be launched, one process a card, and the card's own name.
+    """Return the recipe with ``distributed`` as at launch, one process per GPU, and the GPU's own name.
 
-    Cards that are counted share the model by fsdp2 where the recipe leaves that open. A number of processes without a
-    strategy is ddp, as it is when it is launched.
+    GPUs given with a count share the model by FSDP2 where the recipe leaves the strategy open. A number of processes
+    without a strategy means DDP, as at launch.
 
     Args:
-        recipe: what is to be estimated.
+        recipe: the recipe to estimate.
         gpu: such as ``8xrtx-4090`` or ``rtx-4090``, or None.
-        is_planned: a strategy that is open stays so, for a plan to choose, unless ``plan.keep`` holds it.
+        is_planned: whether an open strategy stays open, for a plan to choose, unless ``plan.keep`` holds it.
 
     Returns:
-        Both; a recipe for one process is left as it is.
+        Both; a recipe for one process is returned unchanged.
 
     Raises:
-        RecipeError: if the two disagree, or the strategy is none that can be traced; lists all of it.
-        UserError: if the count is none.
+        RecipeError: if the two disagree, or the strategy cannot be traced; lists all problems.
+        UserError: if the count is invalid.
     """
     count, name = (None, gpu) if gpu is None else split_count(gpu)
     config = recipe.distributed

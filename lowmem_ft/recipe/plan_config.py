@@ -1,4 +1,4 @@
-"""What may be chosen for a recipe before it is trained; :mod:`lowmem_ft.planner` does the choosing."""
+"""Choices that a plan may make for a recipe before it is trained; :mod:`lowmem_ft.planner` makes them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 from lowmem_ft.foundation.knob import knob
 
 Consent = Literal["shorter_rows", "lora", "qlora", "plain_bf16", "stochastic_rounding", "bf16_sums"]
-"""What a plan may give up of the mathematics, if it is allowed to; each is the ``consent`` of some knob's value."""
+"""Changes to the mathematics that a plan may make if the user allows them; each is the ``consent`` of a knob's value."""
 
 INCLUDED: Mapping[str, Consent] = {"qlora": "lora"}
-"""Whoever allows the first is not asked for the second where both are given up."""
+"""Consents that include another: a user who allows the first is not asked for the second where both are needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Whether the memory knobs are chosen for the budget, and which of them may be."""
+    """The choice of the memory knobs for the budget: whether a plan makes it, and which knobs it may change."""
 
     mode: Literal["none", "auto"] = knob(
         "none",
@@ -34,7 +34,7 @@ class PlanConfig:
     )
 
     def problems(self) -> list[str]:
-        """What is wrong with these values in themselves; empty if nothing is."""
+        """Return what is wrong with these values in themselves; may be empty."""
         return [
             f"plan.{name} names a thing once, got {', '.join(twice)} twice. Leave one out."
             for name, words in (("allow", self.allow), ("keep", self.keep))

@@ -1,4 +1,4 @@
-"""How long, how fast and with what bookkeeping to train, by the names of ``TrainingArguments``."""
+"""The training loop's config: length, speed and bookkeeping, with the names of ``TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ class TrainingConfig:
     )
 
     def problems(self) -> list[str]:
-        """What is wrong with these values in themselves; empty if nothing is."""
+        """Return what is wrong with these values in themselves; may be empty."""
         return [*_not_positive(self), *_out_of_range(self)]
 
 
 def require_tracker(name: str) -> None:
-    """Refuse a tracker that is not there.
+    """Refuse a tracker that is not installed.
 
     Args:
-        name: of ``training.report_to``.
+        name: its name in ``training.report_to``.
 
     Raises:
         MissingPackageError: if it is not installed.

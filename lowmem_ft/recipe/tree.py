@@ -24,7 +24,7 @@ from lowmem_ft.techniques.config import (
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One run. A part is handed its own config and never the whole."""
+    """One run. Each part receives its own config and never the whole."""
 
     name: str = knob("recipe", "Name of the recipe; in a file, null means the file's name.")
     description: str = knob("", "One line for `lowmem-ft recipes`.")
@@ -44,11 +44,11 @@ class Recipe:
 
     @property
     def left_to_choose(self) -> tuple[str, ...]:
-        """The settings that leave something to be chosen for a budget, which is done above training."""
+        """The settings that leave a choice for a budget open; code above training makes it."""
         settings = {"plan.mode": self.plan.mode, "checkpointing.mode": self.checkpointing.mode}
         return tuple(f"{key}={value}" for key, value in settings.items() if value == "auto")
 
     @property
     def uses_bitsandbytes(self) -> bool:
-        """Whether its kernels are called, whose code the device then holds."""
+        """True if kernels of bitsandbytes are called, whose code the device then holds."""
         return self.model.quantization != "none" or self.optimizer.row.bitsandbytes is not None

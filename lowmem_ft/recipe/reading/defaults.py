@@ -1,4 +1,4 @@
-"""What settings that name a model and no recipe leave open, and what a plan of them is called."""
+"""Defaults for settings that name a model and no recipe, and names for plans made of them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
 from lowmem_ft.recipe.tree import Recipe
 
 TOKENS = 2048
-"""Of a row, where nobody says how long the data's are."""
+"""Tokens per row, where the length of the data's rows is not known."""
 
 _ROWS = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
 
 
 def with_defaults_of_plan(settings: Sequence[str]) -> list[str]:
-    """Settings that name a model and no recipe, with what a plan needs besides: a step of 16 rows of 2048 tokens.
+    """Add to settings that name a model and no recipe what a plan needs: a step of 16 rows of 2048 tokens.
 
     Args:
-        settings: as typed.
+        settings: the settings as typed.
 
     Returns:
-        The defaults that they do not set themselves, then the settings. Rows are shorter where the model is known, on
-        this machine or in the catalogue, to take no more.
+        The defaults that they do not set themselves, then the settings. Rows are shorter if the model is known, on this
+        machine or in the catalogue, to take fewer tokens.
     """
     values = {key: value for key, _, value in (setting.partition("=") for setting in settings)}
     defaults = [] if _ROWS & values.keys() else ["training.gradient_accumulation_steps=16"]
@@ -35,12 +35,12 @@ def with_defaults_of_plan(settings: Sequence[str]) -> list[str]:
 
 
 def named_as_planned(recipe: Recipe, settings: Sequence[str], *where: str) -> Recipe:
-    """The recipe under a name of its own among those planned of the same model or recipe: it is that of its run folder.
+    """Return the recipe under a name that is unique among plans of the same model or recipe: it names the run folder.
 
     Args:
-        recipe: that was planned, or is to be.
-        settings: as typed; a name among them stays.
-        where: the budget and the card.
+        recipe: the recipe that was planned, or is to be.
+        settings: the settings as typed; a name among them stays.
+        where: the budget and the GPU.
     """
     if any(setting.partition("=")[0] == "name" for setting in settings):
         return recipe

@@ -12,11 +12,11 @@ from lowmem_ft.recipe.reading.references import escape_references
 from lowmem_ft.recipe.tree import Recipe
 
 _WIDTH = 78
-"""Of a comment, behind an indent of two: a terminal shows all of it."""
+"""Characters of a comment, behind an indent of two: a terminal shows all of it."""
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
-    """The whole recipe as commented YAML; ``load_recipe`` of it gives an equal recipe.
+    """Return the whole recipe as commented YAML; ``load_recipe`` of it gives an equal recipe.
 
     Args:
         recipe: any recipe.

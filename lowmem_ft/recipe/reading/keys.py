@@ -1,4 +1,4 @@
-"""Every key of a recipe as a user types it, its type and documentation, and what a wrong key meant."""
+"""Every key of a recipe as a user types it, its type and documentation, and suggestions for a wrong key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT_FORMS = {
     "budget": "budget.device",
     "plan": "plan.mode",
 }
-"""What a whole group stands for on the command line: ``budget=24GiB``."""
+"""The key that a group's name alone means on the command line: ``budget=24GiB``."""
 
 UPSTREAM_NAMES = {
     "adam_beta1": "optimizer.betas",
@@ -77,7 +77,7 @@ UPSTREAM_NAMES = {
     "val_size": "data.eval_size",
     "warmup_ratio": "training.warmup_steps",
 }
-"""What other toolkits and older transformers call a key of ours."""
+"""Other toolkits' and older transformers' names for our keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +104,17 @@ class RecipeKey:
         return get_args(hint) if get_origin(hint) is Literal else ()
 
     def value_in(self, recipe: Recipe) -> Any:
-        """What a recipe says."""
+        """Return the key's value in a recipe."""
         return operator.attrgetter(self.path)(recipe)
 
     def effect_of(self, value: Any) -> Effect:
-        """What comes with a value; nothing for a key that is no memory knob, or is switched off."""
+        """Return the effect of a value; no effect for a key that is not a memory knob, or is switched off."""
         if isinstance(self.effects, Effect):
             return NO_EFFECT if value == self.off else self.effects
         return NO_EFFECT if self.effects is None else self.effects.get(value, NO_EFFECT)
 
     def effect_of_change(self, recipe: Recipe, value: Any) -> Effect:
-        """What comes with a new value: of two optimizers with other mathematics, say, the second gives up no more."""
+        """Return the effect of a new value: of two optimizers with other mathematics, the second gives up no more."""
         before, after = self.effect_of(self.value_in(recipe)), self.effect_of(value)
         if value == self.value_in(recipe):
             return NO_EFFECT
@@ -124,12 +124,12 @@ class RecipeKey:
         return after
 
     def setting(self, value: Any) -> str:
-        """A value of the key as it is typed."""
+        """Return a value of the key as a user types it."""
         return f"{self.path}={as_typed(value)}"
 
 
 def as_typed(value: Any) -> str:
-    """A value as it is typed in a setting."""
+    """Return a value as a user types it in a setting."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(list(value) if isinstance(value, tuple) else value)
@@ -137,7 +137,7 @@ def as_typed(value: Any) -> str:
 
 @functools.cache
 def recipe_groups() -> dict[str, type]:
-    """The config class of each group, in the recipe's order."""
+    """Return the config class of each group, in the recipe's order."""
     hints = get_type_hints(Recipe)
     return {
         name: hint
@@ -148,7 +148,7 @@ def recipe_groups() -> dict[str, type]:
 
 @functools.cache
 def recipe_keys() -> dict[str, RecipeKey]:
-    """Every key by its dotted path, in the recipe's order."""
+    """Return every key by its dotted path, in the recipe's order."""
     keys: dict[str, RecipeKey] = {}
     for name in (knob.name for knob in dataclasses.fields(Recipe)):
         group = recipe_groups().get(name)
@@ -172,7 +172,7 @@ def _keys_of(config_class: type, prefix: str = "", only: str | None = None) -> I
 
 
 def memory_knobs(recipe: Recipe) -> Iterator[tuple[RecipeKey, Any, Effect]]:
-    """Each memory knob of a recipe with its value and what comes with that."""
+    """Yield each memory knob of a recipe with its value and the effect of that."""
     for key in recipe_keys().values():
         if key.effects is not None:
             value = key.value_in(recipe)
@@ -180,7 +180,7 @@ def memory_knobs(recipe: Recipe) -> Iterator[tuple[RecipeKey, Any, Effect]]:
 
 
 def knobs_that_need_checkpointing() -> list[str]:
-    """The keys of which some value asks for checkpointed layers."""
+    """Return the keys with some value that needs checkpointed layers."""
 
     def effects_of(key: RecipeKey) -> list[Effect]:
         if isinstance(key.effects, Effect):
@@ -195,7 +195,7 @@ def knobs_that_need_checkpointing() -> list[str]:
 
 
 def unknown_key(path: str) -> str:
-    """The sentence about a key that does not exist: what was seen, and what was probably meant."""
+    """Return the sentence about a key that does not exist: what was seen, and what was probably meant."""
     meant = keys_meant_by(path)
     if not meant:
         return f"{path} is not a recipe key. Run `lowmem-ft recipes NAME` to see every key."
@@ -203,7 +203,7 @@ def unknown_key(path: str) -> str:
 
 
 def not_a_group(group: str, value: Any) -> str:
-    """The sentence about a plain value where a group of settings belongs."""
+    """Return the sentence about a plain value where a group of settings belongs."""
     short = SHORT_FORMS.get(group)
     if short is not None:
         return f"{group} is a group of settings, got {value!r}. Write {short}={value}."
@@ -216,13 +216,13 @@ def not_a_group(group: str, value: Any) -> str:
 
 
 def keys_meant_by(path: str) -> list[str]:
-    """The keys that a wrong one may stand for: a name in the wrong group, another toolkit's, a misspelt one."""
+    """Return the keys that a wrong one may mean: a name in the wrong group, another toolkit's, a misspelt one."""
     leaf = path.rpartition(".")[2]
     return [UPSTREAM_NAMES[leaf]] if leaf in UPSTREAM_NAMES else _closest(path, leaf)
 
 
 def _closest(path: str, leaf: str, cutoff: float = 0.75) -> list[str]:
-    """Known keys or groups whose whole path or last part is spelt like the one seen, closest first."""
+    """Return known keys or groups whose whole path or last part is spelt like the one seen, closest first."""
 
     def likeness(known: str) -> float:
         whole = difflib.SequenceMatcher(None, path, known).ratio()
@@ -235,7 +235,7 @@ def _closest(path: str, leaf: str, cutoff: float = 0.75) -> list[str]:
 
 
 def without_none(type_hint: Any) -> Any:
-    """``X`` of ``X | None``; any other type as it is."""
+    """Return ``X`` for ``X | None``; any other type unchanged."""
     if not accepts_none(type_hint):
         return type_hint
     rest = tuple(member for member in get_args(type_hint) if member is not types.NoneType)
@@ -243,12 +243,12 @@ def without_none(type_hint: Any) -> Any:
 
 
 def accepts_none(type_hint: Any) -> bool:
-    """Whether null is among the values of the type."""
+    """Return whether null is among the values of the type."""
     return get_origin(type_hint) in (Union, types.UnionType) and types.NoneType in get_args(type_hint)
 
 
 def describe_type(type_hint: Any) -> str:
-    """What a value of the type looks like, in words that complete "must be"."""
+    """Describe a value of the type, in words that complete "must be"."""
     if accepts_none(type_hint):
         return f"{describe_type(without_none(type_hint))}, or null"
     origin, arguments = get_origin(type_hint), get_args(type_hint)

@@ -1,4 +1,4 @@
-"""From a recipe's name and ``key=value`` settings to a :class:`Recipe`, or to every problem at once."""
+"""Loading: from a recipe's name and ``key=value`` settings to a :class:`Recipe`, or to every problem at once."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_recipe(name_or_path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe of that name, with the settings applied.
+    """Return the recipe of that name, with the settings applied.
 
     A file may extend another (``base: NAME|PATH``); a key counts where it is set last: base, file, overrides. Keys that
-    describe a data set or a model go with it: where a later layer names another one, they do not hold for that.
+    describe a data set or a model go with it: if a later layer names another one, they are dropped.
 
     Args:
         name_or_path: the name of a shipped recipe, or the path of a ``.yaml`` file; None: the defaults alone.
@@ -47,7 +47,7 @@ def load_recipe(name_or_path: str | os.PathLike[str] | None, overrides: Iterable
         The recipe, with every type, range and combination checked.
 
     Raises:
-        RecipeError: if anything is wrong with the file or the settings; lists all of it.
+        RecipeError: if anything is wrong with the file or the settings; lists all problems.
     """
     draft = _Draft()
     files: list[RecipeFile] = []
@@ -68,7 +68,7 @@ def load_recipe(name_or_path: str | os.PathLike[str] | None, overrides: Iterable
 
 
 def _named(file: RecipeFile, chosen: RecipeFile) -> dict[str, Any]:
-    """The file's settings without a base's name and description, which are not those of the chosen recipe."""
+    """Return the file's settings without a base's name and description, which do not apply to the chosen recipe."""
     if file is chosen:
         return {**file.settings, "name": file.settings.get("name") or file.path.stem}
     return {key: value for key, value in file.settings.items() if key not in ("name", "description")}
@@ -78,7 +78,7 @@ def _named(file: RecipeFile, chosen: RecipeFile) -> dict[str, Any]:
 class _Draft:
     """A recipe in the making: typed values and problems so far, and the keys or groups not to be trusted.
 
-    ``unresolved``: what is wrong with references of files, by the key whose value holds them; a later layer may set it.
+    ``unresolved``: problems with references of files, by the key whose value holds them; a later layer may set it.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class _Draft:
     replaced: list[Replaced] = field(default_factory=list)
 
     def apply(self, settings: dict[str, Any], origin: str = "") -> None:
-        """Take over one layer of settings; an unknown key or a wrong type becomes a problem that names its origin."""
+        """Apply one layer of settings; an unknown key or a wrong type becomes a problem that names its origin."""
         earlier, self.values = self.values, {}
         self._read(settings, origin)
         replaced = replaced_by(earlier, self.values)
@@ -97,7 +97,7 @@ class _Draft:
         self.values = {**{key: earlier[key] for key in earlier if key not in dropped}, **self.values}
 
     def log_replaced(self) -> None:
-        """Say which keys went with a data set or model that a later layer replaced."""
+        """Log which keys were dropped with a data set or model that a later layer replaced."""
         for source in self.replaced:
             logger.info("%s", source)
 
@@ -128,7 +128,7 @@ class _Draft:
             self.problems.append(f"{origin}{_wrong_type(key, value)}")
 
     def finish(self) -> Recipe:
-        """The recipe; where a value could not be read, the default stands in while the rest is checked."""
+        """Return the recipe; where a value could not be read, its default is used to check the rest."""
         groups = {name: group(**self._values_of(name, group)) for name, group in recipe_groups().items()}
         recipe = Recipe(**self._values_of(None, Recipe), **groups)
         unreliable = {*self.wrong, *map(recipe_key_of, self.unresolved)}
@@ -144,10 +144,10 @@ class _Draft:
 
 
 def _typed_value(key: RecipeKey, value: Any) -> Any:
-    """The value in the key's own type, as OmegaConf converts it.
+    """Return the value in the key's own type, as OmegaConf converts it.
 
     Raises:
-        OmegaConfBaseException: if the value is none of that type.
+        OmegaConfBaseException: if the value is not of that type.
         TypeError: if it is a list where a mapping belongs, or the reverse.
     """
     if key.choices and isinstance(value, bool):
@@ -164,7 +164,7 @@ def _typed_value(key: RecipeKey, value: Any) -> Any:
 
 @functools.cache
 def _schema(key: RecipeKey) -> DictConfig:
-    """The key's field alone: OmegaConf takes milliseconds for each field of a dataclass, and a file sets many keys."""
+    """Return a schema of the key's field alone: OmegaConf takes milliseconds per field, and a file sets many keys."""
     (field,) = (field for field in dataclasses.fields(key.config_class) if field.name == key.name)
     default = dataclasses.field(default=field.default, default_factory=field.default_factory)
     return OmegaConf.structured(dataclasses.make_dataclass("Setting", [(key.name, key.type_hint, default)]))
@@ -179,7 +179,7 @@ def _wrong_type(key: RecipeKey, value: Any) -> str:
 
 
 def _only_leaf(path: str, value: Any) -> str:
-    """``trainig.seed`` of ``{trainig: {seed: 1}}``: the whole key where there is only one to name."""
+    """Return ``trainig.seed`` for ``{trainig: {seed: 1}}``: the whole key where there is only one to name."""
     while isinstance(value, dict) and len(value) == 1:
         ((inner, value),) = value.items()
         path = f"{path}.{inner}"

@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings as nested values, and one problem for each that is no ``key=value``.
+    """Return the settings as nested values, and one problem for each that is not ``key=value``.
 
     Args:
-        overrides: settings such as ``training.learning_rate=1e-5``; of two with one key the later counts, and if they
-            differ that is said.
+        overrides: settings such as ``training.learning_rate=1e-5``; of two with one key the later wins, with a warning
+            if they differ.
 
     Returns:
         The nested values, and the problems.
@@ -57,7 +57,7 @@ def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]
 
 
 def _join_dashed(overrides: Iterable[str]) -> list[str]:
-    """``--key value``, as other programs have it, in one piece: one mistake, one message."""
+    """Join ``--key value``, as other programs take it, into one piece: one mistake, one message."""
     joined: list[str] = []
     for written in overrides:
         after_dashed = joined and joined[-1].startswith("-") and not {"=", " "} & set(joined[-1])
@@ -83,7 +83,7 @@ def _unreadable(path: str, text: str) -> str:
 
 
 def _parse(path: str, text: str) -> Any:
-    """The value as the key's type reads it: text stays as typed, everything else is YAML; `${...}` is the shell's."""
+    """Return the value as the key's type reads it: text stays as typed, the rest is YAML; ``${...}`` is the shell's."""
     key = recipe_keys().get(path)
     if key is not None and text != "null" and (key.choices or without_none(key.type_hint) is str):
         return text

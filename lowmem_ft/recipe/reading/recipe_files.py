@@ -19,12 +19,12 @@ from lowmem_ft.foundation.user_paths import address_problem, expand_user, neighb
 from lowmem_ft.recipe.reading.references import TooLongError, resolve_references
 
 MOST_NAMED = 5
-"""Files of a folder that an error names."""
+"""The most files of a folder that an error names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
-    """What one YAML file sets, as nested plain values; ``path`` is the file.
+    """The settings of one YAML file, as nested plain values; ``path`` is the file.
 
     ``problems``: what is wrong with a reference, by the key whose value holds it and which ``settings`` lacks.
     """
@@ -35,21 +35,21 @@ class RecipeFile:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
+    """Return the recipes that come with the package, by name."""
     return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
 
 
 def read_recipe_files(name_or_path: str | os.PathLike[str]) -> list[RecipeFile]:
-    """The named recipe's file and, before it, the files it extends: later ones go before earlier ones.
+    """Return the named recipe's file and, before it, the files it extends: later ones override earlier ones.
 
     Args:
         name_or_path: the name of a shipped recipe, or the path of a ``.yaml`` file.
 
     Returns:
-        The files, the one named last.
+        The files, the named one last.
 
     Raises:
-        RecipeError: if a file is missing, is not YAML, is no mapping, or extends itself.
+        RecipeError: if a file is missing, is not YAML, is not a mapping, or extends itself.
     """
     files: list[RecipeFile] = []
     wanted: str | None = os.fspath(name_or_path)
@@ -73,7 +73,7 @@ def _base_of(files: list[RecipeFile]) -> str:
 
 
 def _find(name_or_path: str, folder: Path) -> Path:
-    """The file of a shipped recipe, or of a path relative to ``folder``."""
+    """Return the file of a shipped recipe, or of a path relative to ``folder``."""
     shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]
@@ -100,7 +100,7 @@ def _find(name_or_path: str, folder: Path) -> Path:
 
 
 def meant_by(words: Sequence[str]) -> str:
-    """What a word that is no setting may stand for, as a sentence behind others; empty: nothing that is known."""
+    """Return a sentence about what a word that is not a setting may mean, to append to others; empty if unknown."""
     for word in words:
         if word in shipped_recipes() or word.endswith((".yaml", ".yml")):
             return f" Did you mean recipe={word}?"
@@ -110,7 +110,7 @@ def meant_by(words: Sequence[str]) -> str:
 
 
 def _recipes_in(folder: Path) -> str:
-    """The way out, where a file was looked for in vain."""
+    """Return the way out for a file that was not found."""
     if not folder.is_dir():
         return f" There is no folder {folder}. {_SHIPPED}"
     return f" Recipes in {'this folder' if folder == Path() else folder}: {_yaml_names(folder)}. {_SHIPPED}"
@@ -127,7 +127,7 @@ def _yaml_names(folder: Path) -> str:
 
 
 def _read(path: Path) -> RecipeFile:
-    """The file's settings, references resolved; ``${recipe_dir}`` is the folder that holds it."""
+    """Read the file's settings, with references resolved; ``${recipe_dir}`` is the folder that contains the file."""
     try:
         written = _read_yaml(path)
         resolved = resolve_references(written, {"recipe_dir": str(path.parent.resolve())})
@@ -146,7 +146,7 @@ def _read(path: Path) -> RecipeFile:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """What the file says, word for word."""
+    """Return what the file says, word for word."""
     config = OmegaConf.load(io.StringIO(path.read_text(encoding="utf-8")))
     if not OmegaConf.is_dict(config):
         raise RecipeError(f"{path} must hold `group: {{key: value}}` mappings, got a list.")

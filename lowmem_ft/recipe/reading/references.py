@@ -1,8 +1,7 @@
-"""``${...}`` in a recipe file: the folder that holds the file, or a key of the same file, and nothing else.
+"""``${...}`` in a recipe file: the folder that contains the file, or a key of the same file, and nothing else.
 
-A recipe file may come from somebody else. Text that could name a variable of the environment could carry it into the
-name of a folder or a model card, so no resolver of OmegaConf is asked, neither one of its own nor one that was
-registered.
+A recipe file may come from another user. If its text could name an environment variable, it could copy that into the
+name of a folder or a model card, so no resolver of OmegaConf is called, neither a built-in nor a registered one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from lowmem_ft.foundation.errors import did_you_mean
 
 MOST_CHARACTERS = 1_000_000
-"""What all values of a file may come to, with their references written out: a few lines can double it thirty times."""
+"""Limit on all values of a file with references written out, as a few lines can double it thirty times."""
 
 _OPENING = re.compile(r"(\\*)\$\{")
 _NAME = re.compile(r"(\.*)([^\s.:{}$\[\]]+(?:\.[^\s.:{}$\[\]]+|\[\d+\])*)")
@@ -24,7 +23,7 @@ _RESOLVER = re.compile(r"\s*([\w.]+)\s*:")
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSettings:
-    """What a file sets, with its references replaced; without the values whose references cannot be.
+    """The settings of a file with references replaced, without the values whose references cannot be resolved.
 
     Attributes:
         settings: nested plain values.
@@ -40,7 +39,7 @@ def resolve_references(settings: Mapping[str, Any], variables: Mapping[str, str]
 
     Args:
         settings: nested plain values, as the file has them.
-        variables: what else may be named, such as ``recipe_dir``.
+        variables: other names that may occur, such as ``recipe_dir``.
 
     Returns:
         The settings, and what is wrong with them.
@@ -58,7 +57,7 @@ def resolve_references(settings: Mapping[str, Any], variables: Mapping[str, str]
 
 
 def escape_references(value: Any) -> Any:
-    """The value with each literal ``${`` marked, so that a recipe file, and OmegaConf, have it as text."""
+    """Mark each literal ``${`` in the value, so that a recipe file, and OmegaConf, read it as text."""
     if isinstance(value, dict):
         return {name: escape_references(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -69,11 +68,11 @@ def escape_references(value: Any) -> Any:
 
 
 class TooLongError(Exception):
-    """The values of a file come to more than a recipe holds."""
+    """The values of a file come to more than a recipe may hold."""
 
 
 class _Unknown:
-    """Stands for a value whose reference cannot be resolved."""
+    """A placeholder for a value whose reference cannot be resolved."""
 
 
 _UNKNOWN = _Unknown()
@@ -89,7 +88,7 @@ class _Resolver:
     num_characters: int = 0
 
     def value(self, path: _Path, value: Any) -> Any:
-        """The value of that path with its references replaced, or ``_UNKNOWN``."""
+        """Return the value of that path with its references replaced, or ``_UNKNOWN``."""
         self._count(1, path)
         if isinstance(value, dict):
             found = {name: self.value((*path, name), inner) for name, inner in value.items()}
@@ -155,12 +154,12 @@ class _Resolver:
 
 
 class _WrongReferenceError(Exception):
-    """What is wrong with a reference, in words."""
+    """A wrong reference, described in words."""
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """One ``${...}``, and what stands between the braces."""
+    """One ``${...}``, with the text between its braces."""
 
     body: str
 
@@ -168,7 +167,7 @@ class _Reference:
         return f"${{{self.body}}}"
 
     def target(self, path: _Path) -> _Path:
-        """The path that it names in the value of ``path``: from the top, or, after dots, from the group it is in."""
+        """Return the path that it names in the value of ``path``: from the top, or, after dots, from the group around."""
         if (name := _NAME.fullmatch(self.body.strip())) is None:
             raise _WrongReferenceError(f"{self._why_not()} {_RULE} {_way_out(path)}")
         dots, names = name.groups()
@@ -189,18 +188,18 @@ _RULE = (
 
 
 def _way_out(path: _Path) -> str:
-    """What to write in place of a reference."""
+    """Return what to write in place of a reference."""
     or_set = "" if path == ("base",) else f", or set {recipe_key_of(_written(path))}=... on the command line"
     return rf"Write the value{or_set}; \${{ stands for the characters themselves."
 
 
 def recipe_key_of(path: str) -> str:
-    """``data.data_files`` of ``data.data_files[1]``: the key whose value a path leads into."""
+    """Return the key whose value a path leads into: ``data.data_files`` for ``data.data_files[1]``."""
     return ".".join(path.partition("[")[0].split(".")[:2])
 
 
 def _parts(text: str) -> list[str | _Reference]:
-    """The text cut at its references; one without any is one part."""
+    """Split the text at its references; a text without any is one part."""
     parts: list[str | _Reference] = []
     plain, position = "", 0
     while opening := _OPENING.search(text, position):
@@ -219,7 +218,7 @@ def _parts(text: str) -> list[str | _Reference]:
 
 
 def _end(text: str, start: int) -> int:
-    """Where the brace closes that was opened before ``start``."""
+    """Return the position of the brace that closes the one before ``start``."""
     depth = 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
@@ -231,5 +230,5 @@ def _end(text: str, start: int) -> int:
 
 
 def _written(path: _Path) -> str:
-    """``data.data_files[1]``."""
+    """Return a path as written, such as ``data.data_files[1]``."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")

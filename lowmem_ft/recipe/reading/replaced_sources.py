@@ -1,8 +1,8 @@
-"""What of a recipe describes its data set or its model, and means nothing for another one.
+"""Keys of a recipe that describe its data set or its model, and mean nothing for another one.
 
-A recipe that names UltraChat also names UltraChat's splits. Whoever says ``data=my_chats.jsonl`` replaces the data set,
-and its splits, revision and columns with it, unless the same layer (the command line, or a file with a ``base``) sets
-them too.
+A recipe that names UltraChat also names UltraChat's splits. A user who sets ``data=my_chats.jsonl`` replaces the data
+set, and its splits, revision and columns with it, unless the same layer (the command line, or a file with a ``base``)
+sets them too.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ OF_A_SOURCE: dict[str, tuple[str, ...]] = {
         "model.trust_remote_code",
     ),
 }
-"""By the key that names a source: the keys that say how to read that very source."""
+"""For each key that names a source, the keys that say how to read that particular source."""
 
 _INSTEAD = {"data.eval_path": "data.path"}
-"""What a source is where it is not named."""
+"""The key whose source is used where a source is not named."""
 
 _HELD_OUT = ("data.eval_path", "data.eval_split", "data.eval_size")
 _OF_HELD_OUT = ("training.eval_steps", "training.eval_on_start")
@@ -49,10 +49,10 @@ class Replaced:
     """A source that a later layer replaced.
 
     Args:
-        key: names the source, such as ``data.path``.
-        before: what was replaced.
-        now: by what.
-        dropped: the keys, with their values, that went with it.
+        key: the key that names the source, such as ``data.path``.
+        before: the replaced source.
+        now: the source that replaces it.
+        dropped: the keys, with their values, that were dropped with it.
     """
 
     key: str
@@ -66,14 +66,15 @@ class Replaced:
 
 
 def replaced_by(earlier: Mapping[str, Any], layer: Mapping[str, Any]) -> list[Replaced]:
-    """The sources of earlier layers that a layer replaces, with the keys that go with them.
+    """Return the sources of earlier layers that a layer replaces, with the keys that go with them.
 
     Args:
         earlier: values by dotted key, of all layers before.
         layer: values by dotted key.
 
     Returns:
-        One entry a replaced source that has such keys. A schedule of evaluations goes with the last held-out data.
+        One entry for each replaced source that has such keys. A schedule of evaluations goes with the last held-out
+        data.
     """
     replaced = []
     for key, described in OF_A_SOURCE.items():
@@ -92,7 +93,7 @@ def replaced_by(earlier: Mapping[str, Any], layer: Mapping[str, Any]) -> list[Re
 def _evaluation_without_data(
     earlier: Mapping[str, Any], layer: Mapping[str, Any], dropped: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The earlier layers' schedule of evaluations, if neither they nor this layer name other held-out data."""
+    """Return earlier layers' schedule of evaluations, if neither they nor this layer name other held-out data."""
     kept = {**{name: value for name, value in earlier.items() if name not in dropped}, **layer}
     if any(kept.get(name) is not None for name in _HELD_OUT):
         return {}

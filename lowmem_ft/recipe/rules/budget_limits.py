@@ -1,4 +1,4 @@
-"""Budgets that no run can keep, or no machine has: what can be told before torch is imported, which takes seconds."""
+"""Budgets that no run can keep, or no machine has: checks before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.system.process_size import LEAST_PROCESS_BYTES, LIBRARIES_BYTES, PROCESS_BESIDE_GPU_BYTES
 
 _CARDS_TO_COME = 2
-"""So many times the memory of the catalogue's largest card is beyond that of any card that it does not know yet."""
+"""Factor on the memory of the catalogue's largest GPU, beyond which no GPU is expected that the catalogue lacks."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 _QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1}
 
 
 def check_budget_of_run(recipe: Recipe) -> None:
-    """Refuse a budget that a run of the recipe is above before its first step, whatever the device turns out to be.
+    """Refuse a budget that a run of the recipe exceeds before its first step, whatever the device turns out to be.
 
     Raises:
-        DoesNotFitError: if the process alone is above it, with the weights where these stay on the device.
+        DoesNotFitError: if the process alone exceeds it, with the weights where these stay on the device.
         UserError: if no device has so much.
     """
     refuse_budget_beyond_all(recipe)
@@ -34,11 +34,11 @@ def check_budget_of_run(recipe: Recipe) -> None:
 
 
 def check_budget_of_plan(recipe: Recipe, gpu: str | None) -> None:
-    """Refuse a budget that nothing can be planned for.
+    """Refuse a budget for which no plan can exist.
 
     Args:
-        recipe: to be planned.
-        gpu: a name of the catalogue's, ``cpu``, or None: whatever this machine has, which only torch knows.
+        recipe: the recipe to plan.
+        gpu: a name from the catalogue, ``cpu``, or None: whatever this machine has, which only torch knows.
 
     Raises:
         UserError: if the device has less, or a process alone takes more.
@@ -62,7 +62,7 @@ def check_budget_of_plan(recipe: Recipe, gpu: str | None) -> None:
 
 
 def refuse_budget_beyond_all(recipe: Recipe) -> None:
-    """Refuse a device budget that is more than any card has, and more than this machine.
+    """Refuse a device budget that is more than any GPU has, and more than this machine.
 
     Raises:
         UserError: if it is.
@@ -78,10 +78,10 @@ def refuse_budget_beyond_all(recipe: Recipe) -> None:
 
 
 def beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
-    """What is wrong with a budget that a device cannot offer, or that a process alone is above; empty if nothing is.
+    """Return problems with a budget that a device cannot offer, or that a process alone exceeds; may be empty.
 
     Args:
-        budget: what may be taken.
+        budget: the memory that may be taken.
         gpu: the device; None: this machine's processor.
     """
     if budget.device is None:
@@ -99,7 +99,7 @@ def beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
 
 
 def above_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
-    """What is wrong with a budget of more than a device has; the arguments of :func:`beyond_device`."""
+    """Return problems with a budget of more than a device has; takes the arguments of :func:`beyond_device`."""
     there = psutil.virtual_memory().total if gpu is None else gpu.memory_bytes
     if budget.device is None or is_of_size(there, parse_bytes(budget.device)):
         return ()
@@ -111,13 +111,13 @@ def above_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
 
 
 def beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool, num_processes: int = 1) -> Sequence[str]:
-    """The same of the host's memory.
+    """Return the same problems for the host's memory.
 
     Args:
-        budget: what may be taken.
+        budget: the memory that may be taken.
         gpu: the device; None: this machine's processor.
         is_here: whether the host is this machine.
-        num_processes: that share it.
+        num_processes: processes that share it.
     """
     if budget.host is None:
         return ()
@@ -137,7 +137,7 @@ def beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool, num_processes
 
 
 def _below_any_process(recipe: Recipe, weight_bytes: int = 0) -> list[str]:
-    """What is wrong with budgets below what a process takes on any device, with weights that stay on it."""
+    """Return problems with budgets below what a process takes on any device, with weights that stay on it."""
     contexts = [gpu.context_bytes for gpu in load_gpus().values()]
     on_device = LEAST_PROCESS_BYTES if recipe.training.use_cpu else min(LEAST_PROCESS_BYTES, *contexts)
     problems = []
@@ -161,7 +161,7 @@ def _below_any_process(recipe: Recipe, weight_bytes: int = 0) -> list[str]:
 
 
 def _least_weight_bytes(recipe: Recipe) -> int:
-    """Of weights that stay on the device; 0 where nothing is known of them, or a plan may put them elsewhere."""
+    """Return the bytes of weights that stay on the device; 0 if they are unknown, or a plan may put them elsewhere."""
     model = recipe.model
     if recipe.offload.parameters != "device" or recipe.plan.mode != "none":
         return 0

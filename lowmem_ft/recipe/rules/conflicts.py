@@ -1,4 +1,4 @@
-"""Rules across parts: what one key asks of another.
+"""Rules across parts: what one key requires of another.
 
 A new rule is a function in ``memory_rules.py``, ``run_rules.py`` or ``engine_rules.py``, marked with the keys that it
 reads.
@@ -18,17 +18,17 @@ from lowmem_ft.recipe.rules.rule import Conflict
 from lowmem_ft.recipe.tree import Recipe
 
 LARGEST_WHOLE_NUMBER = 2**32 - 1
-"""Of any key: more steps, examples, tokens or layers than there are; what is larger overflows somewhere."""
+"""The most that a key may count, steps, examples, tokens or layers: a larger number overflows somewhere."""
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Refuse a recipe that cannot work, such as one put together in Python.
 
     Args:
-        recipe: any recipe; those from ``load_recipe`` have been checked already.
+        recipe: any recipe; ``load_recipe`` has checked its own already.
 
     Raises:
-        RecipeError: if a value is out of its range or two values exclude each other; lists all of it.
+        RecipeError: if a value is out of its range or two values exclude each other; lists all problems.
     """
     problems = recipe_problems(recipe)
     if problems:
@@ -36,15 +36,15 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def recipe_problems(recipe: Recipe, unreliable: Collection[str] = ()) -> list[str]:
-    """What is wrong with a recipe: each part by its own rules, then the rules across parts.
+    """Return what is wrong with a recipe: each part by its own rules, then the rules across parts.
 
     Args:
         recipe: any recipe.
-        unreliable: dotted keys and groups that hold a stand-in for a value nobody could read: rules about
-            these are passed over.
+        unreliable: dotted keys and groups that hold a stand-in for a value that could not be read: rules about them are
+            skipped.
 
     Returns:
-        One sentence a problem; empty if the recipe can work.
+        One sentence per problem; empty if the recipe can work.
     """
     extreme = _extreme_numbers(recipe)
     problems = [*_empty_names(recipe), *extreme.values()]
@@ -66,14 +66,14 @@ CONFLICTS: tuple[Conflict, ...] = tuple(
     for rule in vars(module).values()
     if isinstance(rule, Conflict)
 )
-"""All of them, in the order of the files."""
+"""All rules across parts, in the order of the files."""
 
 
 _NEEDED = ("model.name_or_path", "data.path")
 
 
 def _empty_names(recipe: Recipe) -> list[str]:
-    """``data=`` with nothing behind it would be the current folder; only a system prompt may say nothing."""
+    """Report empty text: ``data=`` would be the current folder; only a system prompt may be empty."""
     return [
         f"{path} is empty. Give it a value{'' if path in _NEEDED else f', or set {path}=null'}."
         for path, key in recipe_keys().items()
@@ -82,7 +82,7 @@ def _empty_names(recipe: Recipe) -> list[str]:
 
 
 def _extreme_numbers(recipe: Recipe) -> dict[str, str]:
-    """Numbers that no rule of a key's own needs to think of, each with what is wrong, by key."""
+    """Return, by key, problems with numbers so extreme that no rule of a key's own has to consider them."""
     problems = {}
     for path, key in recipe_keys().items():
         for number in _numbers_in(key.value_in(recipe)):
@@ -107,5 +107,5 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
 
 
 def _names_any(problem: str, unreliable: Collection[str]) -> bool:
-    """Whether a group's own rule speaks of a stand-in, as a rule does about an optimizer whose name is misspelt."""
+    """Check whether a group's own rule mentions a stand-in, as one about an optimizer with a misspelt name does."""
     return any(re.search(rf"\b{re.escape(key)}\b", problem) for key in unreliable if "." in key)

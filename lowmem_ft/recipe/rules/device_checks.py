@@ -1,4 +1,4 @@
-"""What a processor, or a card of the catalogue, cannot run: told before torch is imported."""
+"""Refusal of what a processor, or a GPU of the catalogue, cannot run, before torch is imported."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _COMPUTE_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_device_of_estimate(recipe: Recipe, gpu: Gpu | None) -> None:
-    """Refuse what a device cannot run or offer, or that is too large to be traced.
+    """Refuse what a device cannot run or offer, or what is too large to trace.
 
     Args:
-        recipe: to be estimated.
-        gpu: the card; None: a processor.
+        recipe: the recipe to estimate.
+        gpu: the GPU; None: a processor.
 
     Raises:
-        UserError: lists all that is wrong.
+        UserError: lists all problems.
     """
     above = above_device(recipe.budget, gpu) if gpu is not None else ()
     if problems := _problems_on(recipe, gpu):
@@ -39,7 +39,7 @@ def check_device_of_estimate(recipe: Recipe, gpu: Gpu | None) -> None:
 
 
 def _made_for(gpu: Gpu | None, recipe: Recipe) -> str:
-    """A suffix for what a card cannot run: the recipe that is made for such cards; empty if there is none."""
+    """Return a suffix for what a GPU cannot run: the recipe that is made for such GPUs; may be empty."""
     found = [] if gpu is None else made_for(gpu, recipe)
     if not found or gpu is None:
         return ""
@@ -55,10 +55,10 @@ def _made_for(gpu: Gpu | None, recipe: Recipe) -> str:
 
 
 def check_device_of_run(recipe: Recipe) -> None:
-    """Refuse what no device can train, or the processor cannot where it is asked for: only torch knows of others.
+    """Refuse what no device can train, or the processor cannot if the recipe names it: only torch knows other devices.
 
     Raises:
-        UserError: lists all that is wrong.
+        UserError: lists all problems.
     """
     problems: list[str] = []
     if recipe.training.use_cpu:
@@ -98,7 +98,7 @@ def _problems_on(recipe: Recipe, gpu: Gpu | None) -> list[str]:
 
 
 def _dtype(recipe: Recipe) -> str | None:
-    """The type of the weights; None where it is the checkpoint's own and its files do not tell."""
+    """Return the type of the weights; None if it is the checkpoint's own and its files do not name it."""
     if recipe.model.dtype != "auto":
         return recipe.model.dtype
     fields = architecture_fields(recipe.model)

@@ -1,4 +1,4 @@
-"""Rules across parts about several processes: what works with the engine that has them train one model."""
+"""Rules across parts about several processes: what works with the engine that trains one model in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowmem_ft.recipe.tree import Recipe
 
 
 def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
-    """What of a recipe does not work with an engine: for each setting the rule, the values seen and the way out."""
+    """Yield settings that do not work with an engine: for each the rule, the values seen and the way out."""
     for key, _, _ in memory_knobs(recipe):
         yield from problems_of_key(key, recipe, engine)
     if engine in ("zero2", "zero3"):
@@ -19,7 +19,7 @@ def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
 
 
 def problems_of_key(key: RecipeKey, recipe: Recipe, engine: Engine) -> Iterator[str]:
-    """What one key's value lacks to work with an engine."""
+    """Yield what one key's value lacks to work with an engine."""
     value = key.value_in(recipe)
     effect = key.effect_of(value)
     if engine not in effect.engines:
@@ -38,14 +38,14 @@ _BESIDE_DEEPSPEED: dict[str, tuple[object, ...]] = {
     "accumulation.dtype": ("float32",),
     "offload.activations": ("none", "inputs"),
 }
-"""By key, the values that a run under DeepSpeed was seen to train the same with as one process; others are refused."""
+"""Values, by key, for which a run under DeepSpeed was seen to train the same as one process; others are refused."""
 
 
 def _beside_deepspeed(recipe: Recipe, engine: Engine) -> Iterator[str]:
     for path, shown in _BESIDE_DEEPSPEED.items():
         key = recipe_keys()[path]
         value = key.value_in(recipe)
-        works_anyway = engine in key.effect_of(value).engines  # or the line above has said so
+        works_anyway = engine in key.effect_of(value).engines  # else the line above has reported it
         if value not in shown and works_anyway:
             yield (
                 f"{key.setting(value)} has not been shown to work with DeepSpeed, got distributed.strategy={engine}. "
@@ -63,7 +63,7 @@ def _or_choose(effect: Effect) -> str:
 
 @reads("distributed.strategy")
 def settings_work_with_the_strategy(recipe: Recipe) -> Iterator[str]:
-    """A strategy that a technique cannot live with; where the launch decides on one, it is asked again then."""
+    """Each technique must work with the strategy; where the launch chooses one, this is checked again then."""
     strategy = recipe.distributed.strategy
     if strategy not in (None, "none"):
         yield from problems_with_engine(recipe, strategy)
@@ -71,7 +71,7 @@ def settings_work_with_the_strategy(recipe: Recipe) -> Iterator[str]:
 
 @reads("distributed.cpu_offload", "training.use_cpu", "offload.optimizer", "optimizer.in_backward")
 def cpu_offload_is_of_a_gpu(recipe: Recipe) -> Iterator[str]:
-    """What waits on the host already cannot be sent there, and FSDP2 copies to and from an accelerator."""
+    """Tensors that are already on the host cannot be offloaded there, and FSDP2 copies to and from an accelerator."""
     if not recipe.distributed.cpu_offload:
         return
     if recipe.training.use_cpu and not recipe.distributed.has_engine:

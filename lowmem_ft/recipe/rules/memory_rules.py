@@ -10,12 +10,12 @@ from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
 WHERE_BFLOAT16_IS = "on a GPU of 2020 (Ampere) or newer"
-"""A recipe does not know its GPU, and fp16 is asked for where there is no bfloat16."""
+"""Words for GPUs with bfloat16: a recipe does not know its GPU, and users ask for fp16 where there is no bfloat16."""
 
 
 @reads("training.mixed_precision", "model.dtype", "adapter.name")
 def fp16_needs_float32_weights(recipe: Recipe) -> str | None:
-    """The loss scaler cannot unscale half-precision gradients; those of adapters are float32."""
+    """The loss scaler cannot unscale half-precision gradients; gradients of adapters are float32."""
     dtype, trained = recipe.model.dtype, recipe.adapter.name == "none"
     refused = ("float16", "bfloat16") if trained else ("bfloat16",)
     if recipe.training.mixed_precision != "fp16" or dtype not in refused:
@@ -57,7 +57,7 @@ def quantization_needs_safetensors(recipe: Recipe) -> str | None:
 
 @reads("optimizer.master", "model.dtype", "adapter.name")
 def master_needs_bfloat16_weights(recipe: Recipe) -> str | None:
-    """Float32 weights are their own master, and the formats below it are made of bfloat16's bits."""
+    """Float32 weights are their own master, and the smaller formats consist of bfloat16's bits."""
     dtype, master = recipe.model.dtype, recipe.optimizer.master
     if master != "fp32" and dtype not in ("bfloat16", "auto"):
         return (
@@ -86,7 +86,7 @@ def in_backward_needs_finished_gradients(recipe: Recipe) -> str | None:
 
 @reads("optimizer.in_backward", "training.mixed_precision", "training.max_grad_norm")
 def loss_scaling_needs_two_phases(recipe: Recipe) -> str | None:
-    """An overflow of fp16 is known at the end of backward; what was updated by then would stay so."""
+    """An overflow of fp16 is known only at the end of backward; weights updated by then would stay so."""
     training = recipe.training
     if recipe.optimizer.in_backward and training.mixed_precision == "fp16" and training.max_grad_norm is None:
         return (
@@ -103,7 +103,7 @@ def loss_scaling_needs_two_phases(recipe: Recipe) -> str | None:
     *knobs_that_need_checkpointing(),
 )
 def layers_are_checkpointed_where_they_have_to_be(recipe: Recipe) -> Iterator[str]:
-    """Vertical order, say, has the inputs of all micro-batches wait in each layer: what it makes of them must not."""
+    """Vertical order, for one, keeps the inputs of all micro-batches in each layer: their activations must not stay."""
     config = recipe.checkpointing
     for key, value, effect in memory_knobs(recipe):
         setting, way_out = key.setting(value), f"Set checkpointing.mode=full or {key.setting(key.default)}."
@@ -140,7 +140,7 @@ def host_state_needs_chunks(recipe: Recipe) -> str | None:
     "optimizer.name",
 )
 def streamed_weights_need_their_updates(recipe: Recipe) -> str | None:
-    """Trained weights are on the device for a moment only: gradient, state and update come and go with them."""
+    """Trained weights are on the device only for a moment: gradient, state and update come and go with them."""
     if recipe.offload.parameters == "device" or recipe.adapter.name != "none":
         return None
     config, optimizer = recipe.checkpointing, recipe.optimizer
@@ -166,7 +166,7 @@ def streamed_weights_need_their_updates(recipe: Recipe) -> str | None:
 
 @reads("offload.parameters", "adapter.name", "training.mixed_precision")
 def streamed_head_has_no_loss_scale(recipe: Recipe) -> str | None:
-    """The gradient of a streamed head is made and taken before backward, which brings the scale, begins."""
+    """The gradient of a streamed head is made and consumed before backward, which brings the loss scale, begins."""
     if (
         recipe.offload.parameters == "device"
         or recipe.adapter.name != "none"
@@ -181,7 +181,7 @@ def streamed_head_has_no_loss_scale(recipe: Recipe) -> str | None:
 
 @reads("checkpointing.mode", "checkpointing.every_n_layers", "checkpointing.skip_last_layers")
 def layer_choice_needs_checkpointing(recipe: Recipe) -> str | None:
-    """A choice of layers says nothing while no layer is checkpointed."""
+    """A choice of layers has no effect while no layer is checkpointed."""
     config = recipe.checkpointing
     if config.mode != "none" or (config.every_n_layers == 1 and config.skip_last_layers == 0):
         return None
@@ -194,7 +194,7 @@ def layer_choice_needs_checkpointing(recipe: Recipe) -> str | None:
 
 @reads("checkpointing.mode", "plan.keep")
 def what_is_to_be_chosen_is_not_kept(recipe: Recipe) -> str | None:
-    """To keep ``auto`` as it is would leave the choice to nobody."""
+    """Keeping ``auto`` would leave the choice unmade."""
     chosen = ("checkpointing", "checkpointing.mode", "checkpointing.skip_last_layers")
     kept = [key for key in recipe.plan.keep if key in chosen]
     if recipe.checkpointing.mode != "auto" or not kept:
@@ -207,7 +207,7 @@ def what_is_to_be_chosen_is_not_kept(recipe: Recipe) -> str | None:
 
 @reads("checkpointing.mode", "model.attn_implementation")
 def selective_needs_fused_attention(recipe: Recipe) -> str | None:
-    """Unfused attention keeps its scores for backward: to keep its output besides would spare nothing."""
+    """Unfused attention keeps its scores for backward: keeping its output as well would save nothing."""
     attention = recipe.model.attn_implementation
     if recipe.checkpointing.mode != "selective" or attention not in ("eager", "flex_attention"):
         return None
@@ -241,7 +241,7 @@ def tiled_mlp_treats_tokens_alone(recipe: Recipe) -> str | None:
 
 @reads("tiling.mlp", "data.max_length", "training.per_device_train_batch_size")
 def tiles_hold_tokens(recipe: Recipe) -> str | None:
-    """Beyond one token a piece, more pieces would do nothing; ``data.max_length=null`` depends on the model."""
+    """Beyond one token per piece, more pieces would do nothing; ``data.max_length=null`` depends on the model."""
     length = recipe.data.max_length
     num_tokens = None if length is None else length * recipe.training.per_device_train_batch_size
     if num_tokens is None or recipe.tiling.mlp <= max(1, num_tokens):

@@ -1,4 +1,4 @@
-"""Folders that a run must not write into: what is kept there is somebody else's, or would be read as data next time."""
+"""Folders that a run must not write into: they belong to something else, or would be read as data next time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.jsonl"
 
 
 def run_folder_of(recipe: Recipe) -> Path:
-    """Where a run of the recipe writes."""
+    """Return the folder that a run of the recipe writes to."""
     return expand_user(recipe.training.output_dir or f"runs/{recipe.name}")
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a run has written its recipe and its metrics there."""
+    """Return whether a run has written its recipe and its metrics there."""
     return (folder / RECIPE_FILE).is_file() and (folder / METRICS_FILE).is_file()
 
 
@@ -67,7 +67,7 @@ def _problem(folder: Path, recipe: Recipe) -> str | None:
 
 
 def inputs_of(recipe: Recipe) -> dict[str, str | None]:
-    """The model and the data that a run reads, by key."""
+    """Return the model and the data that a run reads, by key."""
     return {
         "model.name_or_path": recipe.model.name_or_path,
         "model.tokenizer_name_or_path": recipe.model.tokenizer_name_or_path,
@@ -77,7 +77,7 @@ def inputs_of(recipe: Recipe) -> dict[str, str | None]:
 
 
 def _named(value: str | None) -> list[Path]:
-    """What a path or a glob names on this machine."""
+    """Return the files on this machine that a path or a glob names."""
     if value is None:
         return []
     path = expand_user(value)

@@ -1,4 +1,4 @@
-"""What a recipe names on this machine's disk, looked at before the libraries are imported that take seconds to."""
+"""Checks of the paths that a recipe names on this machine's disk, before the libraries whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 
 MODEL_FOLDER = "model"
-"""Where in its folder a run leaves the finished model, or its adapters."""
+"""The folder, inside a run's folder, for the finished model or its adapters."""
 
 PROBED_BYTES = 4096
-"""Written and dropped again: a full disk lets files be made, and refuses what goes into them."""
+"""Bytes written and deleted again: a full disk lets files be created, and refuses their content."""
 
 
 def check_paths_of_run(recipe: Recipe) -> None:
-    """Refuse a run whose files or packages are not there, or whose folders cannot be written; hub names pass.
+    """Refuse a run whose files or packages are missing, or whose folders are not writable; hub names pass.
 
     Raises:
-        UserError: lists all of it.
+        UserError: lists all problems.
     """
     of_model: list[Callable[[], object]] = []
     if not _goes_on_from_a_checkpoint(recipe):
@@ -64,12 +64,12 @@ def check_paths_of_run(recipe: Recipe) -> None:
 
 
 def check_paths_of_rehearsal(recipe: Recipe) -> None:
-    """Refuse a rehearsal whose data or tokenizer is not there, or whose folder no run may have.
+    """Refuse a rehearsal whose data or tokenizer is missing, or whose folder no run may have.
 
-    Of the model its config will do, and a folder that cannot be written is no matter.
+    The model's config suffices, and the folder need not be writable.
 
     Raises:
-        UserError: lists all of it.
+        UserError: lists all problems.
     """
     raise_together(
         *_packages_of_step(recipe),
@@ -83,7 +83,7 @@ def check_paths_of_rehearsal(recipe: Recipe) -> None:
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Refuse a recipe whose step cannot be built here, be it on a virtual GPU: trackers are not asked.
+    """Refuse a recipe whose step cannot be built here, even on a virtual GPU; trackers are not checked.
 
     Raises:
         UserError: if a package is not installed.
@@ -92,11 +92,11 @@ def check_packages(recipe: Recipe) -> None:
 
 
 def check_model_files(recipe: Recipe, *, architecture_only: bool = False) -> None:
-    """Refuse a model that is not there, not whole, or no decoder.
+    """Refuse a model that is missing, incomplete, or not a decoder.
 
     Args:
-        recipe: names the model.
-        architecture_only: no weights are going to be read, and the catalogue's architectures do.
+        recipe: the recipe that names the model.
+        architecture_only: whether no weights will be read, so that the catalogue's architectures suffice.
 
     Raises:
         UserError: if anything is wrong.
@@ -114,8 +114,8 @@ def check_sizes_of_model(recipe: Recipe, *, is_planned: bool = False) -> None:
     """Refuse settings that a model is too small for, as far as its files or the catalogue tell its sizes.
 
     Args:
-        recipe: names the model.
-        is_planned: which layers are checkpointed is still to be chosen.
+        recipe: the recipe that names the model.
+        is_planned: whether the checkpointed layers are still to be chosen.
 
     Raises:
         UserError: if anything is wrong.
@@ -136,15 +136,15 @@ def check_sizes_of_model(recipe: Recipe, *, is_planned: bool = False) -> None:
 
 
 def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig:
-    """Refuse an adapter that is none, a base that is not there, and a folder that is in use or cannot be written.
+    """Refuse an invalid adapter, a missing base, and a target folder that is in use or not writable.
 
     Args:
         adapter: the adapter's folder.
-        target: the new model's.
-        base: the base model, where it is not what the adapter names.
+        target: the new model's folder.
+        base: the base model, if it is not the one that the adapter names.
 
     Returns:
-        Where the base model is.
+        The config of the base model.
 
     Raises:
         UserError: if anything is wrong with the adapter or the target, or the adapter's base was random.
@@ -172,13 +172,13 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
 
 
 def recipe_beside(adapter: Path) -> Recipe | None:
-    """That of the run which an adapter's folder, or a checkpoint, is in; None: it has moved away."""
+    """Return the recipe of the run that an adapter's folder, or a checkpoint, is in; None: it has moved away."""
     file = adapter.resolve().parent / RECIPE_FILE
     return load_recipe(str(file)) if file.is_file() else None
 
 
 def _refuse_random_base(adapter: Path) -> None:
-    """Weights of the same name would be others, or there are none."""
+    """Refuse a random base: weights of the same name would differ, or do not exist."""
     recipe = recipe_beside(adapter)
     if recipe is not None and recipe.model.weights == "random":
         raise UserError(
@@ -189,14 +189,14 @@ def _refuse_random_base(adapter: Path) -> None:
 
 
 def require_writable(folder: Path, setting: str) -> None:
-    """Refuse a folder that cannot be written to, or cannot be made; nothing is left behind.
+    """Refuse a folder that cannot be written to or created; nothing is left behind.
 
     Args:
-        folder: there already, or to be made with its parents.
-        setting: what asks for it, for the message.
+        folder: an existing folder, or one to create with its parents.
+        setting: the setting that names it, for the message.
 
     Raises:
-        UserError: if a file lies in its way, or the system refuses to write there.
+        UserError: if a file is in its way, or the system refuses to write there.
     """
     nearest = folder.absolute()
     while not nearest.exists() and not nearest.is_symlink():
@@ -216,7 +216,7 @@ def require_writable(folder: Path, setting: str) -> None:
 
 
 def _goes_on_from_a_checkpoint(recipe: Recipe) -> bool:
-    """Whether model and tokenizer come from there, wherever they once lay; a checkpoint of adapters has no model."""
+    """Check whether model and tokenizer come from a checkpoint, not their old paths; one of adapters has no model."""
     wanted = recipe.training.resume_from_checkpoint
     if recipe.adapter.name != "none" or wanted is None:
         return False
@@ -228,7 +228,7 @@ def _packages_of_step(recipe: Recipe) -> list[Callable[[], object]]:
 
 
 def _require_flash_attention(config: ModelConfig) -> None:
-    """Its kernels alone are needed to train, and not to estimate."""
+    """Require the package whose kernels only training needs, and no estimate."""
     if config.attn_implementation == "flash_attention_2" and not is_installed("flash-attn"):
         raise UserError(
             "model.attn_implementation=flash_attention_2 needs a CUDA device and the package flash-attn, which is not "
@@ -247,7 +247,7 @@ def _checks_of_data(recipe: Recipe) -> Iterator[Callable[[], object]]:
 
 
 def _check_files(config: DataConfig, path: str, setting: str) -> None:
-    """What splits and columns a file has can be told from its beginning; of folders and hub names, later."""
+    """Check splits and columns by the beginning of a file; those of folders and hub names are checked later."""
     files = local_files(path, setting=setting)
     if files is None:
         require_dataset_within_reach(path, setting)
@@ -282,7 +282,7 @@ def _checks_of_folders(recipe: Recipe) -> Iterator[Callable[[], object]]:
 
 
 def _require_checkpoint(folder: Path) -> None:
-    """Whether it is complete is looked at later, with what it holds."""
+    """Require the folder; its completeness is checked later, with its content."""
     if not folder.is_dir():
         raise UserError(
             f"training.resume_from_checkpoint={folder} is no folder. Name a checkpoint-N of a run, or "

@@ -12,7 +12,9 @@ from lowmem_ft.recipe.rules.schedules import schedule_problems
 from lowmem_ft.recipe.tree import Recipe
 
 MOST_TOKENS, MOST_MICRO_BATCHES = 2**21, 2**12
-"""Of a micro-batch, and of a step: more is a slip of the keyboard, and an estimate really makes the batches."""
+"""The most tokens of a micro-batch, and micro-batches of a step: more is a typing error, and an estimate really makes
+the batches.
+"""
 
 
 @reads("model.name_or_path")
@@ -25,7 +27,7 @@ def model_is_named(recipe: Recipe) -> str | None:
 
 @reads("name", "training.output_dir")
 def name_is_that_of_a_folder(recipe: Recipe) -> str | None:
-    """A run writes to ``runs/NAME`` unless it is told where: ``..`` would be the folder one is in."""
+    """A run writes to ``runs/NAME`` unless ``training.output_dir`` is set: ``..`` would be the current folder."""
     parts = recipe.name.split("/")
     if recipe.training.output_dir is None and {"", ".", ".."} & set(parts):
         return f"name is that of a folder in runs/, got {recipe.name!r}. Write a word, or set training.output_dir."
@@ -47,7 +49,7 @@ def budget_is_readable(recipe: Recipe) -> str | None:
 
 @reads("plan.keep")
 def kept_keys_exist(recipe: Recipe) -> Iterator[str]:
-    """A misspelt key would be chosen anew, without a word."""
+    """If a name is misspelt, the planner would silently choose the key that it was to keep."""
     for path in recipe.plan.keep:
         if path not in recipe_keys() and path not in recipe_groups():
             yield f"plan.keep: {unknown_key(path)}"
@@ -66,7 +68,7 @@ def streaming_needs_max_steps(recipe: Recipe) -> str | None:
 
 @reads("training.eval_steps", "training.eval_on_start", "data.eval_path", "data.eval_split", "data.eval_size")
 def evaluation_needs_data(recipe: Recipe) -> str | None:
-    """An evaluation that was asked for is never skipped."""
+    """A requested evaluation is never skipped."""
     data, training = recipe.data, recipe.training
     has_data = any(source is not None for source in (data.eval_path, data.eval_split, data.eval_size))
     if has_data or (training.eval_steps is None and not training.eval_on_start):
@@ -99,13 +101,13 @@ def hub_settings_need_push(recipe: Recipe) -> str | None:
     "data.packing",
 )
 def steps_have_a_size(recipe: Recipe) -> list[str]:
-    """Rows that are not packed may be short however long they might be; an estimate asks again with the longest."""
+    """Rows that are not packed may be short, however long they might be; an estimate checks again with the longest."""
     length = recipe.data.max_length if recipe.data.packing else None
     return oversized_steps(recipe, max(1, length or 1))
 
 
 def oversized_steps(recipe: Recipe, row_tokens: int) -> list[str]:
-    """What makes a micro-batch or a step too large with rows of so many tokens; empty if nothing does."""
+    """Return what makes a micro-batch or a step too large with rows of so many tokens; may be empty."""
     training, most_rows = recipe.training, max(1, MOST_TOKENS // row_tokens)
     row = "at least one" if row_tokens == 1 else f"up to {row_tokens:,}"
     tokens = f"a micro-batch has at most {MOST_TOKENS:,} tokens, and a row has {row}"
@@ -151,9 +153,9 @@ def constant_schedule_has_no_warmup(recipe: Recipe) -> str | None:
 
 @reads("training.warmup_steps", "training.max_steps")
 def warmup_ends_within_the_run(recipe: Recipe) -> str | None:
-    """Where the number of steps follows from the data, training compares it once the data is read."""
+    """If the number of steps follows from the data, training compares it once it has read the data."""
     training = recipe.training
-    if training.max_steps < 1 or training.warmup_steps <= training.max_steps:  # -1, or refused by itself
+    if training.max_steps < 1 or training.warmup_steps <= training.max_steps:  # -1, or refused elsewhere
         return None
     return (
         f"training.warmup_steps={training.warmup_steps:.0f} is more than training.max_steps={training.max_steps}: the "
@@ -166,7 +168,7 @@ COLUMNS = ("messages_column", "prompt_column", "input_column", "completion_colum
 
 @reads(*(f"data.{name}" for name in COLUMNS))
 def columns_differ(recipe: Recipe) -> str | None:
-    """A prompt that is its own completion is a slip; columns that are left out follow from the format."""
+    """A prompt that is its own completion is a mistake; columns that are left out follow from the format."""
     named = {key: getattr(recipe.data, key) for key in COLUMNS if getattr(recipe.data, key) is not None}
     twice = [key for key in named if list(named.values()).count(named[key]) > 1]
     if not twice:
@@ -179,6 +181,6 @@ def columns_differ(recipe: Recipe) -> str | None:
 
 @reads("training.lr_scheduler_type", "training.lr_scheduler_kwargs")
 def schedule_takes_its_arguments(recipe: Recipe) -> Iterator[str]:
-    """A misspelt argument would be an error of transformers' once the model is loaded."""
+    """A misspelt argument would cause an error in transformers once the model is loaded."""
     training = recipe.training
     return schedule_problems(training.lr_scheduler_type, training.lr_scheduler_kwargs or {})

@@ -1,6 +1,6 @@
-"""What transformers' learning rate schedules take, so that it can be told without importing torch.
+"""Arguments of transformers' learning rate schedules, to check them without importing torch.
 
-A test holds the table to the functions themselves.
+A test compares the table with the functions themselves.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         "num_cycles",
     ),
 }
-"""By the name of the schedule, beside the optimizer and the numbers of steps."""
+"""Arguments by the name of the schedule, without the optimizer and the numbers of steps."""
 
 ONE_OF: dict[str, tuple[str, ...]] = {
     "cosine_with_min_lr": _MIN_LR,
     "cosine_warmup_with_min_lr": _MIN_LR,
     "warmup_stable_decay": ("num_decay_steps",),
 }
-"""Of which a schedule needs one, and takes no two."""
+"""Arguments of which a schedule needs exactly one."""
 
 SHAPES = ("linear", "cosine", "1-sqrt")
-"""Of the arguments that end in ``_type``; the others are numbers."""
+"""Values of the arguments that end in ``_type``; the others are numbers."""
 
 
 def schedule_problems(name: str, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a schedule's further arguments.
+    """Yield what is wrong with a schedule's further arguments.
 
     Args:
         name: ``training.lr_scheduler_type``.
         arguments: ``training.lr_scheduler_kwargs``.
 
     Yields:
-        A sentence for each.
+        A sentence for each problem.
     """
     takes, needs = ARGUMENTS[name], ONE_OF.get(name, ())
     where = f"training.lr_scheduler_kwargs of training.lr_scheduler_type={name}"

@@ -1,4 +1,4 @@
-"""The ways to fine-tune a model of which only the name and a few settings are known, as shipped recipes do them."""
+"""The methods to fine-tune a model given only its name and a few settings, as shipped recipes do it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Method:
 
     Args:
         name: ``full``, ``lora`` or ``qlora``.
-        title: for people.
-        rungs: shipped recipes that do it, the fastest first. Each takes less of a card than the one before.
-        without_bfloat16: what the last of them takes on a GPU that does not compute with bfloat16.
+        title: the name for people.
+        rungs: shipped recipes for it, the fastest first. Each takes less of a GPU than the one before.
+        without_bfloat16: settings for the last of them on a GPU that does not compute with bfloat16.
         resident_without_bfloat16: a shipped recipe that such a GPU tries first: with float32 weights on the GPU it is
             much faster than with streamed ones, and a small model fits.
-        is_traced_in_pieces: whether further micro-batches add nothing to its peak, so that one is traced.
+        is_traced_in_pieces: whether further micro-batches add nothing to its peak, so that only one is traced.
     """
 
     name: str
@@ -64,12 +64,12 @@ _WHICH_AND_WHERE = (
 
 
 def of_model_alone(settings: Sequence[str]) -> list[str]:
-    """Those settings that say which model, and what there is to run it: nothing of how it is trained."""
+    """Return the settings that name the model and the machine: none about how the model is trained."""
     return [f"{key}={value}" for key, value in values_of(settings).items() if key in _WHICH_AND_WHERE]
 
 
 def methods_with(settings: Sequence[str]) -> tuple[Method, ...]:
-    """The methods that settings leave open: ``adapter.name=lora`` is LoRA, ``model.quantization=nf4`` is QLoRA.
+    """Return the methods that settings leave open: ``adapter.name=lora`` is LoRA, ``model.quantization=nf4`` is QLoRA.
 
     Args:
         settings: ``key=value`` as typed.
@@ -90,15 +90,15 @@ def methods_with(settings: Sequence[str]) -> tuple[Method, ...]:
 def check_methods(
     settings: Sequence[str], check: Callable[[Recipe], None], *, has_bfloat16: bool = True
 ) -> None:
-    """Tell what is wrong with settings for every method that they leave open, before torch is imported.
+    """Report what is wrong with settings for every method that they leave open, before torch is imported.
 
     Args:
-        settings: as typed, the model among them.
+        settings: the settings as typed, including the model.
         check: refuses what a method would train.
         has_bfloat16: whether the device computes with it.
 
     Raises:
-        UserError: if they go with none of the methods; lists all of it.
+        UserError: if no method works with them; lists all problems.
     """
     problems: dict[str, None] = {}
     for method in methods_with(settings):
@@ -115,18 +115,18 @@ def check_methods(
 
 
 def untyped(further: Sequence[str], settings: Sequence[str]) -> list[str]:
-    """Of further settings those whose keys nobody has typed."""
+    """Return those of further settings whose keys the user has not typed."""
     typed = values_of(settings)
     return [setting for setting in further if setting.partition("=")[0] not in typed]
 
 
 def recipe_of(command: Sequence[str]) -> Recipe:
-    """The recipe of a command: ``recipe=NAME`` and settings."""
+    """Return the recipe of a command: ``recipe=NAME`` and settings."""
     name, *settings = command
     return load_recipe(name.removeprefix("recipe="), settings)
 
 
 def values_of(settings: Sequence[str]) -> dict[str, str]:
-    """Settings by their keys' full names."""
+    """Return settings by their keys' full names."""
     pairs = (setting.partition("=") for setting in settings)
     return {SHORT_FORMS.get(key, key): value for key, _, value in pairs}

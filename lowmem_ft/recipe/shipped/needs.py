@@ -1,4 +1,4 @@
-"""What each shipped recipe needs on the card that it names, kept beside the recipes: an estimate takes minutes.
+"""Stored needs of each shipped recipe on the GPU that it names, kept next to the recipes: an estimate takes minutes.
 
 ``scripts/recipe_needs.py`` writes ``recipes/needs.json``; ``tests/estimator/test_recipe_needs.py`` estimates again and
 compares.
@@ -15,19 +15,19 @@ from lowmem_ft.foundation.user_paths import recipes_folder
 NEEDS_FILE = "needs.json"
 
 CPU = "cpu"
-"""In place of a card, for recipes that are trained on a processor."""
+"""The name in place of a GPU's, for recipes that are trained on a processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeNeeds:
-    """What a recipe needs on one device.
+    """The memory that a recipe needs on one device.
 
     Args:
-        gpu: the card's name in the catalogue, such as ``8xrtx-4090`` where several share the model; :data:`CPU` for a
+        gpu: the GPU's name in the catalogue, such as ``8xrtx-4090`` where several share the model; :data:`CPU` for a
             processor.
-        memory_bytes: of the card; 0 for a processor.
-        process_peak_bytes: of the process on the card; of a processor, in host memory.
-        host_peak_bytes: host memory, of each process.
+        memory_bytes: memory of the GPU; 0 for a processor.
+        process_peak_bytes: peak of the process on the GPU; for a processor, in host memory.
+        host_peak_bytes: host memory of each process.
         host_pinned_bytes: the part of it that is pinned.
     """
 
@@ -39,11 +39,11 @@ class RecipeNeeds:
 
     @property
     def spare_share(self) -> float:
-        """Of the card's memory, what is left; all of it for a processor, whose memory is not known."""
+        """Share of the GPU's memory that is left; 1 for a processor, whose memory is not known."""
         return 1 - self.process_peak_bytes / self.memory_bytes if self.memory_bytes else 1.0
 
     def __str__(self) -> str:
-        """Such as ``rtx-4060: 4.2 of 7.7 GiB, and 65.7 GiB of host memory``."""
+        """Return a line such as ``rtx-4060: 4.2 of 7.7 GiB, and 65.7 GiB of host memory``."""
         host = f"{format_bytes(self.host_peak_bytes)} of host memory"
         if self.gpu == CPU:
             return f"{self.gpu}: {host}"
@@ -51,12 +51,12 @@ class RecipeNeeds:
 
     @property
     def header_words(self) -> str:
-        """As a recipe's header says it, such as ``4.2 GiB of 7.7; 65.7 GiB of host memory``."""
+        """The needs as in a recipe's header, such as ``4.2 GiB of 7.7; 65.7 GiB of host memory``."""
         card = f"{self.process_peak_bytes / GIB:.1f} GiB of {self.memory_bytes / GIB:.1f}"
         return f"{card}; {format_bytes(self.host_peak_bytes)} of host memory"
 
 
 def needs_of_shipped_recipes() -> dict[str, RecipeNeeds]:
-    """By recipe; a recipe that nobody has estimated is missing."""
+    """Return the needs by recipe; a recipe without an estimate is missing."""
     text = (recipes_folder() / NEEDS_FILE).read_text(encoding="utf-8")
     return {name: RecipeNeeds(**needs) for name, needs in json.loads(text)["recipes"].items()}

@@ -1,4 +1,4 @@
-"""Shipped recipes that are made for a card, for those whose own recipe the card cannot run or has no room for."""
+"""Shipped recipes made for a GPU, for users whose own recipe the GPU cannot run or has no room for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lowmem_ft.recipe.shipped.needs import RecipeNeeds, needs_of_shipped_recipes
 from lowmem_ft.recipe.tree import Recipe
 
 ALIKE_SIZES = (0.5, 1.25)
-"""A recipe is worth an estimate with another model than its own, of so many times its size."""
+"""Range of sizes, relative to its own model's, in which a recipe is worth an estimate with another model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MadeForCard:
-    """A shipped recipe for a model, on a card like the one that it names.
+    """A shipped recipe for a model, on a GPU like the one that it names.
 
     Args:
-        settings: what is typed: ``recipe=NAME``, and ``model=MODEL`` where its own is another.
-        needs: with its own model, on its own card.
-        is_own_model: whether that is the model.
-        trains: what it does where the other recipe does not, such as ``adapters alone``; empty if both train alike.
+        settings: the settings to type: ``recipe=NAME``, and ``model=MODEL`` if the recipe's own is another.
+        needs: its needs with its own model, on its own GPU.
+        is_own_model: whether the model is the recipe's own.
+        trains: what it trains where the other recipe does not, such as ``adapters alone``; empty if both train alike.
     """
 
     settings: tuple[str, ...]
@@ -35,14 +35,15 @@ class MadeForCard:
 
 
 def made_for(gpu: Gpu, recipe: Recipe) -> list[MadeForCard]:
-    """Shipped recipes that may train a recipe's model on a card: those that train it alike first, then its own model's.
+    """Return shipped recipes that may train a recipe's model on a GPU: those that train it alike first, then its own.
 
     Args:
-        gpu: the card; those made for one that is no larger and computes with no more types will do.
+        gpu: the GPU; recipes made for one that is no larger and computes with no more types are included.
         recipe: the model, and whether all of it is trained.
 
     Returns:
-        Of those that train it alike, one that takes more of a card first: it streams and recomputes less.
+        The recipes; among those that train it alike, one that takes more of a GPU first: it streams and recomputes
+        less.
     """
 
     def rank(shipped: MadeForCard) -> tuple[bool, bool, int]:
@@ -55,7 +56,7 @@ def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[MadeForCard]:
     wanted = hub_id_of(recipe.model.name_or_path or "")
     smallest, largest = ALIKE_SIZES
     for name, needs in needs_of_shipped_recipes().items():
-        card = load_gpus().get(needs.gpu)  # none for a processor
+        card = load_gpus().get(needs.gpu)  # None for a processor
         if card is None or card.memory_bytes > gpu.memory_bytes or card.has_bfloat16 > gpu.has_bfloat16:
             continue
         shipped = load_recipe(name)
@@ -73,5 +74,5 @@ def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[MadeForCard]:
 
 
 def _size(model: ModelConfig) -> int:
-    """Elements of its embedding and MLPs; 0 where nothing is known of it."""
+    """Return the elements of its embedding and MLPs; 0 if the model is not known."""
     return sum(least_weights(model))
