@@ -9,7 +9,7 @@ from typing import Literal
 from lowmem_ft.foundation.knob import knob
 
 Consent = Literal["shorter_rows", "lora", "qlora", "plain_bf16", "stochastic_rounding", "bf16_sums"]
-"""Changes to the mathematics that a plan may make if the user allows them; each is the ``consent`` of a knob's value."""
+"""Changes to the mathematics that a plan may make if allowed; each is the ``consent`` of some knob's value."""
 
 INCLUDED: Mapping[str, Consent] = {"qlora": "lora"}
 """Consents that include another: a user who allows the first is not asked for the second where both are needed."""

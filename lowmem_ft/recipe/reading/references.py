@@ -167,7 +167,7 @@ class _Reference:
         return f"${{{self.body}}}"
 
     def target(self, path: _Path) -> _Path:
-        """Return the path that it names in the value of ``path``: from the top, or, after dots, from the group around."""
+        """Return the path that it names in the value of ``path``: from the top, or, after dots, from its own group."""
         if (name := _NAME.fullmatch(self.body.strip())) is None:
             raise _WrongReferenceError(f"{self._why_not()} {_RULE} {_way_out(path)}")
         dots, names = name.groups()

@@ -18,7 +18,7 @@ from lowmem_ft.recipe.rules.rule import Conflict
 from lowmem_ft.recipe.tree import Recipe
 
 LARGEST_WHOLE_NUMBER = 2**32 - 1
-"""The most that a key may count, steps, examples, tokens or layers: a larger number overflows somewhere."""
+"""The largest whole number of any key: no run has more steps, examples, tokens or layers; larger ones overflow."""
 
 
 def check_recipe(recipe: Recipe) -> None:
