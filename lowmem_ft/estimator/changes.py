@@ -184,7 +184,7 @@ class ChangeSearch:
         return Changes(fitting=tuple(self._found), all_together=self._all_together, complete=complete)
 
     def _that_run(self, ways: Sequence[Remediation]) -> list[Remediation]:
-        """Return the ways that this device can train this model with: for instance, no bf16 where it lacks that."""
+        """Return the ways that this device and this model allow: no bf16 where the device lacks it, for instance."""
         if not ways or self._runs(ways):
             return list(ways)
         kept: list[Remediation] = []

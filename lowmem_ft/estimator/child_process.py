@@ -42,13 +42,13 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER
 
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from lowmem_ft.estimator.child_process import serve; serve()"
-"""Without ``-m``, which searches the current folder first and would import a user's own ``datasets.py`` from there."""
+"""Code of the process, run without ``-m``, which would import a user's own ``datasets.py`` from the current folder."""
 
 
 class ChildFailedError(Exception):
     """The other process could not start, ended without an answer, or ended with an error that is not a user error.
 
-    Its last line is the message.
+    The message ends with the last line that the process printed.
     """
 
 
@@ -163,7 +163,7 @@ def serve() -> None:
                 pickle.dump((kind, value), answers)
                 answers.flush()
 
-        import lowmem_ft.estimator.estimate  # noqa: F401 - what will be asked for, while the other process is busy
+        import lowmem_ft.estimator.estimate  # noqa: F401 - needed for the answers, imported while the parent is busy
         from lowmem_ft.estimator.traces import tracing
 
         logging.getLogger(tracing.__name__).addHandler(_Teller(say))

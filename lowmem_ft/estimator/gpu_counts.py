@@ -23,7 +23,7 @@ NUMBERS = (2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralCards:
-    """The GPUs of which several hold a recipe that one does not.
+    """Numbers of GPUs that together hold a recipe, where one GPU does not.
 
     Args:
         tried: numbers of GPUs that were tried, smallest first; may be empty.

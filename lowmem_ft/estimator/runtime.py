@@ -131,7 +131,7 @@ class VirtualRuntime(MixedPrecision):
         self._sums_after_backward = False
 
     def load_config(self, config: ModelConfig) -> PretrainedConfig:
-        """Load it from the catalogue if that has the model, gated ones included, without a network."""
+        """Load the config from the catalogue if that has the model, gated ones included, without a network."""
         return load_model_config(config, architecture_only=True)
 
     def load_model(
@@ -187,7 +187,7 @@ class VirtualRuntime(MixedPrecision):
             self.machine.mark(self._rows[weight], "parameter", of=weight)
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
-        """Return None: they would pass through the host chunk by chunk, and leave nothing."""
+        """Return None: master weights would pass through the host chunk by chunk, and leave nothing."""
         return None
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
@@ -249,7 +249,7 @@ class VirtualRuntime(MixedPrecision):
             self.machine.mark_weights(model)  # FSDP2 pads the last rows, and sets gradients, by itself
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
-        """All-reduce, or the value itself in a single process."""
+        """All-reduce the value, or return it unchanged in a single process."""
         if self.num_processes > 1:
             torch.distributed.all_reduce(value)
         return value

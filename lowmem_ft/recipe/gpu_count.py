@@ -23,7 +23,7 @@ def on_cards(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tu
         is_planned: whether an open strategy stays open, for a plan to choose, unless ``plan.keep`` holds it.
 
     Returns:
-        Both; a recipe for one process is returned unchanged.
+        The recipe and the name; a recipe for one process is returned unchanged.
 
     Raises:
         RecipeError: if the two disagree, or the strategy cannot be traced; lists all problems.

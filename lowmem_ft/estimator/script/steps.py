@@ -25,7 +25,7 @@ weights by hand has no such step.
 
 
 class Enough(BaseException):
-    """Enough steps have been seen.
+    """The signal that enough steps have been seen.
 
     Not an ``Exception``: a script that continues after an error must not continue after this.
     """

@@ -50,7 +50,7 @@ def _adapt_models(undo: contextlib.ExitStack, say: Callable[[str], None], modeli
 def _adapt_adapters(undo: contextlib.ExitStack, peft_model: Any) -> None:
     replace(
         undo, peft_model, "load_peft_weights", lambda *args, **kwargs: {}
-    )  # as they are made, at their size
+    )  # adapters stay as they are made, at their size
 
 
 def _local_files(find: Callable[..., Any]) -> Callable[..., Any]:

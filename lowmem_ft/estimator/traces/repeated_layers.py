@@ -19,10 +19,10 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 
 LONGEST_PERIOD = 8
-"""Layers: 6 in Gemma 3 (five with a sliding window, one without), 4 in Llama 4."""
+"""The longest period to look for, in layers: 6 in Gemma 3 (five with a sliding window, one without), 4 in Llama 4."""
 
 LAST_LAYERS = 2
-"""Layers at the end that differ from the rest: the output of a layer lives until the layer after next."""
+"""Layers at the end that differ from the rest, as the output of a layer lives until the layer after next."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class ShallowModel:
     def deeper(self) -> ShallowModel:
         """Return a stand-in with one more period before the repeated one, to try where this one fails.
 
-        Where attention and MLP work in parallel (Phi, Falcon), a gradient passes the next layer, so that the first two
-        layers differ from the rest.
+        Where attention and MLP work in parallel (Phi, Falcon), a gradient is passed down beyond the next layer, so that
+        the first two layers differ from the rest.
         """
         period, (first, *others) = self.layers.period, self.more
         are_last = bool(self.counts_last) and not others

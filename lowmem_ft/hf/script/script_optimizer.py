@@ -92,5 +92,5 @@ def optim_args(args: Any) -> dict[str, str]:
 
 
 def names_optimizer(args: Any, name: OptimizerName) -> bool:
-    """Return whether ``TrainingArguments.optim`` is one of ours, which Trainer would then make from its own fields."""
+    """Return whether ``TrainingArguments.optim`` is this one of ours, which Trainer would make from its own fields."""
     return BY_HF_NAME.get(str(getattr(args.optim, "value", args.optim))) == name

@@ -247,7 +247,7 @@ def _training(script: Script, reading: Reading) -> TrainingConfig:
         )
     }
     named["save_total_limit"] = args.save_total_limit
-    # HF accepts what a recipe refuses: a schedule without warmup, one that would not end within the run.
+    # HF accepts what a recipe refuses: a warmup in a schedule that has no warmup, or one longer than the run.
     named["warmup_steps"] = float(args.warmup_steps)
     if args.max_steps > 0:
         named["warmup_steps"] = min(named["warmup_steps"], float(args.max_steps))
@@ -310,7 +310,7 @@ def _note_unlike(script: Script, reading: Reading) -> None:
 
 
 def _note_casts_of_adapters(script: Script, recipe: Recipe, reading: Reading) -> None:
-    """Warn of copies: PEFT casts the input of each float32 adapter up, autocast casts it back, backward keeps that."""
+    """Warn: PEFT casts each float32 adapter's input to float32, autocast casts it back, and backward keeps it."""
     if recipe.training.mixed_precision == "no" or recipe.adapter.name == "none":
         return
     layers: list[Any] = [

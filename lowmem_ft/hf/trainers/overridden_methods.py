@@ -98,7 +98,7 @@ UNREACHED = _names(
     # FSDP, tensor and context parallelism, expert parallelism: refused.
     "_defer_fsdp_gradient_reduction _has_mixed_mesh_grads _mixed_mesh_grad_norm _prepare_context_parallel_inputs",
     "_sync_replicated_trainable_parameters get_cp_size get_sp_size get_tp_size",
-    # A search makes models by model_init, and auto_find_batch_size starts over: refused.
+    # A hyperparameter search makes models by model_init, and auto_find_batch_size starts over: refused.
     "_hp_search_setup _report_to_hp_search _tune_save_checkpoint _update_auto_batch_size call_model_init",
     "hyperparameter_search",
 )

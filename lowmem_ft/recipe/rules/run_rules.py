@@ -36,7 +36,7 @@ def name_is_that_of_a_folder(recipe: Recipe) -> str | None:
 
 @reads("budget.device", "budget.host")
 def budget_is_readable(recipe: Recipe) -> str | None:
-    """Both budgets are sizes."""
+    """Both budgets must be sizes."""
     for name in ("device", "host"):
         size = getattr(recipe.budget, name)
         try:

@@ -56,7 +56,7 @@ def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[MadeForCard]:
     wanted = hub_id_of(recipe.model.name_or_path or "")
     smallest, largest = ALIKE_SIZES
     for name, needs in needs_of_shipped_recipes().items():
-        card = load_gpus().get(needs.gpu)  # None for a processor
+        card = load_gpus().get(needs.gpu)  # no GPU for a processor
         if card is None or card.memory_bytes > gpu.memory_bytes or card.has_bfloat16 > gpu.has_bfloat16:
             continue
         shipped = load_recipe(name)
