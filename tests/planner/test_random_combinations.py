@@ -11,7 +11,8 @@ import pytest
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planner import expectations, plan
+from lowmem_ft.memory.uncertainty import with_headroom
+from lowmem_ft.planner import bounds, expectations, plan
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.search_space import with_settings
 
@@ -36,6 +37,24 @@ def test_what_is_expected_of_a_step_is_near_its_estimate(file):
     assert len(errors["seconds"]) > 50
     assert statistics.median(map(abs, errors["seconds"])) < 0.15
     assert statistics.median(map(abs, errors["device"])) < 0.15
+
+
+def test_bounds_hold_at_full_size_and_could_not_be_a_seventh_higher():
+    """Held against some hundred estimates of an 8B: what a bound rules out is called proven."""
+    header, rows = bench_plans.read(bench_plans.DATA / "llama-3.1-8b.jsonl")
+    recipe, card = bench_plans.plain_recipe(header["model"]), "h100-80gb"
+    shape, gpu = Target.of(recipe, card).shape, find_gpu(card)
+    shares: dict[str, list[float]] = {"device": [], "host": [], "seconds": []}
+    for row in rows:
+        changed, found = with_settings(recipe, row["settings"]), row["on"][card]
+        device, host = bounds.device_bytes(changed, shape, gpu), bounds.host_bytes(changed, shape)
+        shares["device"].append(with_headroom(device) / found["device_bytes"])
+        shares["host"].append(with_headroom(host) / found["host_bytes"])
+        shares["seconds"].append(bounds.seconds(changed, shape, gpu) / found["step_seconds"])
+    highest = {of: max(values) for of, values in shares.items()}
+    assert all(share <= 1 for share in highest.values()), highest
+    assert min(highest["device"], highest["host"]) > 0.95, highest
+    assert 0.85 < highest["seconds"] < 0.9, "kernels that are no products take a tenth of any step"
 
 
 def test_the_page_has_the_plans_that_are_kept():
