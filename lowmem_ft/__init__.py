@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lowmem_ft.rehearsal import Rehearsal, rehearse
     from lowmem_ft.virtual_gpu import VirtualGPU
 
-# transformers imports bitsandbytes, which advertises a kernel for 4-bit inference on CPUs each time; in each 8-bit
-# product of each step it says that the input is rounded to float16 first. No user can act on either.
+# transformers imports bitsandbytes, which advertises a kernel for 4-bit inference on CPUs at every import. In every
+# 8-bit product of every step it also says that the input is rounded to float16 first. No user can act on either.
 for _chatty in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
     logging.getLogger(_chatty).setLevel(logging.ERROR)
 

@@ -1,4 +1,4 @@
-"""The promise a run makes about memory: how much of the device and of the host it may take."""
+"""The memory budget of a run: how much of the device and of the host it may take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lowmem_ft.foundation.knob import knob
 from lowmem_ft.foundation.units import parse_bytes
 
 DRIVER_SHARE = 0.05
-"""Of a card's nominal memory: a card sold with 24 GB hands out 23.6 GiB, one with 8 GB 7.65 GiB (4.4 % less)."""
+"""Share of a GPU's nominal memory: a GPU sold with 24 GB hands out 23.6 GiB, one with 8 GB 7.65 GiB (4.4 % less)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,30 +39,30 @@ class Budget:
     )
 
     def host_bytes(self, num_processes: int = 1) -> int | None:
-        """What one process may take of the host's memory; None: no limit.
+        """Return the bytes of host memory that one process may take; None: no limit.
 
         Args:
-            num_processes: on the machine.
+            num_processes: processes on the machine.
 
         Raises:
-            UserError: if the budget is no size.
+            UserError: if the budget is not a size.
         """
         return None if self.host is None else parse_bytes(self.host) // num_processes
 
     def host_in_words(self, num_processes: int = 1) -> str:
-        """The same in words, such as ``budget.host=64GiB shared by 8 processes``."""
+        """Return the host budget in words, such as ``budget.host=64GiB shared by 8 processes``."""
         shared = "" if num_processes == 1 else f" shared by {num_processes} processes"
         return f"budget.host={self.host}{shared}"
 
 
 def is_of_size(device_bytes: int, budget_bytes: int) -> bool:
-    """Whether a budget can be had on a device: ``24GiB`` on a card sold with 24 GB, whose driver keeps some of it.
+    """Check whether a device can grant a budget: ``24GiB`` on a GPU sold with 24 GB, whose driver keeps some of it.
 
     Args:
-        device_bytes: what the device hands out.
-        budget_bytes: what was asked for.
+        device_bytes: bytes that the device hands out.
+        budget_bytes: bytes that the budget asks for.
 
     Returns:
-        Whether the device has it, but for a driver's share.
+        True if the device has that much, not counting the driver's share.
     """
     return device_bytes >= budget_bytes * (1 - DRIVER_SHARE)

@@ -1,7 +1,7 @@
-"""What stands before a run: a plan, and an estimate that is held against what there is, before a weight is read.
+"""Steps before a run: a plan, and an estimate that is compared with the available memory before any weight is read.
 
-This is what the command line and ``lowmem_ft.train`` call. :mod:`lowmem_ft.training` imports nothing from above itself;
-it is handed who estimates.
+The command line and ``lowmem_ft.train`` call this package. :mod:`lowmem_ft.training` imports nothing from the layers
+above it; it receives the estimator as an argument.
 """
 
 from lowmem_ft.preflight.train import train

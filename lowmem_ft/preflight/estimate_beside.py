@@ -1,4 +1,4 @@
-"""An estimate made beside the run that it is of."""
+"""Estimate of a run, made in another process while the run prepares its data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class EstimateBeside:
-    """Estimates a run in another process, whose imports take as long as the data does here.
+    """Estimator of a run in another process, whose imports take as long as preparing the data takes here.
 
-    A run that cannot be estimated is trained all the same, and a warning says why: whatever is wrong with a recipe,
-    training itself says.
+    If the run cannot be estimated, a warning gives the reason and the run trains all the same: if something is wrong
+    with the recipe, training itself reports it.
 
     Args:
-        known: a recipe with its estimate on this machine, which is not made again; None: there is none yet.
+        known: a recipe with its estimate on this machine, which is not made again; None: no estimate exists yet.
     """
 
     def __init__(self, known: tuple[Recipe, MemoryEstimate] | None = None) -> None:
@@ -35,7 +35,7 @@ class EstimateBeside:
         self._gpu: str | Gpu = CPU
 
     def begin(self, recipe: Recipe, device: torch.device) -> None:
-        """Start the other process, unless rows are as long as the recipe has them and that is known already."""
+        """Start the other process, unless rows have the recipe's full length and that estimate is known already."""
         self._recipe = recipe
         rows_are_full = recipe.data.packing or recipe.data.streaming
         if rows_are_full and self._known_of(recipe) is not None:
@@ -48,7 +48,7 @@ class EstimateBeside:
             _warn(error)
 
     def finish(self, longest_row: int | None) -> MemoryEstimate | None:
-        """Have it estimate, and wait; see :class:`lowmem_ft.training.preflight.Preflight`."""
+        """Request the estimate and wait for it; see :class:`lowmem_ft.training.preflight.Preflight`."""
         assert self._recipe is not None, "begin() goes before"
         recipe = with_rows_of(self._recipe, longest_row)
         if (known := self._known_of(recipe)) is not None:

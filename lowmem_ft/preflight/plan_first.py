@@ -1,4 +1,4 @@
-"""A recipe planned for this machine before it is trained, or as it was planned when its run began."""
+"""Plan of a recipe for this machine before training, or the plan with which a resumed run began."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ _WAYS_OUT = {
 
 
 def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
-    """The recipe with the memory knobs, or the checkpointed layers alone, that were chosen for its budget.
+    """Return the recipe with the memory knobs, or only the checkpointed layers, that were chosen for its budget.
 
-    A run that goes on keeps the plan that it began with. The search is made in a process of its own, as a virtual GPU
-    would change torch for the run.
+    A resumed run keeps the plan that it began with. The search runs in a separate process, because a virtual GPU would
+    change torch for the run.
 
     Args:
-        recipe: with ``plan.mode=auto`` or ``checkpointing.mode=auto``.
+        recipe: a recipe with ``plan.mode=auto`` or ``checkpointing.mode=auto``.
 
     Returns:
-        The recipe, and its estimate on this machine, which the plan ended with; None for a run that goes on.
+        The recipe, and its estimate on this machine, which the plan ended with; None for a resumed run.
 
     Raises:
-        UserError: if there are several processes, the run's folder is in the way, or it cannot be planned.
-        DoesNotFitError: if nothing fits; it says what the nearest lacks.
+        UserError: if there are several processes, the run's folder is in the way, or the recipe cannot be planned.
+        DoesNotFitError: if nothing fits; the message says how much memory the nearest combination lacks.
     """
     if problems := problems_with_processes(
         recipe, read_launch(use_cpu=recipe.training.use_cpu).num_processes
@@ -63,26 +63,26 @@ def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
     if saved is not None:
         logger.info("Going on with the memory knobs that the run was planned with.")
         return _as_planned(recipe, saved), None
-    RunFolder.open(recipe)  # what is in the way is told before the search
+    RunFolder.open(recipe)  # reports what is in the way before the search
     found = planned_for_this_machine(recipe)
-    # What was free on this machine while the plan was made is no limit of the recipe's.
+    # The memory that was free on this machine while the plan was made is not a limit of the recipe.
     own_limits = limits(None if found.estimate.is_of_cpu else this_machines_gpu(), recipe.budget)
     estimate = dataclasses.replace(found.estimate, budget=own_limits)
     return dataclasses.replace(found.recipe, budget=recipe.budget), estimate
 
 
 def planned_for_this_machine(recipe: Recipe) -> MemoryPlan:
-    """What is chosen for a recipe on this machine's GPU, or its processor; one line of the log says it.
+    """Plan a recipe for this machine's GPU, or its CPU, and log the choice in one line.
 
     Args:
-        recipe: with ``plan.mode=auto`` or ``checkpointing.mode=auto``.
+        recipe: a recipe with ``plan.mode=auto`` or ``checkpointing.mode=auto``.
 
     Returns:
-        The plan; its recipe has the budget that the host had when it was made.
+        The plan; the host budget of its recipe is the memory that was free when the plan was made.
 
     Raises:
-        UserError: if it cannot be planned.
-        DoesNotFitError: if nothing fits; it says what the nearest lacks.
+        UserError: if the recipe cannot be planned.
+        DoesNotFitError: if nothing fits; the message says how much memory the nearest combination lacks.
     """
     gpu = this_machines_gpu() if torch.cuda.is_available() and not recipe.training.use_cpu else CPU
     found = _searched(recipe, gpu)
@@ -127,19 +127,21 @@ def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
 
 
 def _saved_recipe(recipe: Recipe) -> Recipe | None:
-    """That of the run that goes on; None if none does."""
+    """Return the recipe of the run that is resumed; None if no run is."""
     if recipe.training.resume_from_checkpoint is None:
         return None
     checkpoint = RunFolder.checkpoint_of(recipe)
     run = run_folder_of(recipe) if checkpoint is None else checkpoint.parent
-    if checkpoint is None and not run_files(run):  # nor one that was stopped before its first checkpoint
+    if checkpoint is None and not run_files(
+        run
+    ):  # not even a run that was stopped before its first checkpoint
         return None
     file = run / RECIPE_FILE
     return load_recipe(str(file)) if file.is_file() else None
 
 
 def _as_planned(recipe: Recipe, saved: Recipe) -> Recipe:
-    """The recipe with what a plan may choose as the saved one has it; ``plan.keep`` keeps the recipe's own."""
+    """Return the recipe with the saved recipe's values for all keys that a plan may choose, except ``plan.keep``."""
     planned = recipe
     if recipe.checkpointing.mode == "auto":
         planned = dataclasses.replace(planned, checkpointing=saved.checkpointing)

@@ -1,4 +1,4 @@
-"""Training behind an estimate, and behind a plan where one is wanted."""
+"""Training that is preceded by an estimate, and by a plan if the recipe asks for one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from lowmem_ft.training.runtime import RunRuntime
 
 
 def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None) -> TrainResult:
-    """Estimate what is needed, then train from a fresh start or a checkpoint, and save.
+    """Estimate the memory of a run, then train from scratch or from a checkpoint, and save the model.
 
-    What the recipe leaves open is chosen first: ``plan.mode`` or ``checkpointing.mode`` is auto.
+    If ``plan.mode`` or ``checkpointing.mode`` is auto, the settings that it leaves open are chosen first.
 
     Args:
-        recipe: see :func:`lowmem_ft.load_recipe`; ``budget.preflight=false`` leaves the estimate out.
-        folder: what :meth:`RunFolder.open` made of the recipe; None: opened here.
-        runtime: the device and the processes; None: those of ``accelerate launch``, or one of this machine.
+        recipe: see :func:`lowmem_ft.load_recipe`; ``budget.preflight=false`` skips the estimate.
+        folder: the result of :meth:`RunFolder.open` for the recipe; None: opened here.
+        runtime: the device and the processes; None: those of ``accelerate launch``, or one process on this machine.
 
     Returns:
-        Where everything lies and how it ended.
+        The folders of the run and how it ended.
 
     Raises:
-        UserError: if the recipe, its model, its data or the folder cannot be used, or nothing finite comes out.
-        DoesNotFitError: if no plan fits, or memory is estimated not to suffice, before weights are read, or does not.
+        UserError: if the recipe, its model, its data or the folder cannot be used, or the result is not finite.
+        DoesNotFitError: if no plan fits, if memory is estimated not to suffice before weights are read, or if it runs
+            out.
         Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
-        KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
+        KeyboardInterrupt: after SIGINT before the first step, or after a second one while the current step finishes.
     """
     use_growing_segments()
     estimate = None
