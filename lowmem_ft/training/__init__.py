@@ -1,6 +1,6 @@
-"""Train a recipe: one step for real runs and traces, a loop around it, checkpoints that continue bit for bit.
+"""Training of a recipe: one step for real runs and traces, a loop around it, checkpoints that resume bit for bit.
 
-Names resolve on first use, so that looking at a run's folder does not import torch.
+Names resolve on first use, so that reading a run's folder does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The surroundings of a run on a real device, by Accelerate."""
+"""The runtime of a run on a real device, implemented with Accelerate."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class AccelerateRuntime(MixedPrecision):
 
     Args:
         accelerator: knows the other processes.
-        mixed_precision: what the step casts to: ``no``, ``bf16`` or ``fp16``.
-        device: None: the accelerator's.
-        distributed: what the processes share.
+        mixed_precision: the type of the step's autocast: ``no``, ``bf16`` or ``fp16``.
+        device: the device of the step; None: the accelerator's.
+        distributed: how the processes share the model.
     """
 
     def __init__(
@@ -101,25 +101,25 @@ class AccelerateRuntime(MixedPrecision):
     ) -> AccelerateRuntime:
         """Join the other processes of the launcher, if any, and take a device.
 
-        Accelerate is told nothing of FSDP, which it would leave out on a CPU without a word: the model is cut in
-        :meth:`shard`, in the same way everywhere.
+        Accelerate gets no FSDP settings, which it would silently ignore on a CPU: :meth:`shard` shards the model in the
+        same way everywhere.
 
         Args:
             config: for trackers, device and precision.
-            output_dir: where trackers write.
+            output_dir: the folder in which trackers write.
             distributed: as launched, see :func:`lowmem_ft.training.distributed.launch.as_launched`.
 
         Raises:
             MissingPackageError: if a tracker of ``training.report_to`` is not installed.
-            UserError: if Accelerate makes something else of the launch than the recipe says.
+            UserError: if Accelerate interprets the launch differently than the recipe says.
         """
         for tracker in config.report_to:
             require_tracker(tracker)
-        AcceleratorState._reset_state()  # of an Accelerator in this process that has a precision
+        AcceleratorState._reset_state()  # drops the precision of an earlier Accelerator in this process
         with patch_environment(ACCELERATE_USE_FSDP="false"):
             accelerator = Accelerator(
-                # The step has its own autocast: Accelerate's copies all outputs to fp32, logits too. Never None, or
-                # `accelerate launch --mixed_precision` would switch it on.
+                # The step has its own autocast: Accelerate's copies all outputs to fp32, including logits. Never None,
+                # or `accelerate launch --mixed_precision` would enable it.
                 mixed_precision="no",
                 cpu=config.use_cpu,
                 log_with=list(config.report_to) or None,
@@ -133,7 +133,7 @@ class AccelerateRuntime(MixedPrecision):
         return AccelerateRuntime(accelerator, config.mixed_precision, distributed=distributed)
 
     def load_config(self, config: ModelConfig) -> PretrainedConfig:
-        """That which the weights come with."""
+        """Return the config that comes with the weights."""
         return load_model_config(config)
 
     def load_model(
@@ -145,7 +145,7 @@ class AccelerateRuntime(MixedPrecision):
         seed: int,
         host: HostMemory | None = None,
     ) -> PreTrainedModel:
-        """Read the weights straight to where they go; see :func:`lowmem_ft.models.load_model`."""
+        """Read the weights directly to their final place; see :func:`lowmem_ft.models.load_model`."""
         device = self.device
         with self.failing_together(), contextlib.ExitStack() as loading:
             loading.enter_context(_weights_for_every_process())
@@ -169,12 +169,12 @@ class AccelerateRuntime(MixedPrecision):
             )
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
-        """See :func:`lowmem_ft.models.load_master_weights`."""
+        """Call :func:`lowmem_ft.models.load_master_weights` in all processes; they fail together."""
         with self.failing_together(), _weights_for_every_process():
             return load_master_weights(config, hf_config)
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
-        """What the machine, its container and ``budget.host`` leave, and what the disk of ``folder`` does."""
+        """Return host memory within the limits of machine, container and ``budget.host``, and the disk of ``folder``."""
         return HostMemory(
             self.device,
             budget_bytes=budget.host_bytes(self.num_processes_here),
@@ -184,11 +184,11 @@ class AccelerateRuntime(MixedPrecision):
     def schedule(
         self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """That of transformers."""
+        """Create the schedule of transformers."""
         return create_scheduler(optimizer, config, num_training_steps)
 
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
-        """By :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, over all processes."""
+        """Shard with :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, over all processes."""
         if self._is_sharded:
             is_saved = all(parameter.requires_grad for parameter in model.parameters())  # else adapters are
             if is_saved:
@@ -200,25 +200,27 @@ class AccelerateRuntime(MixedPrecision):
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model for data parallelism, where there are several processes and each holds all of it.
+        """Wrap the model for data parallelism if there are several processes and each holds the whole model.
 
-        A launcher's single process is not wrapped either: Accelerate would, and DDP refuses float32 sums of gradients.
+        The only process of a launch is not wrapped: Accelerate would wrap it, and DDP refuses float32 sums of
+        gradients.
         """
         if self.num_processes == 1 or self._is_sharded or self.goes_without_ddp(model, takes_mean=False):
             return model, optimizer
-        # Weights are where they belong, on the host some of them.
+        # No device placement: weights are where they belong already, some of them on the host.
         prepared = self.accelerator.prepare(model, device_placement=[False])
         prepared.register_comm_hook(None, sum_bucket)
-        # Or another Accelerator would take a model that this run is done with for prepared.
+        # Else another Accelerator would regard this model as prepared after the run has ended.
         vars(model).pop("_is_accelerate_prepared", None)
         return prepared, optimizer
 
     def goes_without_ddp(self, model: nn.Module, *, takes_mean: bool) -> bool:
-        """Whether this model's gradients are none that DDP takes: then they are reduced after backward from now on.
+        """Check whether DDP refuses this model's gradients; if so, reduce them after backward from now on.
 
         Args:
-            model: in each process.
-            takes_mean: whether each loss will be taken times the number of processes; else they are parts of one.
+            model: the model, a copy in each process.
+            takes_mean: whether each loss will be multiplied by the number of processes; else the losses are parts of
+                one.
         """
         if self.num_processes == 1 or ddp_takes(model):
             return False
@@ -227,36 +229,36 @@ class AccelerateRuntime(MixedPrecision):
         return True
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those that DDP does not take: sums of 16-bit gradients in float32."""
+        """Reduce the gradients that DDP refuses: float32 sums of 16-bit gradients."""
         self._reduce_after_backward(parameters)
 
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """DDP's ``no_sync`` for all but the last micro-batch of a window, or FSDP2's."""
+        """Return DDP's ``no_sync``, or use FSDP2's equivalent, except for the last micro-batch of a window."""
         if self._sharded is not None:
             self._sharded.begin_micro_batch(is_last=is_last)
             return contextlib.nullcontext()
         return contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
-        """All-reduce, or the value itself in a single process."""
+        """Return the all-reduced sum, or the value itself in a single process."""
         if self.num_processes == 1:
             return value
         return self.accelerator.reduce(value, reduction="sum")  # type: ignore[return-value]
 
     def fetch(self, *values: torch.Tensor) -> tuple[float, ...]:
-        """Asks the device: the one point of a step where the host waits."""
+        """Copy values from the device: the one point of a step where the host waits for it."""
         return tuple(torch.stack([value.float() for value in values]).tolist())
 
     def take_step(self, window: Sequence[Batch], step: Callable[[Sequence[Batch]], StepResult]) -> StepResult:
-        """Each window is a step."""
+        """Take one step per window."""
         return step(window)
 
     def to_evaluate(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """All of them."""
+        """Return all batches."""
         return batches
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """As ``from_pretrained`` loads it, by the main process; what is cut among several is gathered to it."""
+        """Write files for ``from_pretrained`` in the main process; sharded weights are gathered to it."""
         if self._is_sharded:
             save_gathered(session, tokenizer, folder, is_main=self.is_main)
         elif self.is_main:
@@ -265,26 +267,26 @@ class AccelerateRuntime(MixedPrecision):
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:
-        """By the main process, or by each its part; see ``session_files.py`` and ``sharded_files.py``."""
+        """Write all in the main process, or a part in each; see ``session_files.py`` and ``sharded_files.py``."""
         if self._is_sharded:
             writer = ShardWriter(folder, identity, self.process_index, self.num_processes)
             return save_shards(session, tokenizer, folder, writer, is_main=self.is_main)
         return save_session(session, tokenizer, folder) if self.is_main else {}
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-        """From these files; see :func:`lowmem_ft.training.checkpoints.session_files.load_session`."""
+        """Call :func:`lowmem_ft.training.checkpoints.session_files.load_session`."""
         load_session(session, folder, optimizer_scalars)
 
     def load_random_state(self, state: dict[str, Any]) -> None:
-        """Of all generators; see ``random_state.py``."""
+        """Restore all generators; see ``random_state.py``."""
         import_random_state(state, self.device)
 
     def any_process(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
+        """Return whether the flag is set in any process."""
         return self.max_over_processes(int(flag)) > 0
 
     def max_over_processes(self, value: int) -> int:
-        """The largest of the processes' values."""
+        """Return the largest of the processes' values."""
         if self.num_processes == 1:
             return value
         values: Any = self.accelerator.gather(torch.tensor([value], device=self.device))
@@ -292,10 +294,10 @@ class AccelerateRuntime(MixedPrecision):
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Raise a user's error of one process in all of them, so that none waits for another that is gone.
+        """Raise one process's user error in all processes, so that none waits for a lost one.
 
         Raises:
-            UserError: this process's own, or that of another.
+            UserError: this process's own error, or that of another.
         """
         own: UserError | None = None
         try:
@@ -308,11 +310,11 @@ class AccelerateRuntime(MixedPrecision):
             raise user_error(UserError if own is None else type(own), tuple(said)) from own
 
     def gather(self, value: list[Any]) -> list[Any]:
-        """The lists of all processes, one after the other."""
+        """Return the concatenated lists of all processes."""
         return value if self.num_processes == 1 else gather_object(value)
 
     def start_trackers(self, recipe: Recipe) -> None:
-        """Open the trackers of ``training.report_to`` and tell them the recipe."""
+        """Open the trackers of ``training.report_to`` and pass them the recipe."""
         config = recipe.training
         run_name = config.run_name or Path(self.accelerator.project_dir).name
         self.accelerator.init_trackers(
@@ -332,27 +334,27 @@ class AccelerateRuntime(MixedPrecision):
             tracker.finish()
 
     def wait_for_everyone(self) -> None:
-        """A barrier."""
+        """Wait until all processes have called this: a barrier."""
         self.accelerator.wait_for_everyone()
 
 
 def _weights_for_every_process() -> AbstractContextManager[None]:
-    """`accelerate launch` sets what makes transformers fill the weights of one process of a machine alone."""
+    """Make transformers read weights in every process; `accelerate launch` sets it to one process per machine."""
     return patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false")
 
 
 def refuse_another_launch(
     accelerator: Accelerator, distributed: DistributedConfig, kinds: tuple[str, ...]
 ) -> None:
-    """Refuse what Accelerate has made of a launch, if it is not what the recipe says.
+    """Refuse a launch that Accelerate interprets differently than the recipe says.
 
     Args:
         accelerator: has joined the processes.
         distributed: as launched.
-        kinds: Accelerate's names of what may have come of it.
+        kinds: Accelerate's names for the distributed types that are allowed.
 
     Raises:
-        UserError: naming both.
+        UserError: if they differ; it names both.
     """
     kind, num_processes = accelerator.distributed_type.value, accelerator.num_processes
     if kind not in kinds or num_processes != distributed.num_processes:
@@ -365,12 +367,12 @@ def refuse_another_launch(
 
 
 def leave_processes_at_exit() -> None:
-    """See to it that the process group is destroyed while nothing waits for it."""
+    """Register the destruction of the process group for the exit of this process."""
     atexit.register(_leave_processes)
 
 
 def _leave_processes() -> None:
-    """Destroy the process group once nothing uses it: at the end of the process, after every DDP model is gone.
+    """Destroy the process group once nothing uses it: at the exit of the process, after every DDP model is freed.
 
     If a DDP model's reducer is the last to hold a gloo group, its destructor waits for gloo's threads without
     releasing the GIL, which they need to drop the tensors of the last collective: a deadlock, seen in one exit of five.
@@ -381,7 +383,7 @@ def _leave_processes() -> None:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"training": {"seed": 1}}`` as ``{"training.seed": 1}``; values that trackers cannot show become text."""
+    """Flatten ``{"training": {"seed": 1}}`` to ``{"training.seed": 1}``; turn values unfit for trackers into text."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""From a recipe to a session: the one ordered list of what is read, chosen, switched on and wrapped.
+"""Construction of a session from a recipe: the one ordered list of what is read, chosen, enabled and wrapped.
 
-The order matters and is all here. What can fail fast comes first: precision and attention, then tokenizer and data, and
-only then the weights. Techniques that change the model's forward come before the optimizer sees its parameters, from
-the inside out: tiles of an MLP inside a checkpointed layer, that inside the loop over micro-batches, that inside the
-visit of streamed weights. Accelerate wraps last.
+The order matters and is defined here alone. Steps that can fail fast come first: precision and attention, then
+tokenizer and data, and only then the weights. Techniques that change the model's forward come before the optimizer sees
+its parameters, from the inside out: MLP tiles are inside a checkpointed layer, which is inside the loop over
+micro-batches, which is inside the visit of streamed weights. Accelerate wraps last.
 
 A technique joins a run by its entry in :func:`techniques_in_forward`, :func:`techniques_of_state` or
-:func:`techniques_in_step`, and nowhere else; another loop switches the same ones on by them.
+:func:`techniques_in_step`, and nowhere else; other training loops enable techniques through the same functions.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is decided before any weight is read.
+    """The decisions made before any weight is read.
 
     Args:
         hf_config: the architecture.
-        attention: the attention kernel and why.
+        attention: the attention kernel and the reason for it.
     """
 
     hf_config: PretrainedConfig
@@ -75,9 +75,9 @@ class Plan:
 
 
 def resumed(recipe: Recipe, checkpoint: Path) -> Recipe:
-    """The recipe with architecture, weights and tokenizer from a checkpoint, wherever they once came from.
+    """Return the recipe with architecture, weights and tokenizer from a checkpoint instead of their original source.
 
-    A checkpoint of adapters has their weights and the tokenizer alone: the model comes from its own source.
+    A checkpoint of adapters holds only their weights and the tokenizer: the model still comes from its own source.
     """
     if recipe.adapter.name != "none":
         model = dataclasses.replace(recipe.model, tokenizer_name_or_path=str(checkpoint))
@@ -94,12 +94,12 @@ def resumed(recipe: Recipe, checkpoint: Path) -> Recipe:
 
 
 def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig | None = None) -> Plan:
-    """Read the architecture, check what the device can do, choose the attention kernel.
+    """Read the architecture, check the device's capabilities, choose the attention kernel.
 
     Args:
-        recipe: what to plan for.
-        runtime: where.
-        hf_config: the architecture, if it is at hand.
+        recipe: the recipe to plan for.
+        runtime: its device and processes.
+        hf_config: the architecture, if it has been read already.
 
     Returns:
         The plan.
@@ -136,7 +136,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
 
 
 def _log_float32(recipe: Recipe, device: torch.device) -> None:
-    """Say it where a GPU has something leaner: no recipe need have asked for float32."""
+    """Log that a run computes in float32 if its GPU supports bfloat16: the recipe may not have asked for float32."""
     if kernels_of(device) != "cuda" or not has_bfloat16(device):
         return
     checkpointing = (
@@ -158,14 +158,14 @@ def build_session(
     num_training_steps: int,
     in_pieces: bool = False,
 ) -> Session:
-    """Load the weights, switch the recipe's techniques on, make the optimizer and its schedule, wrap them.
+    """Load the weights, enable the recipe's techniques, make the optimizer and its schedule, wrap them.
 
     Args:
-        recipe: what to build.
-        runtime: where.
-        plan: what :func:`plan_session` decided.
+        recipe: the recipe to build.
+        runtime: its device and processes.
+        plan: the result of :func:`plan_session`.
         num_training_steps: optimizer steps in all, for the learning rate's schedule.
-        in_pieces: whether micro-batches are going to be cut: then one is summed as several are.
+        in_pieces: whether micro-batches will be split: then even a single one is summed as several are.
 
     Returns:
         A session ready to train; the optimizer's state is fresh (see ``checkpoint.load_checkpoint``).
@@ -207,11 +207,11 @@ def build_session(
 
 @dataclasses.dataclass(frozen=True)
 class SwitchedOn:
-    """What trains a model as a recipe says.
+    """The optimizer and the enabled techniques with which a recipe trains a model.
 
     Args:
         optimizer: ours or bitsandbytes', over the trainable parameters.
-        techniques: what is on, for a loop to ask.
+        techniques: the enabled techniques, for a training loop to call.
     """
 
     optimizer: Optimizer
@@ -230,23 +230,23 @@ def switch_on(
     shard: Callable[[], FullySharded | None] = lambda: None,
     reads_weights_flushed: bool = False,
 ) -> SwitchedOn:
-    """Switch a recipe's techniques on, in their order, and make the optimizer between them.
+    """Enable a recipe's techniques, in their order, and make the optimizer between them.
 
     Args:
         model: a causal LM, or a PEFT model around one.
-        recipe: which techniques, and which optimizer.
-        host_memory: where things wait.
-        adapters: from :func:`adapters_of`; none for a model that has its adapters.
+        recipe: names the techniques and the optimizer.
+        host_memory: holds offloaded tensors.
+        adapters: from :func:`adapters_of`; empty for a model that already has its adapters.
         rows_per_micro_batch: in vertical order, the rows that pass through a layer together.
         sums: whether a step sums several gradients.
-        finer_weights: reads what bfloat16 weights have lost of their checkpoint.
-        shard: cuts the model's parameters among several processes, if they share them.
+        finer_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
+        shard: shards the model's parameters over several processes, if they share them.
         reads_weights_flushed: whether the loop calls ``techniques.flush()`` before anyone reads weights between two
-            steps, so that updates of weights on the device may be put off to the next forward, too. Somebody else's
-            callbacks would read those of the step before.
+            steps, so that updates of weights on the device may also be deferred to the next forward. Callbacks of a
+            user's own would read the weights of the previous step.
 
     Returns:
-        Both; an error leaves the model as it was.
+        The optimizer and the techniques; an error leaves the model unchanged.
     """
     in_forward, after_forward = Techniques(), Techniques()
     try:
@@ -287,12 +287,12 @@ def switch_on(
     except BaseException:
         Handle(in_forward.remove, after_forward.remove).remove()
         raise
-    # Streamed weights are outermost: they make the updates that wait, and come to rest before the state comes back.
+    # Streamed weights are outermost: they apply deferred updates, and come to rest before the state returns.
     return SwitchedOn(optimizer, Techniques(*after_forward, *in_forward))
 
 
 def adapters_of(model: PreTrainedModel, recipe: Recipe) -> Iterator[Technique]:
-    """Puts the recipe's adapters beside a model's weights, before all that changes the way through it."""
+    """Yield the recipe's adapters, added to a model before anything that changes its forward."""
     if recipe.adapter.name == "lora":
         base_name = hub_id_of(recipe.model.name_or_path or "")
         yield enable_lora(model, recipe.adapter, base_name=base_name, base_revision=recipe.model.revision)
@@ -301,7 +301,7 @@ def adapters_of(model: PreTrainedModel, recipe: Recipe) -> Iterator[Technique]:
 def techniques_in_forward(
     model: PreTrainedModel, recipe: Recipe, host_memory: HostMemory, rows_per_micro_batch: int
 ) -> Iterator[Technique]:
-    """Switches on what changes the way through the model, from the inside out."""
+    """Enable the techniques that change the model's forward, from the inside out."""
     if recipe.tiling.mlp > 1:
         yield enable_tiled_mlp(model, recipe.tiling)
     if recipe.checkpointing.mode != "none":
@@ -320,7 +320,7 @@ def techniques_in_forward(
             recipe.loss,
             recipe.tiling,
             device=host_memory.device,
-            compare=recipe.distributed.strategy != "fsdp2",  # weights come when they are cut
+            compare=recipe.distributed.strategy != "fsdp2",  # sharding loads the weights later
         )
         assert isinstance(loss, ChunkedLoss), "there is a chunk size"
         yield loss
@@ -336,7 +336,7 @@ def techniques_in_forward(
 
 
 def techniques_of_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory) -> Iterator[Technique]:
-    """Settles where the optimizer's state waits, and makes it; bitsandbytes' optimizers do so in their first step."""
+    """Allocate the optimizer's state, on the host if offloaded; bitsandbytes' optimizers do so in their first step."""
     if not isinstance(optimizer, ChunkedOptimizer):
         return
     if recipe.offload.optimizer == "host":
@@ -355,7 +355,7 @@ def techniques_in_step(
     sums: bool,
     reads_weights_flushed: bool,
 ) -> Iterator[Technique]:
-    """Switches on how gradients are summed, applied and watched; those of streamed weights go the same way."""
+    """Enable the techniques that sum, apply and watch gradients, those of streamed weights included."""
     if recipe.accumulation.dtype == "float32" and (sums or sharded is not None):
         if sharded is not None:
             sharded.sum_in_float32(several_in_backward=recipe.accumulation.order == "vertical")
@@ -380,7 +380,7 @@ def techniques_in_step(
 def _initialize_masters(
     optimizer: Optimizer, model: nn.Module, finer_weights: Callable[[], MasterWeights | None]
 ) -> None:
-    """Let the masters of bfloat16 weights hold what these have lost of a float32 checkpoint."""
+    """Initialize the masters of bfloat16 weights with the bits of a float32 checkpoint that the weights have lost."""
     if not isinstance(optimizer, ChunkedOptimizer):
         return
     parameters = {
@@ -400,19 +400,19 @@ def _initialize_masters(
 def _of_this_process(
     parameter: nn.Parameter, values: Callable[[int, int], Tensor]
 ) -> Callable[[int, int], Tensor]:
-    """A reader of a whole parameter, as one of those of its elements that lie here."""
+    """Turn a reader of a whole parameter into one of the elements that this process holds."""
     first = first_element(parameter)
     return lambda start, stop: values(first + start, first + stop)
 
 
 def _rows_per_micro_batch(recipe: Recipe, plan: Plan) -> int:
-    """As the collator lays them out: for flash attention the documents of packed rows lie end to end in one."""
+    """Return the rows that the collator makes: for flash attention it joins packed documents end to end in one row."""
     in_one_row = recipe.data.packing and "flash" in plan.attention.implementation
     return 1 if in_one_row else recipe.training.per_device_train_batch_size
 
 
 def _refuse_mean_of_means(model: PreTrainedModel) -> None:
-    """Without the window's token count a model averages over its own micro-batch, and accumulation goes wrong."""
+    """Refuse a model whose own loss ignores the window's token count: it would average over each micro-batch."""
     takes_any = any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD
         for parameter in inspect.signature(model.forward).parameters.values()

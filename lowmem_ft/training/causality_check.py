@@ -1,4 +1,4 @@
-"""Do later tokens change what a model says of earlier ones? Asked of the weights, where its code does not tell."""
+"""Test whether later tokens change a model's output for earlier ones, if its code does not say."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lowmem_ft.training.step import evaluation_loss
 
 NUM_TOKENS = 16
 TOLERANCE = 0.01
-"""Of the loss. A causal model's differs by rounding alone, most with 8-bit weights, whose outliers are found over all
-tokens of a batch."""
+"""Tolerance as a share of the loss. A causal model's loss differs by rounding alone, most with 8-bit weights, whose
+outliers are found over all tokens of a batch."""
 
 
 def refuse_bidirectional_weights(session: Session, name: str) -> None:
-    """Compare the loss of a few tokens with that of the same tokens but the last, which is no label.
+    """Refuse a model whose loss changes when the last token, which is not a label, is replaced.
 
-    Two forward passes of one row, for models that nothing vouches for: models/causality.py has read the config by now,
-    and attention modules of transformers' own that call themselves causal are believed.
+    The check takes two forward passes of one row. It is skipped for models of transformers' own whose attention modules
+    call themselves causal; models/causality.py has already read the config.
 
     Args:
         session: the built model, before its first step.
-        name: the model, as the user calls it.
+        name: the model, as the user names it.
 
     Raises:
-        ModelError: if the two differ.
+        ModelError: if the two losses differ.
     """
     if _is_vouched_for(session.unwrapped_model):
         return

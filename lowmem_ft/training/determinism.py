@@ -1,4 +1,4 @@
-"""Kernels that give the same bits each time."""
+"""Deterministic kernels, which give the same bits each time."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _OF_CUBLAS, _OF_FLASH_ATTN = "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMI
 
 @contextlib.contextmanager
 def deterministic_kernels(enabled: bool = True) -> Iterator[None]:
-    """Let the process run deterministic kernels alone while a block runs, as ``training.full_determinism`` asks for.
+    """Restrict the process to deterministic kernels while a block runs, as ``training.full_determinism`` asks for.
 
-    Of torch's operators one that has no such kernel is an error. cuBLAS is told by a variable that torch reads once, at
-    the process's first product on CUDA, so enter the block before; flash-attn by one that transformers reads in every
-    forward. bitsandbytes has no such switch, and none of its kernels that recipes use adds numbers in an order that
-    varies.
+    A torch operator without such a kernel raises an error. cuBLAS is configured by a variable that torch reads once, at
+    the process's first product on CUDA, so enter the block before that; flash-attn by one that transformers reads in
+    every forward pass. bitsandbytes has no such switch, and none of its kernels that recipes use adds numbers in an
+    order that varies.
 
     Equals: on CUDA the same bits again on the same model of GPU, with the same versions of driver and libraries, batch
     shapes and number of processes. Without it the backward of sdpa's and flash-attn's attention and some scattered sums
-    (of experts, for instance) add in an order that varies from run to run. A CPU needs it for nothing.
+    (of experts, for instance) add in an order that varies from run to run. On a CPU it changes nothing.
 
     Args:
         enabled: False does nothing.
 
     Yields:
-        Nothing; afterwards all is as it was.
+        Nothing; all settings are restored afterwards.
 
     Raises:
-        UserError: if the process has multiplied on CUDA before, and cuBLAS was told otherwise then.
+        UserError: if the process has multiplied on CUDA before, with another cuBLAS setting.
     """
     if not enabled:
         yield

@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean over all label tokens of the held-out data.
+    """Mean loss over all label tokens of the held-out data.
 
     Args:
         loss: negative log-likelihood per label token, in nats.
-        num_label_tokens: how many tokens that is the mean of.
+        num_label_tokens: number of tokens in the mean.
     """
 
     loss: float
@@ -34,11 +34,11 @@ class EvaluationResult:
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``; infinite where that does not fit a float."""
+        """``exp(loss)``; infinite if that overflows a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def record(self) -> dict[str, Any]:
-        """As ``metrics.jsonl`` and trackers have it."""
+        """Return the values under their names in ``metrics.jsonl`` and trackers."""
         return {
             "eval_loss": self.loss,
             "eval_perplexity": self.perplexity,
@@ -50,12 +50,13 @@ class EvaluationResult:
 
 
 class EvaluationInPieces:
-    """An evaluation that goes on where memory runs out, with that batch cut in two, and those after it.
+    """Evaluation that, when memory runs out, splits that batch and later ones in two and continues.
 
-    Nothing is trained, and the sums are the same but for their order: what training has been cut to is left alone.
+    Nothing is trained, and the sums are the same except for their order. The micro-batch limit of training is not
+    changed.
 
     Args:
-        may_cut: whether batches may be cut at all.
+        may_cut: whether batches may be split at all.
     """
 
     def __init__(self, *, may_cut: bool = True) -> None:
@@ -63,10 +64,10 @@ class EvaluationInPieces:
         self._max_tokens: int | None = None
 
     def loss(self, session: Session, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums over all batches.
+        """Return the summed loss and the label token count of all batches.
 
         Raises:
-            NotRetried: if memory ran out, and the batch cannot be cut.
+            NotRetried: if memory ran out and the batch cannot be split.
         """
         loss_sum, num_label_tokens = evaluation_loss(session, [])
         for batch in batches:
@@ -82,7 +83,7 @@ class EvaluationInPieces:
         return loss_sum, num_label_tokens
 
     def _loss_of(self, session: Session, rows: LabelledRows) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """None if memory ran out, and smaller pieces are to come."""
+        """Return the sums of some rows; None if memory ran out and the rows have to be split further."""
         try:
             return evaluation_loss(session, [rows])
         except Exception as error:
@@ -119,14 +120,14 @@ def evaluate(
     """Evaluate over this process's share of the held-out batches; every process calls this.
 
     Args:
-        session: the model to evaluate; its training mode is put back.
-        runtime: adds up what the processes found.
-        batches: equally many in all processes.
-        in_pieces: what earlier evaluations of this run have been cut to; None: nothing.
-        interrupted: asked before each batch.
+        session: the model to evaluate; its training mode is restored.
+        runtime: adds up the processes' sums.
+        batches: the same number in all processes.
+        in_pieces: holds the batch limit that earlier evaluations of this run have found; None: there is no limit yet.
+        interrupted: called before each batch.
 
     Returns:
-        The result, or None if it was interrupted.
+        The result, or None if the evaluation was interrupted.
     """
 
     def until_interrupted() -> Iterable[Batch]:

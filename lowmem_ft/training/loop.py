@@ -1,10 +1,10 @@
 """The training run: open the folder, build, step until done, evaluate, save.
 
 Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoints.checkpoint_folders.Progress`, so that a
-run that was killed goes on as if it had not been. A run ends in one of four ways: done (a model folder), interrupted by
-a signal (a checkpoint, and :class:`~lowmem_ft.foundation.errors.Interrupted` says where), stopped because step after
-step was not finite, or with a user error. A signal before the first step ends the process at once, as there is nothing
-to save.
+killed run resumes as if it had never stopped. A run ends in one of four ways: done (a model folder), interrupted by a
+signal (a checkpoint, whose path is in :class:`~lowmem_ft.foundation.errors.Interrupted`), stopped because too many
+steps in a row were not finite, or with a user error. A signal before the first step ends the process at once, as there
+is nothing to save.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a finished run leaves behind.
+    """Result of a finished run.
 
     Args:
         model_folder: the trained model; ``from_pretrained`` loads it.
         output_dir: the run folder.
         steps: optimizer steps taken in all, resumed ones included.
         loss: training loss of the last step, in nats per label token.
-        evaluation: on the held-out data at the end, if the recipe has any.
+        evaluation: result on the held-out data at the end, if the recipe has any.
     """
 
     model_folder: Path
@@ -82,23 +82,23 @@ def train(
     runtime: RunRuntime | None = None,
     preflight: Preflight | None = None,
 ) -> TrainResult:
-    """Train what the recipe says, from a fresh start or from a checkpoint, and save the model.
+    """Train a recipe from scratch or from a checkpoint, and save the model.
 
     Args:
         recipe: see :func:`lowmem_ft.load_recipe`.
-        folder: what :meth:`RunFolder.open` made of the recipe; None: opened here.
-        runtime: the device and the processes; None: those of ``accelerate launch``, or one of this machine.
-        preflight: estimates the run before its weights are read, as ``lowmem_ft.train`` has it; None: nobody does.
+        folder: the result of :meth:`RunFolder.open` for the recipe; None: opened here.
+        runtime: the device and the processes; None: those of ``accelerate launch``, or one process on this machine.
+        preflight: estimates the run before its weights are read, as in ``lowmem_ft.train``; None: there is no estimate.
 
     Returns:
-        Where everything lies and how it ended.
+        The folders of the run and how it ended.
 
     Raises:
-        UserError: if the recipe, its model, its data or the folder cannot be used, or nothing finite comes out.
-        OtherProcessError: if another process of the run has failed, or is gone.
+        UserError: if the recipe, its model, its data or the folder cannot be used, or the result is not finite.
+        OtherProcessError: if another process of the run has failed or disappeared.
         DoesNotFitError: if the device's memory runs out, or is estimated to; says what would need less.
         Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
-        KeyboardInterrupt: after SIGINT before the first step, or a second one while a step is being ended.
+        KeyboardInterrupt: after SIGINT before the first step, or after a second one while the current step finishes.
     """
     check_recipe(recipe)
     refuse_unplanned(recipe)
@@ -131,20 +131,20 @@ def _train(
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """What the parts of one run share, ready to step; :meth:`build` makes it of a recipe.
+    """A run that is ready to step, with everything that its parts share; :meth:`build` makes one from a recipe.
 
     Args:
-        recipe: what is trained.
-        folder: where the run writes, and what it goes on from.
+        recipe: the recipe that is trained.
+        folder: the folder that the run writes to, and the checkpoint that it resumes from.
         runtime: the device and the processes.
-        budget_watch: what the device and the host may take.
-        tokenizer: saved beside the weights.
-        data: tokenized.
-        stream: its training part in windows, from where the run stands.
-        progress: where it stands.
-        num_steps: at which step it ends.
+        budget_watch: compares memory with the budgets of device and host.
+        tokenizer: saved with the weights.
+        data: the tokenized data.
+        stream: its training part in windows, from the run's position on.
+        progress: the run's position.
+        num_steps: the step at which the run ends.
         session: the model with its optimizer.
-        memory: its peaks so far, and what was estimated.
+        memory: the run's peaks so far, and its estimate.
     """
 
     recipe: Recipe
@@ -160,7 +160,7 @@ class TrainingRun:
     memory: RunMemory
 
     def __post_init__(self) -> None:
-        """The run begins with its last checkpoint, if it goes on from one."""
+        """Create the run's own parts; their state is that of its checkpoint, if it resumes from one."""
         self.interruption = Interruption()
         self.metrics = RunMetrics(self.folder, self.runtime)
         self.checkpoint = self.folder.resume_from
@@ -186,16 +186,16 @@ class TrainingRun:
         runtime: RunRuntime | None = None,
         preflight: Preflight | None = None,
     ) -> TrainingRun:
-        """Tokenize the data, load the model, and go on from the folder's checkpoint.
+        """Tokenize the data, load the model, and restore the folder's checkpoint.
 
         Args:
-            recipe: see :func:`train`, as for the others.
-            folder: None: opened here.
-            runtime: None: made here.
-            preflight: None: the run is not estimated.
+            recipe: see :func:`train`.
+            folder: see :func:`train`; None: opened here.
+            runtime: see :func:`train`; None: made here.
+            preflight: see :func:`train`; None: the run is not estimated.
 
         Returns:
-            The run, no step of which is taken yet.
+            The run, before its first step.
         """
         config = recipe.training
         folder = folder or RunFolder.open(recipe)
@@ -235,7 +235,7 @@ class TrainingRun:
             in_pieces = progress.cut.max_tokens is not None
             session = build_session(built, runtime, plan, num_training_steps=num_steps, in_pieces=in_pieces)
             refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
-            # Loading and wrapping may draw random numbers; dropout must not depend on how many.
+            # Loading and wrapping may draw random numbers; dropout must not depend on how many they draw.
             set_seed(config.seed + runtime.process_index, deterministic=config.full_determinism)
             if resume_from is not None:
                 load_checkpoint(resume_from, session, runtime)
@@ -255,8 +255,8 @@ class TrainingRun:
         )
 
     def train(self) -> TrainResult:
-        """Steps, evaluations and checkpoints, then the finished model."""
-        self.runtime.wait_for_everyone()  # all have read the folder
+        """Run all steps, evaluations and checkpoints, then save the finished model."""
+        self.runtime.wait_for_everyone()  # until all have read the folder
         succeeded = False
         try:
             with self.runtime.failing_together():
@@ -281,7 +281,7 @@ class TrainingRun:
                 self.folder.end(succeeded=succeeded)
 
     def _take_steps(self) -> EvaluationResult | None:
-        """To the last step, and the evaluation after it, if there is held-out data."""
+        """Train to the last step, then evaluate if there is held-out data."""
         config = self.recipe.training
         display = ProgressDisplay(
             num_steps=self.num_steps,
@@ -303,7 +303,7 @@ class TrainingRun:
             return self._evaluate()
 
     def step(self) -> dict[str, Any]:
-        """One optimizer step, counted and written down."""
+        """Take one optimizer step, count it, and write its metrics."""
         start = time.perf_counter()
         window = self.stream.next_window()
         learning_rate = float(self.session.scheduler.get_last_lr()[0])
@@ -341,7 +341,7 @@ class TrainingRun:
         return record
 
     def _evaluate_if_due(self) -> None:
-        """Unless the run was interrupted after this very evaluation; the last one is not made here."""
+        """Evaluate if this step is due and was not evaluated before an interruption; not after the last step."""
         step, config = self.progress.step, self.recipe.training
         is_due = config.eval_on_start if step == 0 else _is_due(step, config.eval_steps)
         if is_due and step < self.num_steps and self.progress.evaluated_step != step:
@@ -395,13 +395,13 @@ class TrainingRun:
         logger.info("Saved %s.", self.checkpoint)
 
     def _delete_old_checkpoints(self) -> None:
-        """But not while steps are skipped: they may be the only ones that are whole."""
+        """Delete old checkpoints, except while steps are being skipped: they may be the only good ones."""
         if self.runtime.is_main and not self.progress.skipped_in_a_row:
             keep = self.recipe.training.save_total_limit
             delete_old_checkpoints(self.folder.path, keep, step=self.progress.step)
 
     def _stop_if_interrupted(self) -> None:
-        """Save what is not saved yet and leave, in all processes, if a signal has come to one of them."""
+        """Save a checkpoint unless this step has one, and leave, in all processes, if one has received a signal."""
         number = self._signal_number()
         if number == 0:
             return
@@ -411,14 +411,14 @@ class TrainingRun:
         raise Interrupted(number, checkpoint=self.checkpoint)
 
     def _left_behind(self) -> str:
-        """What there is to go on from after a second signal, or one before the first step, which end a run at once."""
+        """Describe the last checkpoint after a second signal, or one before the first step, which end a run at once."""
         if self.checkpoint is None:
             return f"at step {self.progress.step}: no checkpoint is saved."
         setting = shlex.quote(f"training.resume_from_checkpoint={self.checkpoint}")
         return f"at step {self.progress.step}. Saved before: {self.checkpoint}; go on with {setting}."
 
     def _signal_number(self) -> int:
-        """Of the signal that has come to any process; 0 if none has."""
+        """Return the number of the signal that any process has received; 0 if none has."""
         return self.runtime.max_over_processes(self.interruption.signal_number or 0)
 
     def _finish(self, evaluation: EvaluationResult | None) -> TrainResult:
@@ -440,7 +440,7 @@ class TrainingRun:
                 upload=self.recipe.training.push_to_hub and not problems,
             )
             if not problems:
-                self._delete_old_checkpoints()  # a process that was killed after its last save may have left them
+                self._delete_old_checkpoints()  # a process killed after its last save may have left some
                 if self.runtime.is_main:
                     log_finished_model(self.folder.model_folder, self.recipe)
         self.budget_watch.report(file_bytes=self.session.host_memory.peak_file_bytes)

@@ -1,4 +1,4 @@
-"""Autocast and the fp16 loss scale: what ``training.mixed_precision`` is to a step, real or traced."""
+"""Autocast and the fp16 loss scale: the effect of ``training.mixed_precision`` on a step, real or traced."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MixedPrecision:
-    """What precision decides of a :class:`lowmem_ft.training.runtime.Runtime`, which inherits it.
+    """The methods of a :class:`lowmem_ft.training.runtime.Runtime` that depend on precision; runtimes inherit them.
 
     Args:
         name: ``no``, ``bf16`` or ``fp16``.
-        device: where the step computes; Accelerate gives a single process ``cuda`` without an index.
+        device: the device of the step; Accelerate gives a single process ``cuda`` without an index.
 
     Attributes:
-        device: the same, as its tensors name it.
+        device: the same device, with the index that its tensors have.
         scaler: holds the loss scale; None unless fp16.
     """
 
@@ -36,56 +36,56 @@ class MixedPrecision:
             self.scaler = torch.amp.GradScaler(device.type)  # type: ignore[attr-defined]
 
     def autocast(self) -> AbstractContextManager[None]:
-        """For a forward pass, at ``training.mixed_precision``; its outputs stay in the type they are computed in."""
+        """Return autocast for a forward pass; outputs keep the type in which they are computed."""
         dtype = _AUTOCAST_DTYPES.get(self.mixed_precision)
         if dtype is None:
             return contextlib.nullcontext()
-        # With the cache, a half-precision copy of every weight lives until the forward pass ends, though checkpointing
-        # needs one layer's at a time. Each weight is used once in a pass: nothing to cache.
+        # With the cache, a half-precision copy of every weight lives until the forward pass ends, although
+        # checkpointing needs only one layer's at a time. Each weight is used once per pass: there is nothing to cache.
         return torch.autocast(self.device.type, dtype, cache_enabled=False)  # type: ignore[return-value]
 
     def backward(self, loss: Tensor) -> None:
-        """``loss.backward()``, times the loss scale under fp16."""
+        """Call ``loss.backward()``, with the loss multiplied by the loss scale under fp16."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Unscales fp16 gradients, then :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
+        """Unscale fp16 gradients, then call :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         return clip_grad_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm)
 
     def unscale(self, values: Tensor) -> None:
-        """By torch's ``GradScaler`` under fp16; see ``loss_scaling.py``."""
+        """Unscale values with torch's ``GradScaler`` under fp16; see ``loss_scaling.py``."""
         if self.scaler is not None:
             unscale(self.scaler, values)
 
     def loss_scale_may_overflow(self) -> bool:
-        """Under fp16, as long as the scale is at least 1: below that the gradients overflow by themselves."""
+        """Return True under fp16 while the scale is at least 1: below that the gradients overflow by themselves."""
         return self.scaler is not None and self.scaler.get_scale() >= 1
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """Step; under fp16 and not finite, the scaler alone moves on from what it found while unscaling."""
+        """Step if finite; the fp16 loss scale is updated in any case, by what the scaler found while unscaling."""
         if finite:
             optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
         self.update_loss_scale()
 
     def abandon_step(self) -> None:
-        """Forget what was found while unscaling; the scale stays."""
+        """Forget the infinities found while unscaling; keep the scale."""
         if self.scaler is not None:
             scale = self.scaler.state_dict()
             self.scaler = torch.amp.GradScaler(self.device.type)  # type: ignore[attr-defined]
             self.scaler.load_state_dict(scale)
 
     def update_loss_scale(self) -> None:
-        """By what the scaler found while unscaling."""
+        """Update the loss scale by what the scaler found while unscaling."""
         if self.scaler is not None:
             self.scaler.update()
 
     def loss_scale_state(self) -> dict[str, Any] | None:
-        """That of the ``GradScaler``."""
+        """Return the state of the ``GradScaler``; None without one."""
         return None if self.scaler is None else self.scaler.state_dict()
 
     def load_loss_scale_state(self, state: dict[str, Any]) -> None:
-        """For the ``GradScaler``, if there is one."""
+        """Restore the state of the ``GradScaler``, if there is one."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""The estimate of a run beside its limits, before a weight is read.
+"""Comparison of a run's estimate with its limits, before any weight is read.
 
-Who estimates comes from above (``lowmem_ft.train`` brings one): this package imports no estimator, and a run without
-one goes as ever.
+The caller passes in the estimator (``lowmem_ft.train`` has one): this package imports none, and a run without one
+trains unchecked.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ logger = logging.getLogger(__name__)
 
 
 class Preflight(Protocol):
-    """Estimates one run while it is prepared."""
+    """Estimator of one run, which works while the run is prepared."""
 
     def begin(self, recipe: Recipe, device: torch.device) -> None:
-        """The recipe and the device are known; nothing need be returned yet.
+        """Start to estimate, now that the recipe and the device are known.
 
         Args:
-            recipe: what will be built.
-            device: where.
+            recipe: the recipe that will be built.
+            device: the device of the run.
         """
         ...
 
     def finish(self, longest_row: int | None) -> MemoryEstimate | None:
-        """The estimate, with rows no longer than they are; None: there is none, and the reason has been logged.
+        """Return the estimate for rows of at most ``longest_row`` tokens; None if it failed, with the reason logged.
 
         Args:
-            longest_row: tokens of the longest row that will come; None: as the recipe says.
+            longest_row: tokens of the longest row in the data; None: as the recipe says.
 
         Raises:
             UserError: if the device cannot run the recipe.
@@ -46,20 +46,20 @@ class Preflight(Protocol):
         ...
 
     def close(self) -> None:
-        """No estimate is wanted any more."""
+        """Stop, as no estimate is needed any more."""
         ...
 
 
 class PreflightChecks:
-    """Holds a run to its estimate as soon as one can be made: the main process asks, and all of them fail.
+    """Checks of a run's estimate as early as possible: the main process estimates, and all processes fail together.
 
-    How long rows are may be known only from the data, which can take minutes to tokenize. Where the recipe says it all,
-    the check comes before.
+    The length of rows may be known only from the data, which can take minutes to tokenize. If the recipe fixes the
+    length, the check comes before the data.
 
     Args:
-        preflight: who estimates; None, or ``budget.preflight=false``: nobody does.
-        recipe: what will be built.
-        runtime: its device and processes.
+        preflight: the estimator; None, or ``budget.preflight=false``: no estimate is made.
+        recipe: the recipe that will be built.
+        runtime: the run's device and processes.
     """
 
     def __init__(self, preflight: Preflight | None, recipe: Recipe, runtime: RunRuntime) -> None:
@@ -72,7 +72,7 @@ class PreflightChecks:
             self._preflight.begin(recipe, runtime.device)
 
     def before_data(self) -> None:
-        """Check what does not depend on the data.
+        """Check the estimate if it does not depend on the data.
 
         Raises:
             DoesNotFitError: if the run is above a limit.
@@ -81,7 +81,7 @@ class PreflightChecks:
             self._check(None)
 
     def after_data(self, data: PreparedData) -> MemoryEstimate | None:
-        """Check the rest; the estimate.
+        """Check the estimate if it has not been checked yet, and return it.
 
         Raises:
             DoesNotFitError: if the run is above a limit.
@@ -103,14 +103,14 @@ class PreflightChecks:
 
 
 def longest_row(data: PreparedData) -> int | None:
-    """Tokens of the longest row that training or evaluation will meet, padding included; None: not known."""
+    """Return the tokens of the longest row in training or evaluation, padding included; None: not known."""
     summaries = [data.summary, data.evaluation_summary if data.evaluation is not None else data.summary]
     lengths = [0 if summary is None else summary.longest for summary in summaries]
     return data.collate.padded_length(max(lengths)) if all(lengths) else None
 
 
 def with_rows_of(recipe: Recipe, longest_row: int | None) -> Recipe:
-    """The recipe as it is for data with no longer rows."""
+    """Return the recipe with ``data.max_length`` set to the longest row of its data, if that is shorter."""
     length = recipe.data.max_length
     if longest_row is None or recipe.data.packing or (length is not None and length <= longest_row):
         return recipe
@@ -118,15 +118,15 @@ def with_rows_of(recipe: Recipe, longest_row: int | None) -> Recipe:
 
 
 def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: int = 1) -> None:
-    """Hold an estimate against what there is, in one line of the log; on a CPU the device's memory is the host's.
+    """Compare an estimate with the limits and log the result in one line; on a CPU, device memory is host memory.
 
-    What its figure says does not fit is refused; what only the upper end of its range says is warned of, for a run
-    that meets an out-of-memory error loses nothing but time.
+    A run whose estimated value is above a limit is refused. If only the upper end of its range is above, a warning is
+    logged, because a run that gets an out-of-memory error loses only time.
 
     Args:
         recipe: for its budget.
-        estimate: of the run that is about to begin, in one of its processes.
-        num_processes: that it begins in.
+        estimate: the estimate of one process of the run that is about to begin.
+        num_processes: processes of the run.
 
     Raises:
         DoesNotFitError: if it is above a limit and ``budget.enforce`` is true.
@@ -164,7 +164,7 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: i
 
 
 def summary(estimate: MemoryEstimate) -> str:
-    """What a run needs, in a clause: ``17.2 GiB of device memory, 52.1 GiB of host memory, 3.1 s a step``."""
+    """Return a run's needs as a clause: ``17.2 GiB of device memory, 52.1 GiB of host memory, 3.1 s a step``."""
     if estimate.is_of_cpu:
         return f"{format_bytes(estimate.process_peak_bytes)} of host memory{_of_each(estimate)}"
     time = "" if estimate.step is None else f", {estimate.step.seconds:.3g} s a step"
@@ -182,7 +182,7 @@ def _of_each(estimate: MemoryEstimate) -> str:
 
 
 def _missing(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
-    """By how much which limits are exceeded."""
+    """Describe each exceeded limit, and by how many bytes it is exceeded."""
     budget = recipe.budget
     per_machine = 1 if estimate.processes is None else estimate.processes.per_machine
     device = None if budget.device is None else f"budget.device={budget.device}"

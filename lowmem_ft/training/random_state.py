@@ -10,7 +10,7 @@ import torch
 
 
 def export_random_state(device: torch.device) -> dict[str, Any]:
-    """Python's, numpy's and torch's generators, on the host and on ``device``."""
+    """Return the state of Python's, numpy's and torch's generators, on the host and on ``device``."""
     version, internal, gauss_next = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
@@ -24,7 +24,7 @@ def export_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def import_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Continue every generator where :func:`export_random_state` saw it."""
+    """Restore every generator to the state that :func:`export_random_state` returned."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     numpy_state = dict(state["numpy"])

@@ -1,8 +1,8 @@
-"""What the training step, and the run around it, need from their surroundings.
+"""The interface between the training step, or the run around it, and its device, processes and files.
 
-Real runs take it from Accelerate (``accelerate_runtime.py``); a trace on a virtual device brings its own. Whatever the
-step asks of the outside goes through :class:`Runtime`, so that both execute the same step; what the loop asks further
-goes through :class:`RunRuntime`.
+Real runs implement it with Accelerate (``accelerate_runtime.py``); a trace on a virtual device has its own. The step
+reaches everything outside itself through :class:`Runtime`, so that both execute the same step; the loop uses
+:class:`RunRuntime` for everything else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Runtime(Protocol):
     num_processes: int
 
     def load_config(self, config: ModelConfig) -> PretrainedConfig:
-        """The model's architecture; in a trace that of the catalogue does, as no weights will be asked for."""
+        """Return the model's architecture; a trace may take it from the catalogue, as it needs no weights."""
         ...
 
     def load_model(
@@ -50,186 +50,186 @@ class Runtime(Protocol):
         seed: int,
         host: HostMemory | None = None,
     ) -> PreTrainedModel:
-        """The model on the device or in ``host``, its weights read from the checkpoint or, in a trace, only sized."""
+        """Return the model on the device or in ``host``, with weights from the checkpoint, or only sized in a trace."""
         ...
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
-        """The checkpoint's weights, on the host, where they are finer than the model's; else, and in a trace, None."""
+        """Return the checkpoint's weights, on the host, if finer than the model's; otherwise, or in a trace, None."""
         ...
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
-        """Where tensors of the device wait, most of them in files of ``folder`` if given; in a trace it has no end."""
+        """Return memory for offloaded tensors, most of them in files of ``folder`` if given; unlimited in a trace."""
         ...
 
     def schedule(
         self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """What sets the learning rate of each of so many optimizer steps; in a trace it stays what it is."""
+        """Return the learning rate schedule for ``num_training_steps`` optimizer steps; constant in a trace."""
         ...
 
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
-        """Cut the model's parameters among the processes, where ``distributed.strategy`` is fsdp2; else None."""
+        """Shard the model's parameters over the processes if ``distributed.strategy`` is fsdp2; else return None."""
         ...
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """What the step calls in place of the two: wrapped for several processes and for loss scaling."""
+        """Return the model and optimizer that the step calls: wrapped for several processes and for loss scaling."""
         ...
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum finished gradients over all processes, where the prepared model has not done so in backward."""
+        """Sum finished gradients over all processes, unless the prepared model has done so in backward."""
         ...
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Mixed precision for a forward pass."""
+        """Return the mixed-precision context of a forward pass."""
         ...
 
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """Wraps one micro-batch; gradients need to reach the other processes only in the last one of a window."""
+        """Return the context of one micro-batch; gradients need to be reduced only in the last one of a window."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backpropagate, scaled where the precision needs it: the window's gradient is the sum over all processes."""
+        """Backpropagate, loss-scaled if the precision needs it; the window's gradient is the sum over all processes."""
         ...
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-        """Unscale its gradients, scale them to ``max_norm`` if their global norm is above it; the norm before that."""
+        """Unscale the gradients, clip their global norm to ``max_norm``, and return the norm before clipping."""
         ...
 
     def unscale(self, values: torch.Tensor) -> None:
-        """Divide what came from gradients by the fp16 loss scale, in place; see ``training/loss_scaling.py``."""
+        """Divide values computed from gradients by the fp16 loss scale, in place; see ``training/loss_scaling.py``."""
         ...
 
     def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over all processes, element by element."""
+        """Return the sum of a tensor over all processes, element by element."""
         ...
 
     def fetch(self, *values: torch.Tensor) -> tuple[float, ...]:
-        """What 0-d tensors hold, in one wait for the device: the only one of a step, before the update."""
+        """Return the values of 0-d tensors, with one device sync: the only one of a step, before the update."""
         ...
 
     def loss_scale_may_overflow(self) -> bool:
-        """Whether a non-finite gradient may be the fault of the fp16 loss scale alone."""
+        """Return whether the fp16 loss scale alone may have caused a non-finite gradient."""
         ...
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """Step if the gradients are finite; else leave the weights alone and lower the loss scale, if there is one."""
+        """Step if the gradients are finite; else keep the weights and lower the loss scale, if there is one."""
         ...
 
     def abandon_step(self) -> None:
-        """Forget what :meth:`unscale` or :meth:`clip_grad_norm` has seen of a step that will not be ended."""
+        """Forget what :meth:`unscale` or :meth:`clip_grad_norm` recorded of a step that will not be completed."""
         ...
 
     def update_loss_scale(self) -> None:
-        """End a step that :meth:`unscale` has seen the gradients of, and :meth:`update_weights` has not."""
+        """Update the loss scale after a step that called :meth:`unscale` on its gradients, not :meth:`update_weights`."""
         ...
 
 
 class RunRuntime(Runtime, Protocol):
-    """What the loop of a run asks beyond its steps: the other processes, trackers, saving and going on."""
+    """The part of the interface that only the loop of a run uses: other processes, trackers, saving and resuming."""
 
     process_index: int
     num_processes_here: int
     is_main: bool
-    """Whether this process writes what is written once: the first of all."""
+    """True in the main process, rank 0, which writes every file that is written once."""
     host: Host
-    """What its memory is read from, where it is held against budgets."""
+    """Source of the host memory readings that are compared with budgets."""
     progress_console: Console | None
-    """Where this process shows how far the run is; None: nowhere."""
+    """Console on which this process shows the run's progress; None: it shows none."""
 
     def take_step(self, window: Sequence[Batch], step: Callable[[Sequence[Batch]], StepResult]) -> StepResult:
-        """Take an optimizer step over a window; a rehearsal takes one for all windows of a shape."""
+        """Take an optimizer step over a window; a rehearsal takes one step for all windows of the same shape."""
         ...
 
     def to_evaluate(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """The held-out batches that are really evaluated: all; in a rehearsal one of each shape."""
+        """Return the held-out batches to evaluate: all of them, or in a rehearsal one of each shape."""
         ...
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """Write what is trained, and the tokenizer, as vanilla libraries load them.
+        """Write the trained weights or adapters, and the tokenizer, so that vanilla libraries load them.
 
-        Every process calls it, and what only one of them holds all of, only that one writes.
+        Every process calls it; a process that alone holds everything writes alone.
 
         Raises:
-            CheckpointError: if the folder, read back, does not hold it.
+            CheckpointError: if the folder, read back, does not hold the weights.
         """
         ...
 
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:
-        """Write what is trained, the tokenizer and the optimizer's tensors, for :meth:`load_session`.
+        """Write the trained weights, the tokenizer and the optimizer's tensors, for :meth:`load_session`.
 
         Args:
-            session: what is saved; every process calls it, and writes its own part if it holds no more.
-            tokenizer: likewise.
-            folder: a new checkpoint's, the same for all.
-            identity: of that checkpoint.
+            session: the session to save; every process calls this, and writes its own part if it holds only a part.
+            tokenizer: the tokenizer to save.
+            folder: the folder of a new checkpoint, the same for all processes.
+            identity: the random name of that checkpoint.
 
         Returns:
-            In the main process, what of the optimizer is no tensor, as JSON holds it.
+            In the main process, the optimizer's values that are not tensors, in JSON types.
 
         Raises:
-            CheckpointError: if the folder, read back, does not hold what is trained.
+            CheckpointError: if the folder, read back, does not hold the trained weights.
         """
         ...
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-        """Take back what that wrote, but for the model's own weights: it was built from the folder.
+        """Restore what :meth:`save_session` wrote, except the model's own weights: it was built from the folder.
 
         Args:
-            session: takes adapters and the optimizer's state; every process calls it.
+            session: receives adapters and the optimizer's state; every process calls this.
             folder: a checkpoint.
-            optimizer_scalars: what :meth:`save_session` returned.
+            optimizer_scalars: the result of :meth:`save_session`.
 
         Raises:
-            CheckpointError: if they are not this run's.
+            CheckpointError: if they are not those of this run.
         """
         ...
 
     def load_random_state(self, state: dict[str, Any]) -> None:
-        """Continue the random generators from what ``export_random_state`` saw of them; without values, do nothing.
+        """Restore the random generators from the result of ``export_random_state``; do nothing in a run without values.
 
         Raises:
-            ValueError: if it is no such state; KeyError, TypeError and RuntimeError likewise.
+            ValueError: if it is not such a state; KeyError, TypeError and RuntimeError likewise.
         """
         ...
 
     def loss_scale_state(self) -> dict[str, Any] | None:
-        """Of fp16, as JSON holds it; None: there is no loss scale."""
+        """Return the state of the fp16 loss scale, in JSON types; None: there is no loss scale."""
         ...
 
     def load_loss_scale_state(self, state: dict[str, Any]) -> None:
-        """Take it back; without a loss scale, pass over it."""
+        """Restore the state of the loss scale; without one, ignore it."""
         ...
 
     def any_process(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
+        """Return whether the flag is set in any process."""
         ...
 
     def max_over_processes(self, value: int) -> int:
-        """The largest of the processes' values."""
+        """Return the largest of the processes' values."""
         ...
 
     def failing_together(self) -> AbstractContextManager[None]:
-        """Raises a user's error of one process in all of them, so that none waits for another that is gone."""
+        """Return a context that raises one process's user error in all processes, so that none waits for a lost one."""
         ...
 
     def gather(self, value: list[Any]) -> list[Any]:
-        """The lists of all processes, one after the other."""
+        """Return the concatenated lists of all processes."""
         ...
 
     def wait_for_everyone(self) -> None:
-        """A barrier."""
+        """Wait until all processes have called this: a barrier."""
         ...
 
     def start_trackers(self, recipe: Recipe) -> None:
-        """Open the trackers of ``training.report_to`` and tell them the recipe."""
+        """Open the trackers of ``training.report_to`` and pass them the recipe."""
         ...
 
     def log(self, record: dict[str, Any]) -> None:
-        """Pass one record of metrics, its ``step`` among them, to the trackers."""
+        """Pass one record of metrics, including its ``step``, to the trackers."""
         ...
 
     def end_trackers(self) -> None:

@@ -1,7 +1,7 @@
-"""The learning rate's schedule, by transformers.
+"""The learning rate schedule, from transformers.
 
-A module of its own: transformers' schedules import PEFT, which imports bitsandbytes and torch's compiler, a quarter of
-what an estimate would import. A trace does without.
+This is a separate module because transformers' schedules import PEFT, which imports bitsandbytes and torch's compiler:
+a quarter of what an estimate would import. A trace does not need it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from lowmem_ft.recipe import TrainingConfig
 
 
 def create_scheduler(optimizer: Optimizer, config: TrainingConfig, num_training_steps: int) -> LRScheduler:
-    """The schedule of a run.
+    """Create the learning rate schedule of a run.
 
     Args:
-        optimizer: whose learning rate it sets.
+        optimizer: the optimizer whose learning rate it sets.
         config: names the schedule.
         num_training_steps: optimizer steps of the whole run.
 
@@ -34,7 +34,7 @@ def create_scheduler(optimizer: Optimizer, config: TrainingConfig, num_training_
 
 
 def num_warmup_steps(config: TrainingConfig, num_training_steps: int) -> int:
-    """Optimizer steps of warmup; ``warmup_steps`` below 1 is a share of all steps, rounded up as transformers does."""
+    """Return the optimizer steps of warmup; ``warmup_steps`` below 1 is a share, rounded up as transformers does."""
     if config.warmup_steps >= 1:
         return int(config.warmup_steps)
     return -int(-config.warmup_steps * num_training_steps // 1)

@@ -1,4 +1,4 @@
-"""Everything one optimizer step works on."""
+"""The session: everything that an optimizer step works on."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class Session:
     """A built model with its optimizer, ready for :func:`lowmem_ft.training.step.train_step`.
 
     Args:
-        model: what the step calls: the causal LM, wrapped for data parallelism where there are several processes.
+        model: the model that the step calls: the causal LM, wrapped for data parallelism if there are several
+            processes.
         unwrapped_model: the causal LM itself, for saving.
-        optimizer: what the step calls; holds the trainable parameters and their state.
+        optimizer: the optimizer that the step calls; holds the trainable parameters and their state.
         scheduler: sets the learning rate; advances with every applied step.
         runtime: device, precision and processes.
         max_grad_norm: the global norm to clip to; None measures it and clips nothing.
-        techniques: what is on.
-        host_memory: what waits on the host, by category.
+        techniques: the enabled techniques.
+        host_memory: the tensors that are kept on the host, by category.
     """
 
     model: nn.Module
@@ -40,11 +41,11 @@ class Session:
     host_memory: HostMemory
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer holds, in its order."""
+        """Return the parameters that the optimizer holds, in its order."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def clip_grad_norm(self) -> torch.Tensor:
-        """The global gradient norm; gradients are scaled down to ``max_grad_norm``, now or when they are applied."""
+        """Return the global gradient norm; scale gradients down to ``max_grad_norm``, now or when they are applied."""
         norm = self.techniques.clip_grad_norm(self.runtime.unscale)
         if norm is not None:
             return norm
@@ -52,14 +53,14 @@ class Session:
         return self.runtime.clip_grad_norm(self.optimizer, max_norm)
 
     def update_weights(self, *, finite: bool) -> None:
-        """Apply the gradients if they are finite, and let the fp16 loss scale move on."""
+        """Apply the gradients if they are finite, and update the fp16 loss scale."""
         if self.techniques.update_weights(finite=finite):
             self.runtime.update_loss_scale()
         else:
             self.runtime.update_weights(self.optimizer, finite=finite)
 
     def close(self) -> None:
-        """Take every technique off again: what is left is what was trained, the plain model with its adapter if any."""
+        """Remove every technique; the plain trained model is left, with its adapter if there is one."""
         self.techniques.flush()
-        self.optimizer.state.clear()  # or what waits on the host would come back to a device too small for it
+        self.optimizer.state.clear()  # else state kept on the host would return to a device too small for it
         Handle(*(technique.remove for technique in self.techniques if not technique.is_trained)).remove()

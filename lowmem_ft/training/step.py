@@ -1,12 +1,12 @@
-"""The optimizer step, once, for real runs and for traces on a virtual device.
+"""The optimizer step, one implementation for real runs and for traces on a virtual device.
 
 One step takes a *window*: all micro-batches between two updates. Its loss is the mean over every label token of the
-whole window, in all processes: each micro-batch adds its *sum* divided by that one count. A mean of means would weigh a
-token by how short its micro-batch happens to be.
+whole window, in all processes: each micro-batch adds its *sum* divided by that one count. A mean of means would weight
+a token by how short its micro-batch happens to be.
 
-A step is a transaction: :meth:`WindowPass.gradients` changes nothing that could not be taken back, and
-:func:`apply_gradients` commits; ``retry.py`` does the first part again where memory was short. What is older is no part
-of it: updates of the step before, which streamed layers make at their next visit and which stay made.
+A step is a transaction: :meth:`WindowPass.gradients` changes nothing that cannot be rolled back, and
+:func:`apply_gradients` commits. If memory ran out, ``retry.py`` repeats the first part. Updates of the previous step,
+which streamed layers apply at their next visit, are not part of the transaction and are never rolled back.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lowmem_ft.training.session import Session
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
     Args:
         loss: mean negative log-likelihood over the window's label tokens, in nats.
         grad_norm: global gradient norm before clipping.
         num_tokens: tokens of the window that are not padding, in all processes.
-        applied: False if the step was not finite, and the weights were left alone.
-        overflow: True if only the fp16 loss scale can be to blame, which has been lowered by now.
+        applied: False if the step was not finite and left the weights unchanged.
+        overflow: True if only the fp16 loss scale can be the cause; it has already been lowered.
     """
 
     loss: float
@@ -42,32 +42,32 @@ class StepResult:
 
 
 def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
-    """Forward and backward over every micro-batch, clip, update the weights, advance the schedule.
+    """Run forward and backward over every micro-batch, clip, update the weights, advance the schedule.
 
-    A non-finite loss or gradient norm leaves weights, optimizer state and schedule as they were, except where weights
+    A non-finite loss or gradient norm leaves weights, optimizer state and schedule unchanged, except where weights
     are updated in backward without clipping (``Technique.updates_at_once``).
 
     Args:
-        session: model, optimizer, schedule and surroundings; changed in place.
-        window: this process's micro-batches; every process passes equally many. In vertical order the model gets all of
-            them at once, and its layers take them one after the other.
+        session: model, optimizer, schedule and runtime; changed in place.
+        window: this process's micro-batches; every process passes the same number. In vertical order the model gets all
+            of them at once, and its layers process them one after the other.
 
     Returns:
-        The result; equal in all processes.
+        The result, which is equal in all processes.
     """
     return apply_gradients(session, WindowPass(session, window).gradients())
 
 
 @dataclass(frozen=True)
 class WindowGradients:
-    """What a window's backward has come to, before anything is done with it.
+    """Result of a window's backward pass, before the weights are updated.
 
     Args:
-        loss: see :class:`StepResult`, as for the next two.
-        grad_norm: of the gradients, which are clipped, or will be as they are applied.
-        num_tokens: of the whole window.
-        finite: whether loss and norm are.
-        overflow: whether only the fp16 loss scale can be to blame if not.
+        loss: see :class:`StepResult`.
+        grad_norm: see :class:`StepResult`; the gradients are clipped, or will be when they are applied.
+        num_tokens: see :class:`StepResult`; tokens of the whole window.
+        finite: True if loss and norm are finite.
+        overflow: True if they are not finite and only the fp16 loss scale can be the cause.
     """
 
     loss: float
@@ -79,17 +79,17 @@ class WindowGradients:
 
 @dataclass
 class WindowPass:
-    """All of a step that comes before a weight changes: forward, backward and clipping, once.
+    """The part of a step before any weight changes: one forward and backward pass, and clipping.
 
     Args:
         session: see :func:`train_step`.
-        window: likewise.
-        max_tokens: micro-batches are cut into pieces of at most so many (``data/batches/splitting.py``), under the
-            normaliser of the uncut window; None: they are taken as they are. In vertical order the layers cut by
-            themselves.
+        window: see :func:`train_step`.
+        max_tokens: maximum tokens per piece into which micro-batches are split (``data/batches/splitting.py``), under
+            the normaliser of the unsplit window; None: they are not split. In vertical order the layers split them.
 
     Attributes:
-        working_on: what the model has, or had when an error ended it; None: nothing yet, or all is done.
+        working_on: the rows that the model is processing, or was processing when an error ended the pass; None: the
+            pass has not begun, or has ended.
     """
 
     session: Session
@@ -98,7 +98,7 @@ class WindowPass:
     working_on: LabelledRows | None = field(default=None, init=False)
 
     def gradients(self) -> WindowGradients:
-        """Leave the gradients where whoever updates the weights will look for them."""
+        """Compute the gradients, and leave them where the weight update expects them."""
         session, runtime = self.session, self.session.runtime
         num_label_tokens, num_tokens = _count_tokens(session, self.window)
         loss = torch.zeros((), dtype=torch.float32, device=runtime.device)
@@ -112,21 +112,21 @@ class WindowPass:
         loss = runtime.sum_over_processes(loss)
         runtime.reduce_gradients(session.trainable_parameters())
         grad_norm = session.clip_grad_norm()
-        # Together, and before the update: the device works on it while the host prepares what comes next.
+        # One fetch for both, before the update: the device runs the update while the host prepares the next work.
         loss_value, norm_value = runtime.fetch(loss, grad_norm)
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         overflow = not finite and math.isfinite(loss_value) and runtime.loss_scale_may_overflow()
         return WindowGradients(loss_value, norm_value, num_tokens, finite, overflow)
 
     def micro_batches(self) -> Sequence[LabelledRows]:
-        """What the model gets at a time."""
+        """Return the rows that the model gets, one item per forward pass."""
         if self.session.techniques.takes_whole_window:
             return [merged(self.window)]
         return [piece for batch in self.window for piece in pieces(batch, self.max_tokens)]
 
 
 def apply_gradients(session: Session, gradients: WindowGradients) -> StepResult:
-    """End a step: update the weights and advance the schedule, or let both be if the gradients are not finite."""
+    """End a step: update the weights and advance the schedule, or leave both unchanged if gradients are not finite."""
     session.update_weights(finite=gradients.finite)
     if gradients.finite:
         session.scheduler.step()
@@ -141,7 +141,10 @@ def apply_gradients(session: Session, gradients: WindowGradients) -> StepResult:
 
 
 def evaluation_loss(session: Session, batches: Iterable[LabelledRows]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the negative log-likelihood (fp32) and count of label tokens of one process's batches; keeps no logits."""
+    """Return the summed negative log-likelihood (fp32) and label token count of this process's batches; keep no logits.
+
+    Both are 0-d tensors on the device.
+    """
     loss_sum = torch.zeros((), dtype=torch.float32, device=session.runtime.device)
     num_label_tokens = torch.zeros((), dtype=torch.int64, device=session.runtime.device)
     with torch.no_grad():
@@ -152,7 +155,7 @@ def evaluation_loss(session: Session, batches: Iterable[LabelledRows]) -> tuple[
 
 
 def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
-    """Label tokens and tokens of the window over all processes."""
+    """Return the label tokens and the tokens of the window, each summed over all processes."""
     counts = [sum(batch.num_label_tokens for batch in window), sum(batch.num_tokens for batch in window)]
     if session.runtime.num_processes > 1:
         totals = session.runtime.sum_over_processes(torch.tensor(counts, device=session.runtime.device))
@@ -161,7 +164,7 @@ def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
 
 
 def _forward(session: Session, batch: LabelledRows, num_items: int) -> torch.Tensor:
-    """The micro-batch's summed loss divided by ``num_items``."""
+    """Return the micro-batch's summed loss divided by ``num_items``."""
     further_inputs = session.techniques.before_forward(batch.input_ids_BT, batch.num_label_tokens)
     attention = session.unwrapped_model.config._attn_implementation
     further_inputs |= border_inputs(attention or "", batch.position_ids_BT, session.runtime.device)
