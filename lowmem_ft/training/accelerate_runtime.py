@@ -174,7 +174,7 @@ class AccelerateRuntime(MixedPrecision):
             return load_master_weights(config, hf_config)
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
-        """Return host memory within the limits of machine, container and ``budget.host``, and the disk of ``folder``."""
+        """Return memory limited by the machine, its container, ``budget.host`` and the disk of ``folder``."""
         return HostMemory(
             self.device,
             budget_bytes=budget.host_bytes(self.num_processes_here),

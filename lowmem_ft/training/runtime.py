@@ -122,7 +122,7 @@ class Runtime(Protocol):
         ...
 
     def update_loss_scale(self) -> None:
-        """Update the loss scale after a step that called :meth:`unscale` on its gradients, not :meth:`update_weights`."""
+        """Update the loss scale after a step that called :meth:`unscale` but not :meth:`update_weights`."""
         ...
 
 

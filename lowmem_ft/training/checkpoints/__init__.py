@@ -1,1 +1,1 @@
-"""Checkpoints: folders that are whole or absent, and the files in them."""
+"""Checkpoints: folders that are complete or absent, and the files in them."""

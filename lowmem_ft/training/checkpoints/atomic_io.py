@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, whenever the process, the machine or the disk gives up."""
+"""Atomic writes: files and folders are complete or absent, whenever the process, the machine or the disk fails."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lowmem_ft.training.checkpoints.saved_files import replace_saved
 
 
 def incomplete_name(target: Path) -> Path:
-    """Where :func:`whole_folder` and :func:`write_whole_file` write until all is there."""
+    """Return the path to which :func:`whole_folder` and :func:`write_whole_file` write until all is complete."""
     return target.with_name(f"{target.name}.incomplete")
 
 
 def begin_folder(target: Path) -> Path:
     """Make the empty folder that is to become ``target``; see :func:`whole_folder`."""
     partial = incomplete_name(target)
-    replace_saved(partial, target)  # what a killed process left
+    replace_saved(partial, target)  # left by a killed process
     partial.mkdir(parents=True)
     return partial
 
 
 def complete_folder(target: Path) -> None:
-    """Flush what was written since :func:`begin_folder` to disk, and rename it."""
+    """Flush everything written since :func:`begin_folder` to disk, and rename the folder."""
     partial = incomplete_name(target)
     for path in (*partial.rglob("*"), partial):
         _flush_to_disk(path)
@@ -34,17 +34,17 @@ def complete_folder(target: Path) -> None:
 
 
 def abandon_folder(target: Path) -> None:
-    """Remove what was written since :func:`begin_folder`."""
+    """Remove everything written since :func:`begin_folder`."""
     shutil.rmtree(incomplete_name(target), ignore_errors=True)
 
 
 @contextlib.contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A new folder to write into; flushed to disk and renamed to ``target`` at the end, removed if anything is raised.
+    """Yield a new folder to write into; at the end flush it and rename it to ``target``, after an error remove it.
 
     Args:
-        target: what it will be called. In a folder of that name, what a run had saved is replaced; somebody's own
-            files stay.
+        target: the final path. If it exists, the files that a run had saved there are replaced; a user's own files
+            stay.
 
     Yields:
         The empty folder, under another name.
@@ -58,20 +58,20 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
-    """Rename; what was there is deleted once its successor stands."""
+    """Rename a folder, and delete its predecessor once the new one is in place."""
     old = target.with_name(f"{target.name}.old")
     if target.exists():
-        replace_saved(old, target)  # of a process that was killed between the lines below
+        replace_saved(old, target)  # left by a process killed between the lines below
         target.rename(old)
     partial.rename(target)
     replace_saved(old, target)
 
 
 def write_whole_file(target: Path, text: str) -> None:
-    """Write or replace a file; whoever reads it finds the old text or the new one.
+    """Write or replace a file; a reader finds either the old text or the new one.
 
     Raises:
-        OSError: if it cannot be written; the old one stays.
+        OSError: if it cannot be written; the old file stays.
     """
     partial = incomplete_name(target)
     try:

@@ -1,18 +1,19 @@
-"""Checkpoints that are whole or not there, and that continue bit for bit.
+"""Checkpoints that are complete or absent, and from which a run resumes bit for bit.
 
-Weights, state, position in the data and random generators come back exactly. That the steps after it have the same
-bits, too, takes kernels that always give the same: on CUDA, ``training.full_determinism`` (``determinism.py``).
+Weights, optimizer state, position in the data and random generators are restored exactly. The steps after that have the
+same bits only with deterministic kernels: on CUDA, ``training.full_determinism`` (``determinism.py``).
 
-``checkpoint-N/`` is an ordinary model folder (weights as safetensors, config, tokenizer; of adapters PEFT's files and
-the tokenizer) with the rest of the run beside it: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written
-last, ``checkpoint.json``: the progress, every number that is no tensor, and the size of every file. No pickle anywhere.
+``checkpoint-N/`` is an ordinary model folder (weights as safetensors, config, tokenizer; for adapters PEFT's files and
+the tokenizer) that also holds the rest of the run: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written
+last, ``checkpoint.json``: the progress, every number that is not a tensor, and the size of every file. There is no
+pickle.
 
-The main process alone writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. Processes that
-share a model (``distributed.strategy=fsdp2``) write there together: in place of the model's weights and the optimizer's
-state, each its own rows, in ``shard-RANK-of-RANKS-*.safetensors`` (``sharded_files.py``), and the main process the
-rest, once all are done. Under DeepSpeed the main process is handed what it writes by the others, a parameter at a time
-(``deepspeed_state.py``). A folder without a ``checkpoint.json`` that matches its files is never picked up, and an older
-checkpoint is deleted only after the newer one stands.
+The main process alone writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. Ranks that share
+a model (``distributed.strategy=fsdp2``) write there together: each writes its own rows of the model's weights and the
+optimizer's state, in ``shard-RANK-of-RANKS-*.safetensors`` (``sharded_files.py``), and the main process writes the
+rest, once all are done. Under DeepSpeed the other ranks send their state to the main process, a parameter at a time
+(``deepspeed_state.py``). A folder without a ``checkpoint.json`` that matches its files is never used, and an older
+checkpoint is deleted only after the newer one is complete.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
 ) -> Path:
-    """Write ``checkpoint-N`` for step N; called by every process.
+    """Write ``checkpoint-N`` for step N; every process calls this.
 
     Raises:
-        CheckpointError: if it cannot be written, the disk being full for one; earlier checkpoints are untouched.
+        CheckpointError: if it cannot be written, for example because the disk is full; earlier checkpoints are
+            untouched.
     """
     session.techniques.flush()
     folder = output_dir / f"checkpoint-{progress.step}"
@@ -85,13 +87,12 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def folder_of_all(target: Path, runtime: RunRuntime) -> Iterator[Path]:
-    """:func:`whole_folder` for all processes together: the main one makes it, and renames it when all are done.
+    """Yield a :func:`whole_folder` for all processes together: the main one makes it, and renames it when all are done.
 
-    Whatever is raised in one process ends the block in all of them, each step of it for itself; see
-    :func:`one_step_of_all`.
+    An error in one process ends the block in all of them, at the end of the :func:`one_step_of_all` in which it occurs.
 
     Raises:
-        CheckpointError: if one of them cannot write it.
+        CheckpointError: if a process cannot write the folder.
     """
     try:
         with one_step_of_all(target, runtime):
@@ -109,10 +110,10 @@ def folder_of_all(target: Path, runtime: RunRuntime) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def one_step_of_all(folder: Path, runtime: RunRuntime) -> Iterator[None]:
-    """A block that no process leaves before all have come to its end, or one has failed in it: then all fail.
+    """Run a block that every process leaves together; if one fails in it, all fail.
 
     Raises:
-        CheckpointError: if one of them cannot write the folder.
+        CheckpointError: if a process cannot write the folder.
     """
     with runtime.failing_together(), explaining_write_errors(folder):
         yield
@@ -120,15 +121,15 @@ def one_step_of_all(folder: Path, runtime: RunRuntime) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explaining_write_errors(folder: Path) -> Iterator[None]:
-    """Turn whatever the writers of a folder raise into one sentence with a way out.
+    """Turn any write error into one sentence with a way out.
 
     Raises:
-        CheckpointError: if the disk is full or refuses.
+        CheckpointError: if the disk is full or refuses the write.
     """
     try:
         yield
     except Exception as error:
-        from_tokenizers = type(error) is Exception  # which has no better one when it cannot write
+        from_tokenizers = type(error) is Exception  # tokenizers raises a plain Exception if it cannot write
         if not (from_tokenizers or isinstance(error, (OSError, SafetensorError))):
             raise
         raise _write_error(folder, error) from error
@@ -137,11 +138,11 @@ def explaining_write_errors(folder: Path) -> Iterator[None]:
 def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None:
     """Restore adapters, optimizer, schedule, loss scale and random state; the model itself was built from ``folder``.
 
-    The learning rate goes on at the checkpoint's step of the *present* recipe's schedule, so that a run can be made
-    longer or be given another rate.
+    The learning rate resumes at the checkpoint's step of the *present* recipe's schedule, so that a user can extend a
+    run or change its learning rate.
 
     Raises:
-        CheckpointError: if the adapters or the optimizer's state are not this run's.
+        CheckpointError: if the adapters or the optimizer's state are not those of this run.
     """
     manifest = read_manifest(folder)
     runtime.load_session(session, folder, manifest["optimizer"])
@@ -188,7 +189,7 @@ def _write_manifest(
 
 
 def _go_on_with_schedule(scheduler: LRScheduler, applied_steps: int) -> None:
-    """Set the learning rate for the step after ``applied_steps`` others; a schedule depends on nothing else."""
+    """Set the learning rate for the step after ``applied_steps`` steps; a schedule depends on nothing else."""
     if applied_steps == 0:
         return
     # step() warns before the first update of a fresh optimizer unless it has counted a step before.

@@ -1,7 +1,7 @@
-"""The folders of checkpoints: which are there, which are whole, how far their runs had come.
+"""Checkpoint folders: which exist, which are complete, and the progress of their runs.
 
-Reads ``checkpoint.json`` alone and imports no torch, so that a command can say what is wrong with a run's folder before
-the imports that take seconds. ``checkpoint.py`` reads and writes what lies in a checkpoint.
+This module reads only ``checkpoint.json`` and imports no torch, so that a command can report problems of a run's folder
+before the imports that take seconds. ``checkpoint.py`` reads and writes the contents of a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
 logger = logging.getLogger(__name__)
 
 FORMAT, FORMAT_OF_SHARDS = 1, 2
-"""Of a checkpoint that one process wrote, and of one to which several wrote their parts."""
+"""Format numbers of a checkpoint written by one process, and of one to which several processes wrote their parts."""
 
 SUSPECT = ".suspect"
-"""Behind the name of a checkpoint whose weights may be ruined: nothing finite has come out of them."""
+"""Suffix of a checkpoint whose weights may be ruined: they have produced nothing finite since."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a run has come; all that the loop counts.
+    """Progress of a run: everything that the loop counts.
 
     Args:
         position: the next example to train on.
-        data_tokens: tokens of the training data, by which other data is noticed; None when streaming.
+        data_tokens: tokens of the training data, by which a change of data is detected; None when streaming.
         step: optimizer steps taken, skipped ones included.
         tokens: tokens seen, padding excluded, in all processes.
         skipped_steps: steps whose loss or gradient was not finite.
-        skipped_in_a_row: how many of those came last, without an applied step between.
-        loss: of the last step.
-        evaluated_step: where the last evaluation was; None before the first.
-        cut: the smaller pieces that steps are done in since memory ran out.
+        skipped_in_a_row: skipped steps since the last applied step.
+        loss: loss of the last step.
+        evaluated_step: step of the last evaluation; None before the first.
+        cut: the micro-batch limit in force since memory ran out.
     """
 
     position: DataPosition
@@ -60,18 +60,18 @@ class Progress:
 
 
 def read_progress(folder: Path) -> Progress:
-    """How far the run of a complete checkpoint had come."""
+    """Return the progress of a complete checkpoint's run."""
     return _progress_in(read_manifest(folder))
 
 
 def _progress_in(manifest: dict[str, Any]) -> Progress:
     progress = manifest["progress"]
-    cut = Cut(**progress.get("cut", {}))  # older checkpoints have none
+    cut = Cut(**progress.get("cut", {}))  # absent in older checkpoints
     return Progress(**dict(progress, position=DataPosition(**progress["position"]), cut=cut))
 
 
 def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | None:
-    """The newest complete checkpoint of a run (``before`` a step), or None; others are passed over with a warning."""
+    """Return the newest complete checkpoint of a run (``before`` a step), or None; warn of incomplete ones."""
     for folder in _newest_first(output_dir):
         if before is not None and _step_of(folder) >= before:
             continue
@@ -85,11 +85,11 @@ def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | No
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What ``checkpoint.json`` says, once every file it lists is there in full.
+    """Return the contents of ``checkpoint.json``, after checking that every file it lists is complete.
 
     Raises:
-        CheckpointError: if the folder is no complete checkpoint of a format this version knows, or is named as that of
-            another step.
+        CheckpointError: if the folder is not a complete checkpoint in a format that this version knows, or has the name
+            of another step.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -127,7 +127,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _step_in(manifest: dict[str, Any]) -> int:
-    """The step of a whole manifest; any other ends in a ``KeyError``, ``TypeError`` or ``ValueError``."""
+    """Return the step of a complete manifest; raise ``KeyError``, ``TypeError`` or ``ValueError`` for any other."""
     for key in ("num_processes", "loss_scaler"):
         manifest[key]
     dict(manifest["optimizer"])
@@ -138,15 +138,15 @@ def _step_in(manifest: dict[str, Any]) -> int:
 
 
 def refuse_end_before(checkpoint: Path | None, taken: int, num_steps: int) -> None:
-    """Refuse a run that was to end before the step it stands at.
+    """Refuse a run whose recipe ends before the step of its checkpoint.
 
     Args:
-        checkpoint: that it goes on from.
+        checkpoint: the checkpoint that the run resumes from.
         taken: the checkpoint's step.
         num_steps: the step at which the recipe ends.
 
     Raises:
-        CheckpointError: if it was.
+        CheckpointError: if ``num_steps`` is less than ``taken``.
     """
     if num_steps < taken:
         raise CheckpointError(
@@ -156,13 +156,13 @@ def refuse_end_before(checkpoint: Path | None, taken: int, num_steps: int) -> No
 
 
 def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints (None: keep all) and whatever an interrupted save left behind.
+    """Delete checkpoints older than the newest ``keep`` (None: keep all), and the leftovers of interrupted saves.
 
     Args:
         output_dir: the run folder.
         keep: how many to leave.
-        step: the run's step; a checkpoint beyond it is not this run's (a damaged one that was passed over) and neither
-            counts nor goes.
+        step: the run's step; a checkpoint of a later step is not this run's (a damaged one that was skipped): it is
+            neither counted nor deleted.
     """
     for leftover in output_dir.glob("checkpoint-*.incomplete"):
         if _NAME.fullmatch(leftover.name.removesuffix(".incomplete")):
@@ -177,7 +177,7 @@ def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> 
 
 
 def set_aside_checkpoints(output_dir: Path, *, since: int) -> None:
-    """Rename a run's checkpoints of steps from ``since`` on, so that none goes on from them unless it is named.
+    """Rename a run's checkpoints of steps from ``since`` on, so that no run resumes from them unless a user names one.
 
     Raises:
         OSError: if one cannot be renamed.
@@ -185,7 +185,7 @@ def set_aside_checkpoints(output_dir: Path, *, since: int) -> None:
     for folder in _newest_first(output_dir):
         if _step_of(folder) >= since and is_own_checkpoint(folder):
             aside = folder.with_name(f"{folder.name}{SUSPECT}")
-            delete_saved(aside)  # of the same step, when it was tried before
+            delete_saved(aside)  # left by an earlier attempt at the same step
             folder.rename(aside)
             logger.warning(
                 "%s is now called %s, and training.resume_from_checkpoint=auto passes over it.",
@@ -194,20 +194,20 @@ def set_aside_checkpoints(output_dir: Path, *, since: int) -> None:
 
 
 def checkpoints_after(output_dir: Path, step: int) -> list[Path]:
-    """Complete checkpoints of steps that a run going on from ``step`` has yet to take, newest first."""
+    """Return complete checkpoints of steps that a run resumed from ``step`` has yet to take, newest first."""
     return [
         folder for folder in _newest_first(output_dir) if _step_of(folder) > step and _is_complete(folder)
     ]
 
 
 def is_own_checkpoint(folder: Path) -> bool:
-    """Whether a folder called ``checkpoint-N`` is of our making, whole or not: other trainers use the same name."""
+    """Check whether lowmem_ft wrote a folder called ``checkpoint-N``, complete or not: other trainers use that name."""
     first_written = folder / random_state_file(0)
     return folder.name.endswith(".incomplete") or (folder / MANIFEST).exists() or first_written.exists()
 
 
 def random_state_file(process_index: int) -> str:
-    """The file in a checkpoint that holds a process's random state."""
+    """Return the name of the file in a checkpoint that holds a process's random state."""
     return f"random-state-{process_index}.json"
 
 

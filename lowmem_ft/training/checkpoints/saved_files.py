@@ -1,7 +1,7 @@
-"""Which files in a folder a run of ours has saved; everything else there is somebody's own, and never deleted.
+"""Files in a folder that a run of lowmem_ft has saved; all others are a user's own, and never deleted.
 
-A checkpoint lists what was saved into it. A model folder is to be as vanilla as any other and lists nothing: there the
-names tell that transformers, PEFT and a run write. A name that is not known here is taken for somebody's own.
+A checkpoint lists the files saved in it. A model folder lists nothing, to be like any other: there a file is recognized
+by the names that transformers, PEFT and a run write. A file with an unknown name counts as a user's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
-"""Of a checkpoint: written last, it lists all other files."""
+"""Manifest of a checkpoint: it is written last and lists all other files."""
 
 _NAMES = re.compile(
     r"(generation_|adapter_)?config\.json|README\.md"
@@ -31,19 +31,19 @@ _NAMES = re.compile(
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """The files in a folder, and in those below it, that were saved there by us."""
+    """Return the files in a folder, and in those below it, that a run of lowmem_ft saved."""
     listed = _listed(folder)
     paths = [(path, path.relative_to(folder).as_posix()) for path in _files(folder)]
     return [path for path, name in paths if name in listed or _NAMES.fullmatch(name)]
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """All others: somebody's own."""
+    """Return all other files, which are a user's own."""
     return sorted(set(_files(folder)) - set(saved_files(folder)))
 
 
 def delete_saved(target: Path) -> None:
-    """Delete a file that a run wrote, or what it has saved in a folder, with the folder if nothing else is in it."""
+    """Delete a file that a run wrote, or its files in a folder, together with the folder if nothing else is in it."""
     if not target.is_dir():
         target.unlink(missing_ok=True)
     elif _holds_nothing_else(target):
@@ -57,10 +57,10 @@ def delete_saved(target: Path) -> None:
 
 
 def move_saved(source: Path, target: Path) -> None:
-    """Move a file that a run wrote, or what it has saved in a folder; somebody's own files stay where they are.
+    """Move a file that a run wrote, or its files in a folder; a user's own files stay.
 
     Raises:
-        OSError: if something cannot be moved.
+        OSError: if a file cannot be moved.
     """
     if source.is_dir() and not _holds_nothing_else(source):
         saved = saved_files(source)
@@ -72,14 +72,14 @@ def move_saved(source: Path, target: Path) -> None:
 
 
 def replace_saved(old: Path, successor: Path) -> None:
-    """Delete what was saved in a folder, now that its successor stands; somebody's own files move there."""
+    """Delete the saved files of a folder whose successor is complete, and move a user's own files to the successor."""
     if old.is_dir():
         _move(_own_files(old), old, successor)
         shutil.rmtree(old)
 
 
 def _move(files: Iterable[Path], source: Path, target: Path) -> None:
-    """Into the same places below another folder, but for what is there already."""
+    """Move files to the same relative paths below another folder, unless a file is already there."""
     for file in files:
         place = target / file.relative_to(source)
         if not place.exists():
@@ -92,7 +92,7 @@ def _holds_nothing_else(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Empty folders count as files: they, too, are somebody's."""
+    """Return files and empty folders, which may be a user's own, too."""
     return [
         path
         for path in folder.rglob("*")

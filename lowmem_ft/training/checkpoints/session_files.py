@@ -1,4 +1,4 @@
-"""The tensors of a session as files: what is trained, and the optimizer's state."""
+"""The tensors of a session as files: trained weights or adapters, and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lowmem_ft.training.session import Session
 
 
 def save_trained(session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write what is trained, and the tokenizer, as vanilla libraries load it: a model folder, or PEFT's adapters.
+    """Write trained weights and tokenizer so that vanilla libraries load them: as a model folder, or PEFT's adapters.
 
     Raises:
-        CheckpointError: if the folder, read back, does not hold it.
+        CheckpointError: if the folder, read back, does not hold the weights.
     """
     with session.techniques.at_rest():
         if session.techniques.save(folder):
@@ -31,10 +31,10 @@ def save_trained(session: Session, tokenizer: PreTrainedTokenizerBase, folder: P
 
 
 def save_session(session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]:
-    """Write what :func:`load_session` takes back; returns what of the optimizer is no tensor.
+    """Write the files that :func:`load_session` reads, and return the optimizer's values that are not tensors.
 
     Raises:
-        CheckpointError: if the folder, read back, does not hold what is trained.
+        CheckpointError: if the folder, read back, does not hold the trained weights.
     """
     save_trained(session, tokenizer, folder)
     state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
@@ -46,10 +46,11 @@ def write_state(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, wr
     """Write the tensors of an optimizer's state to files.
 
     Args:
-        tensors: by the names of :class:`~lowmem_ft.optimizers.OptimizerState`; where they are gathered from several
-            processes as they are asked for, all of which call this, one whose writing fails goes on asking.
-        folder: that is there.
-        writes: whether this process does.
+        tensors: tensors by their names in :class:`~lowmem_ft.optimizers.OptimizerState`. If they are gathered from
+            several processes while they are iterated, all processes call this, and one that fails to write continues to
+            iterate.
+        folder: an existing folder.
+        writes: whether this process writes.
 
     Raises:
         OSError: if a file cannot be written.
@@ -61,24 +62,26 @@ def write_state(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, wr
             contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
             try:
                 save_file(contiguous, folder / f"optimizer-{index:05d}.safetensors")
-            except Exception as error:  # whatever it is: the others would wait for what is not gathered here
+            except (
+                Exception
+            ) as error:  # of any type: the other processes would wait for what this one does not gather
                 problem = error
     if problem is not None:
         raise problem
 
 
 def load_session(session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-    """Restore adapters and the optimizer's state, in as many processes as there are.
+    """Restore adapters and the optimizer's state, in any number of processes.
 
     The model itself was built from ``folder``.
 
     Args:
-        session: takes them; of sharded parameters, this process's part.
-        folder: that one process wrote, or several.
-        optimizer_scalars: what :func:`save_session` returned.
+        session: receives them; of sharded parameters, this process's part.
+        folder: a checkpoint that one process wrote, or several.
+        optimizer_scalars: the result of :func:`save_session`.
 
     Raises:
-        CheckpointError: if the adapters or the optimizer's state are not this run's.
+        CheckpointError: if the adapters or the optimizer's state are not those of this run.
     """
     session.techniques.load(folder)
     named_parameters = session.unwrapped_model.named_parameters()
@@ -88,7 +91,7 @@ def load_session(session: Session, folder: Path, optimizer_scalars: dict[str, An
 
 
 def weights_saved_in(folder: Path) -> Callable[[str], torch.Tensor | None]:
-    """The weights of a checkpoint by name, each read when it is asked for; None for one that is not there."""
+    """Return a function that reads a checkpoint's weight by its name, and returns None if there is no such weight."""
     weights = _TensorsOfFiles(sorted(folder.glob("model*.safetensors")))
     cut_weights = cut_tensors(shard_files(folder, MODEL))
 
@@ -99,11 +102,11 @@ def weights_saved_in(folder: Path) -> Callable[[str], torch.Tensor | None]:
 
 
 def saved_state(folder: Path, scalars: dict[str, Any]) -> OptimizerState:
-    """The state of an optimizer in a checkpoint, each tensor read when it is asked for.
+    """Return the optimizer state of a checkpoint, whose tensors are read lazily.
 
     Args:
-        folder: that one process wrote, or several.
-        scalars: what :func:`save_session` returned.
+        folder: a checkpoint that one process wrote, or several.
+        scalars: the result of :func:`save_session`.
     """
     cut = cut_tensors(shard_files(folder, OPTIMIZER))
     if not cut:
@@ -118,7 +121,7 @@ def saved_state(folder: Path, scalars: dict[str, Any]) -> OptimizerState:
 
 
 class _TensorsOfFiles(Mapping[str, torch.Tensor]):
-    """The tensors of safetensors files by name, each read when it is asked for and not kept."""
+    """The tensors of safetensors files by name, each read on access and not kept."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""The tensors of a session that several processes share, as files: each writes its own part of a checkpoint.
+"""Files of a sharded session: each process writes its own part of a checkpoint.
 
-The finished model is one folder as any other, of weights that are gathered one at a time.
+The finished model is an ordinary model folder, whose weights are gathered one at a time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lowmem_ft.training.session import Session
 def save_gathered(
     session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, *, is_main: bool
 ) -> None:
-    """Write what is trained, and the tokenizer, as vanilla libraries load them; every process calls this.
+    """Write trained weights and tokenizer so that vanilla libraries load them; every process calls this.
 
     Raises:
-        CheckpointError: if the folder, read back, does not hold it.
+        CheckpointError: if the folder, read back, does not hold the weights.
         OSError: if it cannot be written.
     """
     with session.techniques.at_rest():
@@ -52,14 +52,14 @@ def save_shards(
     """Write this process's part of the weights and the optimizer's state; every process calls this.
 
     Args:
-        session: whose.
-        tokenizer: written by the main process, as the model's config.
-        folder: that all write into.
-        writer: of this process.
-        is_main: whether this process writes what is written once.
+        session: the session to save.
+        tokenizer: the tokenizer, which the main process writes, as it does the model's config.
+        folder: the folder that all processes write to.
+        writer: the writer of this process.
+        is_main: whether this is the main process, which writes every file that is written once.
 
     Returns:
-        What of the optimizer is no tensor.
+        The optimizer's values that are not tensors.
 
     Raises:
         OSError: if it cannot be written.
@@ -79,7 +79,7 @@ def save_shards(
 
 
 def _weights(model: PreTrainedModel, *, is_main: bool) -> Iterator[tuple[str, Part]]:
-    """What lies here; the main process writes what lies in all."""
+    """Yield this process's parts of the weights; the main process also yields weights that every process holds."""
     for name, tensor in saved_tensors(model).items():
         here = local_part(tensor)
         if not is_held_once(tensor):

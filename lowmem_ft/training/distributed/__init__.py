@@ -1,1 +1,1 @@
-"""Several processes: launch, rendezvous, agreement, errors, gradient averaging, DeepSpeed."""
+"""Runs in several processes: launch, rendezvous, agreement, errors, gradient averaging, DeepSpeed."""

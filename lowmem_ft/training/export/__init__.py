@@ -1,1 +1,1 @@
-"""The finished model: its folder, card, upload, and merged adapters."""
+"""The finished model: its folder, model card, upload, and merged adapters."""

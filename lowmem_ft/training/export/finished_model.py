@@ -1,4 +1,4 @@
-"""The end of a run: a model folder with its card, and its way to the hub."""
+"""The end of a run: a model folder with its model card, and its upload to the hub."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def save_finished_model(
     memory: Sequence[Row],
     upload: bool,
 ) -> None:
-    """Write ``model/`` (weights, tokenizer, generation config, card), check it, and upload it if asked to.
+    """Write ``model/`` (weights, tokenizer, generation config, model card), check it, and upload it if asked to.
 
-    Called by every process.
+    Every process calls this.
 
     Raises:
         CheckpointError: if it cannot be written; the checkpoints are untouched.
@@ -56,7 +56,7 @@ def save_finished_model(
 
 
 def log_finished_model(target: Path, recipe: Recipe) -> None:
-    """Say where the model of a run is whose weights are good, and what loads it."""
+    """Log the folder of a good finished model, and what loads it."""
     if recipe.adapter.name == "none":
         logger.info("The model is in %s; from_pretrained loads it.", target)
     elif recipe.model.weights == "random":

@@ -1,4 +1,4 @@
-"""The finished model's way to the hub: checked before the run, not after it."""
+"""Upload of the finished model to the hub, and a check before the run that it can work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_upload() -> None:
-    """Find out before training whether the upload at its end could work.
+    """Check before training that the upload at its end can work.
 
     Raises:
-        UserError: if the hub is out of reach, or nobody is logged in.
+        UserError: if the hub is out of reach, or no user is logged in.
     """
     if not hub_is_reachable():
         raise UserError(
@@ -36,15 +36,15 @@ def check_upload() -> None:
 
 
 def upload_model(folder: Path, config: TrainingConfig, *, default_name: str) -> None:
-    """Upload a model folder to ``training.hub_model_id``, which is made if it is not there.
+    """Upload a model folder to ``training.hub_model_id``, which is created if it does not exist.
 
     Args:
-        folder: what to upload.
+        folder: the folder to upload.
         config: names the repository and says whether it is private.
-        default_name: the repository where the recipe names none.
+        default_name: the repository if the recipe names none.
 
     Raises:
-        UserError: if the hub refuses or cannot be reached any more; the folder stays, and this says what to run.
+        UserError: if the hub refuses or cannot be reached any more; the folder stays, and the message says what to run.
     """
     name = config.hub_model_id or default_name
     api = HfApi()

@@ -1,4 +1,4 @@
-"""A base model with a trained adapter added to its weights: a plain model folder."""
+"""Merging of a trained adapter into its base model's weights, into a plain model folder."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def merge_into_base(
 ) -> None:
     """Write a model folder that ``from_pretrained`` loads: the base's weights with the adapter's products added.
 
-    The base is held in host memory in its own type; one matrix at a time is merged in float32 and rounded once. A base
-    that was quantised while training is merged as it was before that.
+    The base is held in host memory in its own type; one matrix at a time is merged in float32 and rounded once. If the
+    base was quantised while training, the adapter is merged into its unquantised weights.
 
     Args:
         adapter: a folder in PEFT's format.
-        target: the new folder; not there yet, or empty.
-        base: hub id or folder of the base model; None: what the adapter says.
-        dtype: of the merged weights, such as ``bfloat16``; ``auto``: the base's own.
-        track: wraps the list of layers that is gone through, to show how far it is.
+        target: the new folder; absent, or empty.
+        base: hub id or folder of the base model; None: the base that the adapter names.
+        dtype: type of the merged weights, such as ``bfloat16``; ``auto``: the base's own.
+        track: wraps the list of layers, to show progress while they are merged.
 
     Raises:
-        UserError: if the adapter is none, or one of another kind or model; or if the target holds anything.
+        UserError: if the folder is not an adapter, or one of another kind or model; or if the target is not empty.
         ModelError: if the base cannot be read.
         CheckpointError: if the folder cannot be written.
     """
@@ -63,7 +63,7 @@ def merge_into_base(
 
 
 def _tokenizer_of(adapter: Path, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The adapter's own, which is what it was trained with; the base's if it brings none."""
+    """Return the tokenizer in the adapter's folder, with which it was trained; else the base's."""
     if not (adapter / "tokenizer_config.json").is_file():
         return load_tokenizer(config)
     return load_tokenizer(ModelConfig(name_or_path=config.name_or_path, tokenizer_name_or_path=str(adapter)))

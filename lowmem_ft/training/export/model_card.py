@@ -1,6 +1,6 @@
-"""The card of a finished model, as the hub reads it: what it was made from, how, and what came out.
+"""The model card of a finished model, in the hub's format: its sources, settings and results.
 
-It goes where others read it, so it names nothing of this machine: a path on it would tell them nothing.
+Others will read it, so it names nothing of this machine: a local path would tell them nothing.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _OF_THIS_MACHINE = {
     "training.save_steps",
     "training.save_total_limit",
 }
-"""Settings that change no number of the result, or that the card's text has: they are not repeated in it."""
+"""Settings that change no number of the result, or that the model card's text already has: it does not list them."""
 
 _ALWAYS = {"training.learning_rate", "training.per_device_train_batch_size", "optimizer.name"}
 _ALWAYS_OF_ADAPTERS = {"adapter.r", "adapter.lora_alpha", "adapter.target_modules"}
-"""Settings that a reader looks for, the defaults too."""
+"""Settings that a reader looks for, listed even at their defaults."""
 
 
 def model_card(
@@ -66,15 +66,15 @@ def model_card(
     evaluation: EvaluationResult | None,
     memory: Sequence[Row] = (),
 ) -> str:
-    """A model card with the metadata that the hub looks for.
+    """Return a model card with the metadata that the hub looks for.
 
     Args:
-        recipe: what was trained.
+        recipe: the recipe that was trained.
         steps: optimizer steps taken.
         tokens: tokens seen.
-        loss: of the last step.
-        evaluation: on the held-out data, if there was any.
-        memory: what the run took, beside what was estimated.
+        loss: training loss of the last step, in nats per label token.
+        evaluation: result on the held-out data, if there was any.
+        memory: the run's measured memory and its estimate.
 
     Returns:
         Markdown with YAML front matter.
@@ -130,11 +130,11 @@ def _measured(row: Row) -> str:
 
 
 def merged_model_card(name: str, adapter: Path, base: str) -> str:
-    """The card of a model that an adapter was added to: its base, and the adapter's own card.
+    """Return the model card of a merged model: its base, and the adapter's own model card.
 
     Args:
-        name: of the model.
-        adapter: its folder, perhaps with a card.
+        name: the merged model's name.
+        adapter: the adapter's folder, perhaps with a model card.
         base: hub id or folder that the weights came from.
 
     Returns:
@@ -170,7 +170,7 @@ def _named(hub_id: str | None, otherwise: str) -> str:
 
 
 def _hub_model(recipe: Recipe) -> str | None:
-    """The base's hub id; None for a local one, and where weights were made at random."""
+    """Return the base's hub id; None for a local base or random weights."""
     return None if recipe.model.weights == "random" else _hub_id(recipe.model.name_or_path or "")
 
 
@@ -186,7 +186,7 @@ def _hub_dataset(recipe: Recipe) -> str | None:
 
 
 def _licence(recipe: Recipe) -> dict[str, Any]:
-    """The base's, where its folder has a card that says it: what is made from a model stays under its terms."""
+    """Return the base's licence if the model card in its folder names one: a derived model stays under its terms."""
     return _licence_in(_metadata(expand_user(recipe.model.name_or_path or "") / "README.md"))
 
 
@@ -195,22 +195,22 @@ def _licence_in(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(card: Path) -> dict[str, Any]:
-    """What a card says to the hub; empty if there is none."""
+    """Return a model card's metadata for the hub; empty if there is no model card."""
     try:
         return metadata_load(card) or {} if card.is_file() else {}
     except (ValueError, yaml.YAMLError):
-        return {}  # somebody's own notes
+        return {}  # a user's own notes
 
 
 def _body(card: Path) -> str:
-    """A card's text, one level down, without its title."""
+    """Return a model card's text without its title, with headings one level down."""
     text = ModelCard.load(card).text.strip()
     _, _, text = text.partition("\n") if text.startswith("# ") else ("", "", text)
     return re.sub(r"^(#+) ", r"#\1 ", text.strip(), flags=re.MULTILINE)
 
 
 def _chosen_settings(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """What a reader looks for and what differs from the defaults, as the recipe's YAML has it."""
+    """Return the settings that a reader looks for or that differ from the defaults, in the recipe's YAML form."""
     asked_for = _ALWAYS | (_ALWAYS_OF_ADAPTERS if recipe.adapter.name != "none" else set())
     defaults, chosen = dataclasses.asdict(Recipe()), {}
     for group, settings in dataclasses.asdict(recipe).items():

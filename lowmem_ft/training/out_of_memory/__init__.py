@@ -1,1 +1,1 @@
-"""Memory that runs out: budget limits, step retries, the error and what to change."""
+"""Out-of-memory errors: budget limits, step retries, the error message and remediations."""

@@ -1,1 +1,1 @@
-"""One run and its folder: where it starts, what it logs, how it is watched and stopped."""
+"""One run and its folder: start, progress, metrics, health and interruption."""

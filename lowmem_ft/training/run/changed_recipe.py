@@ -1,4 +1,4 @@
-"""A run that goes on with a recipe that is not quite its own: what may be another, and what decides too much."""
+"""Resuming a run with a changed recipe: which settings may differ, and which may not."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MUST_STAY = re.compile(
     r"data\.(?!(path|num_proc|eval_path|eval_split)$)\w+|adapter\.\w+|model\.quantization|training\.seed"
     r"|optimizer\.(?!(state|master|in_backward)$)\w+"
 )
-"""Settings that decide what a run's data, its weights and its optimizer's state mean. All others may change, those of a
-technique that is new among them.
+"""Settings that decide what a run's data, its weights and its optimizer's state mean. All others may change, including
+those of newly enabled techniques.
 
-State is read into other formats, exactly where both hold float32 weights in full
-(``optimizers/state/state_conversion.py``). Paths may change, as a run moves to another machine: model and tokenizer
-come from the checkpoint, and other data is noticed by its size.
+State is converted to other formats, exactly if both hold float32 weights in full
+(``optimizers/state/state_conversion.py``). Paths may change, because a run may move to another machine: model and
+tokenizer come from the checkpoint, and other data is detected by its size.
 """
 
 _DECIDES_THE_BASE = re.compile(r"model\.(weights|revision|gguf_file)")
-"""Settings that a run of adapters cannot go on without: its checkpoints do not hold the model."""
+"""Settings that must not change in a run of adapters, whose checkpoints do not hold the model."""
 
 _OF_THE_CALL = {
     f"training.{name}" for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
@@ -36,14 +36,14 @@ _OF_THE_CALL = {
 
 
 def refuse_to_continue_another(recipe: Recipe, run: Path) -> None:
-    """A checkpoint continues its own run: refuse what has changed and cannot; :func:`log_changes` says what else has.
+    """Refuse a recipe that changes settings which must stay the same; :func:`log_changes` logs all other changes.
 
     Args:
-        recipe: that a run is to go on with.
-        run: its folder.
+        recipe: the recipe with which the run is to resume.
+        run: the run's folder.
 
     Raises:
-        CheckpointError: if the run's data, weights or optimizer state mean nothing to the recipe.
+        CheckpointError: if the recipe cannot use the run's data position, weights or optimizer state.
         RecipeError: if the run's own recipe cannot be read.
     """
     changed = _differences(recipe, run)
@@ -55,13 +55,13 @@ def refuse_to_continue_another(recipe: Recipe, run: Path) -> None:
 
 
 def log_changes(recipe: Recipe, run: Path) -> None:
-    """Say which settings are not those of the run that goes on, once nothing keeps it from that."""
+    """Log the settings that differ from those of the resumed run, once nothing prevents resuming it."""
     if changed := _differences(recipe, run).accepted:
         logger.warning("Going on with other settings: %s.", "; ".join(changed))
 
 
 def may_continue(recipe: Recipe, run: Path) -> bool:
-    """Whether :func:`refuse_to_continue_another` lets a recipe go on with a run."""
+    """Return whether :func:`refuse_to_continue_another` lets a recipe resume a run."""
     try:
         return not _differences(recipe, run).refused
     except UserError:
@@ -70,7 +70,7 @@ def may_continue(recipe: Recipe, run: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Differences:
-    """From the recipe that a run was made of, each in words: those that it cannot go on with, and the others."""
+    """Differences from the recipe of a run, each in words: those with which it cannot resume, and the others."""
 
     refused: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ def _may_change(name: str, recipe: Recipe) -> bool:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """Every setting under the name a user types."""
+    """Return every setting under the name that a user types."""
     settings: dict[str, Any] = {}
     for name, value in dataclasses.asdict(recipe).items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: two would delete each other's checkpoints."""
+"""A lock that allows one run at a time in a folder: two would delete each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOCK_FILE = ".lock"
 
 
 class FolderLock:
-    """Held by the main process of a run; the system lets go of it when that process ends, however it does.
+    """A lock that the main process of a run holds; the system releases it when that process ends, in whatever way.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -24,10 +24,10 @@ class FolderLock:
         self._lock = FileLock(folder / LOCK_FILE)
 
     def acquire(self) -> None:
-        """Take it, in a folder that exists.
+        """Acquire the lock; the folder must exist.
 
         Raises:
-            UserError: if another run has it.
+            UserError: if another run holds it.
         """
         try:
             self._lock.acquire(timeout=0)
@@ -40,17 +40,21 @@ class FolderLock:
             raise UserError(f"training.output_dir={self._folder} cannot be written: {error}.") from error
 
     def probe(self) -> None:
-        """The same, and let go again: to tell early. Only the main process asks, or they would meet each other.
+        """Acquire and release the lock, to report a conflict early.
+
+        Only the main process does: several processes of a run would find each other's lock.
 
         Raises:
-            UserError: if another run has it.
+            UserError: if another run holds it.
         """
         if os.environ.get("RANK", "0") == "0" and (self._folder / LOCK_FILE).exists():
             self.acquire()
             self.release()
 
     def release(self) -> None:
-        """Let go of it, if it is held, and leave no file behind."""
-        if self._lock.is_locked and os.name != "nt":  # there filelock does it
-            (self._folder / LOCK_FILE).unlink(missing_ok=True)  # while it is held: later it may be another's
+        """Release the lock if it is held, and leave no file behind."""
+        if self._lock.is_locked and os.name != "nt":  # on Windows filelock does it
+            (self._folder / LOCK_FILE).unlink(
+                missing_ok=True
+            )  # while it is held: later it may be another run's
         self._lock.release()

@@ -1,8 +1,8 @@
-"""Is what a run has made still finite, and if not: which step did it, and what is the last that is whole?
+"""Health of a run's weights: whether they are still finite, which step ruined them, and the last good checkpoint.
 
-A step whose loss or gradient is not finite changes no weight; it is counted, and its examples are named. But an applied
-step can ruin them all, by a learning rate far too high for one: its own loss came from the weights before it. Weights
-are known to be good once a later step got a finite loss out of them.
+A step whose loss or gradient is not finite changes no weight; it is counted, and its examples are named. However, an
+applied step can ruin all weights, for example by a learning rate that is far too high: its own loss came from the
+weights before it. Weights are known to be good once a later step has computed a finite loss with them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class SuspectWeightsError(UserError):
-    """Nothing finite comes out of a run's weights any more: checkpoints since its last update may be ruined, too."""
+    """A run's weights produce nothing finite any more: checkpoints since its last update may be ruined, too."""
 
 
 class RunHealth:
-    """What a run knows of its weights.
+    """Record of a run's skipped steps, and of the last step that changed its weights.
 
     Args:
-        recipe: of the run.
-        folder: of the run, for its checkpoints and the one it goes on from, which may lie elsewhere.
-        progress: of the run; the steps that are skipped are counted here, and nothing else is changed.
-        runtime: knows the examples of the other processes.
+        recipe: the run's recipe.
+        folder: the run's folder, for its checkpoints and the one that it resumes from, which may be elsewhere.
+        progress: the run's progress; this class counts skipped steps in it, and changes nothing else.
+        runtime: gathers the examples of the other processes.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, progress: Progress, runtime: RunRuntime) -> None:
@@ -54,13 +54,13 @@ class RunHealth:
     def after_step(
         self, session: Session, result: StepResult, sample_ids: Sequence[int], learning_rate: float
     ) -> None:
-        """Count a step that was skipped, and name its examples.
+        """Count a step if it was skipped, and log its examples.
 
         Args:
-            session: whose step.
-            result: of it.
-            sample_ids: this process's examples in it.
-            learning_rate: that it had.
+            session: the session that took the step.
+            result: the step's result.
+            sample_ids: this process's examples in the step.
+            learning_rate: the step's learning rate.
 
         Raises:
             UserError: if the weights are ruined, or too many steps in a row have been skipped.
@@ -89,21 +89,21 @@ class RunHealth:
             raise self._too_many_skipped()
 
     def refuse_ruined_weights(self, session: Session) -> None:
-        """Stop where no later step can do better.
+        """Stop a run whose weights no later step can repair.
 
         Raises:
-            SuspectWeightsError: if a weight is not finite; names it, and the step that made it so.
+            SuspectWeightsError: if a weight is not finite; the message names it, and the step that made it so.
         """
         names = weights_not_finite(session, self._runtime)
         if names:
             raise SuspectWeightsError(f"{self._ruined(names)} {self.way_back()}")
 
     def problems_at_the_end(self, names: Sequence[str], evaluation: EvaluationResult | None) -> list[str]:
-        """Why a finished model should not be used as it is; empty if nothing speaks against it, or only a warning.
+        """Return the reasons not to use a finished model; empty if there is no reason, or only a warning was logged.
 
         Args:
-            names: of its weights that are not finite.
-            evaluation: of the model, if there was one.
+            names: names of its weights that are not finite.
+            evaluation: result on the held-out data, if there is any.
         """
         skipped, problems = self._progress.skipped_in_a_row, []
         if names:
@@ -127,15 +127,15 @@ class RunHealth:
         return problems
 
     def refuse_unhealthy_end(self, problems: Sequence[str], evaluation: EvaluationResult | None) -> None:
-        """Say of a finished and saved model what speaks against it.
+        """Raise an error for a finished and saved model that should not be used.
 
         Args:
-            problems: from :meth:`problems_at_the_end`.
-            evaluation: of the model, if there was one.
+            problems: the result of :meth:`problems_at_the_end`.
+            evaluation: result on the held-out data, if there is any.
 
         Raises:
-            SuspectWeightsError: if anything does, and no held-out loss shows that the weights are good.
-            UserError: if only steps after the last update went wrong.
+            SuspectWeightsError: if there are problems, and no held-out loss shows that the weights are good.
+            UserError: if only steps after the last update failed.
         """
         if not problems:
             return
@@ -145,16 +145,17 @@ class RunHealth:
         )
 
     def set_aside_checkpoints(self) -> None:
-        """Rename those with suspect weights.
+        """Rename checkpoints with suspect weights.
 
-        Where this call has updated none, that is the one it goes on from: its run may have been killed before it could
-        tell. One that the user has named stays, as other settings may be at fault.
+        If this call of the run has updated no weight, that is the checkpoint from which it resumed: its run may have
+        been killed before it could notice. A checkpoint that the user has named stays, as other settings may be the
+        cause.
         """
         if self._runtime.is_main and (self._learning_rate is not None or self._took_the_newest):
             set_aside_checkpoints(self._output_dir, since=self._updated_step)
 
     def way_back(self) -> str:
-        """A sentence on the newest checkpoint whose weights are known to be good."""
+        """Return a sentence on the newest checkpoint whose weights are known to be good."""
         whole = find_checkpoint(self._output_dir, before=self._updated_step)
         if whole is None and self._resume_from is not None and self._resume_from.parent != self._output_dir:
             whole = self._resume_from
@@ -163,7 +164,7 @@ class RunHealth:
         return f"The last checkpoint that is whole is {whole}."
 
     def _too_many_skipped(self) -> SuspectWeightsError:
-        """The error of a run whose last steps were all not finite, though its weights are."""
+        """Return the error of a run whose last steps were all not finite, although its weights are."""
         suspect = (
             "They changed no weight, and no step before them did."
             if self._updated_step == 0
@@ -177,7 +178,7 @@ class RunHealth:
         )
 
     def _half_a_step(self, result: StepResult, sample_ids: Sequence[int]) -> UserError:
-        """The error of weights that were updated before their step turned out not to be finite."""
+        """Return the error for weights that were updated before their step turned out not to be finite."""
         checkpoint = find_checkpoint(self._output_dir)
         way_back = (
             "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
@@ -206,9 +207,9 @@ class RunHealth:
 
 
 def weights_not_finite(session: Session, runtime: RunRuntime) -> list[str]:
-    """Names of the weights that hold NaN or infinity, frozen ones included; every process calls this.
+    """Return the names of weights with NaN or infinity, frozen ones included; every process calls this.
 
-    Each looks at what lies in it, and all get the same answer.
+    Each process checks the part that it holds, and all get the same result.
     """
     with session.techniques.at_rest():
         parameters = list(session.unwrapped_model.named_parameters())

@@ -1,4 +1,4 @@
-"""Whether a run on a CPU computes on all of its cores, and who keeps it from them."""
+"""Warning for a run that ``OMP_NUM_THREADS`` keeps from using all CPU cores."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_idle_cores(num_processes: int) -> None:
-    """Warn where ``OMP_NUM_THREADS`` keeps cores idle, with the way out by what set it.
+    """Warn if ``OMP_NUM_THREADS`` keeps cores idle, with a way out that depends on the launcher that set it.
 
-    ``accelerate launch`` sets it to 1, and so does torchrun for several processes. Where nobody has set it, torch takes
-    one thread a physical core, which is what is fastest.
+    ``accelerate launch`` sets it to 1, and so does torchrun for several processes. If it is not set, torch uses one
+    thread per physical core, which is fastest.
 
     Args:
-        num_processes: of this run, all taken to be on this machine.
+        num_processes: processes of this run, all assumed to be on this machine.
     """
     threads, cores = torch.get_num_threads() * num_processes, os.cpu_count() or 1
     if "OMP_NUM_THREADS" not in os.environ or threads >= cores:
@@ -32,6 +32,6 @@ def warn_of_idle_cores(num_processes: int) -> None:
 
 
 def _way_out(num_threads: int) -> str:
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # which accelerate launch always sets
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # accelerate launch always sets it
         return f"add --num_cpu_threads_per_process={num_threads} to accelerate launch"
     return f"set OMP_NUM_THREADS={num_threads}"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM (a spot machine being taken back) end a run at a step boundary, with a checkpoint."""
+"""Interruption of a run by Ctrl-C or SIGTERM (a reclaimed spot machine): it ends between steps, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ONE_REQUEST_SECONDS = 1.0
 
 
 class Interruption:
-    """While active, remembers SIGINT and SIGTERM instead of dying of them; a later second signal ends the process.
+    """Context that records SIGINT and SIGTERM instead of ending the process; a later second signal ends it.
 
-    Signal handlers belong to the main thread; elsewhere (a notebook's worker, a test) this does nothing.
+    Python allows signal handlers only in the main thread; elsewhere (a notebook's worker, a test) this does nothing.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class Interruption:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
+        """True once a signal has been received."""
         return self.signal_number is not None
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                # None: somebody's handler written in C, which Python cannot put back
+                # None: another library's handler in C, which Python cannot restore
                 self._previous[number] = signal.signal(number, self._remember) or signal.SIG_DFL
         return self
 
@@ -63,9 +63,9 @@ class Interruption:
 
 @contextlib.contextmanager
 def signals_end_at_once() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the process, for waits in C++ meanwhile: no handler of Python's is called in them.
+    """Let SIGINT and SIGTERM end the process at once during a wait in C++, in which Python calls no signal handler.
 
-    It does nothing outside the main thread. A handler that is neither ours nor Python's own stays.
+    This does nothing outside the main thread. A handler that is neither lowmem_ft's nor Python's own stays.
     """
     is_main = threading.current_thread() is threading.main_thread()
     present = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}

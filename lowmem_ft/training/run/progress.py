@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, a line now and then in a file."""
+"""Progress display of a run: a live line on a terminal, periodic lines in a log file."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ DROPPED_FIRST = (
     "learning_rate",
     "loss",
 )
-"""What makes room in a narrow terminal, in this order; step, total and time left always stay."""
+"""Parts that a narrow terminal leaves out, in this order; step, total and time left always stay."""
 
 
 class ProgressDisplay:
-    """Step, loss, learning rate, tokens per second, memory and time left.
+    """Display of step, loss, learning rate, tokens per second, memory and time left.
 
     Args:
         num_steps: optimizer steps in all.
         step: steps already taken.
-        logging_steps: where there is no terminal, steps between two lines.
-        time_left: is told of what the run does, and says how long the rest takes.
-        console: where it is shown; shared with the log, no line cuts through the bar. None: nowhere.
+        logging_steps: steps between two lines if there is no terminal.
+        time_left: estimates how long the rest of the run takes.
+        console: the console of the display; if the log uses the same one, no log line breaks the bar. None: no display.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ProgressDisplay:
         self._time_left = time_left
         self._enabled = console is not None
         self._live = console is not None and console.is_terminal
-        is_shared = console is rich.get_console()  # what others print goes above the bar
+        is_shared = console is rich.get_console()  # other output is printed above the bar
         self._progress = Progress(
             OneLine(console, time_left),
             console=console,
@@ -73,7 +73,7 @@ class ProgressDisplay:
         self._progress.stop()
 
     def update(self, record: dict[str, Any]) -> None:
-        """Show one step's metrics, as they stand in ``metrics.jsonl``."""
+        """Show one step's metrics, a record of ``metrics.jsonl``."""
         if not self._enabled:
             return
         status = _status(record)
@@ -87,7 +87,7 @@ class ProgressDisplay:
 
 
 class OneLine(ProgressColumn):
-    """The whole display, in the width of the terminal at the moment it is drawn."""
+    """The whole display, fitted to the terminal's width each time it is drawn."""
 
     max_refresh = None
 
@@ -97,7 +97,7 @@ class OneLine(ProgressColumn):
         self._console = console or rich.get_console()
 
     def render(self, task: Task) -> Table:
-        """The parts that fit, of those in the order of :data:`DROPPED_FIRST`."""
+        """Return the parts that fit, after leaving out others in the order of :data:`DROPPED_FIRST`."""
         width = self._console.width
         *choices, shortest = self._choices(task)
         parts = next((parts for parts in choices if _width(parts) <= width), shortest)
@@ -108,7 +108,7 @@ class OneLine(ProgressColumn):
         return line
 
     def _choices(self, task: Task) -> Iterator[list[Text | ProgressBar]]:
-        """From everything to step, total and time left alone."""
+        """Yield shorter and shorter lines: from all parts to step, total and time left alone."""
         for count in range(len(DROPPED_FIRST) + 1):
             yield self._parts(task, DROPPED_FIRST[:count])
         yield self._parts(task, DROPPED_FIRST, gap=" ")
@@ -128,7 +128,7 @@ class OneLine(ProgressColumn):
 
 
 def _status(record: dict[str, Any]) -> dict[str, str]:
-    """The metrics as texts; ``memory`` is the short form of ``memory_now``."""
+    """Return the metrics as texts; ``memory`` is the short form of ``memory_now``."""
     peak = f"peak {format_bytes(record['memory_peak_bytes'])}"
     return {
         "loss": f"loss {record['loss']:.4f}",

@@ -1,7 +1,7 @@
-"""What a run writes into its folder, and the run that another one replaces there.
+"""The files that a run writes into its folder, and the replacement of an earlier run there.
 
-A run that is replaced is moved into ``replaced-N/``, and deleted once the new one has succeeded. Files of other people
-are neither moved nor deleted, whatever their names and wherever they lie: ``saved_files.py`` tells them.
+A replaced run is moved into ``replaced-N/``, and deleted once the new one has succeeded. Files that no run wrote are
+neither moved nor deleted, whatever their names and places: ``saved_files.py`` recognizes them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 LOGS_FOLDER = "logs"
 REHEARSAL_FILE = "rehearsal.json"
-"""Of the command ``rehearse``, for the report of the run to come: no run replaces it."""
+"""File that the command ``rehearse`` writes for the report of the later run; no run replaces it."""
 _CHECKPOINT = re.compile(rf"checkpoint-\d+(\.incomplete|{re.escape(SUSPECT)})?")
 _ALLOCATOR = re.compile(r"out-of-memory(-\d+)?\.json(\.incomplete)?")
 _REPLACED = re.compile(r"replaced-(\d+)")
 
 
 def allocator_file(process_index: int) -> str:
-    """What CUDA's allocator held when a run's memory ran out, in segments and blocks: each process has a file."""
+    """Return the name of a process's file with the segments and blocks of CUDA's allocator when its memory ran out."""
     return f"out-of-memory-{process_index}.json" if process_index else "out-of-memory.json"
 
 
 def run_files(path: Path) -> list[Path]:
-    """The files and folders of a run that is in a folder; others may lie in those folders."""
+    """Return the files and folders of the run in a folder; those folders may also hold other files."""
     files = [folder for folder in _checkpoints(path) if is_own_checkpoint(folder)]
     if holds_a_run(path):
         names = (
@@ -53,7 +53,7 @@ def run_files(path: Path) -> list[Path]:
 
 
 def in_the_way(path: Path) -> list[Path]:
-    """What is not of our making, though it has the name of something that a run writes."""
+    """Return files that no run of lowmem_ft wrote, although they have the name of something that a run writes."""
     targets = [path / name for name in (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER)]
     own = set(run_files(path))
     return [file for file in (*targets, *_checkpoints(path)) if file.exists() and file not in own]
@@ -76,13 +76,13 @@ def move_aside(path: Path, files: Iterable[Path]) -> Path:
 
 
 def replaced_runs(path: Path) -> list[Path]:
-    """The folders of runs that were moved aside and nothing else was put into, oldest first."""
+    """Return the folders of runs that were moved aside, if they hold nothing else, oldest first."""
     folders = [folder for folder in path.glob("replaced-*") if _REPLACED.fullmatch(folder.name)]
     return sorted(filter(_has_nothing_else, folders), key=lambda folder: int(folder.name.partition("-")[2]))
 
 
 def delete_replaced_runs(path: Path) -> None:
-    """Delete what was moved aside, now that something better stands in its place."""
+    """Delete runs that were moved aside, after the run that replaces them has succeeded."""
     for folder in replaced_runs(path):
         for file in folder.iterdir():
             delete_saved(file)
@@ -92,14 +92,14 @@ def delete_replaced_runs(path: Path) -> None:
 
 
 def refuse_to_replace_inputs(files: Iterable[Path], inputs: dict[str, str | None]) -> None:
-    """Refuse to replace a run by one that starts from what is in it.
+    """Refuse to replace a run with one that reads files from it.
 
     Args:
-        files: of the run that would be replaced.
-        inputs: by their recipe keys.
+        files: files and folders of the run that would be replaced.
+        inputs: input paths by their recipe keys.
 
     Raises:
-        UserError: if one of the inputs lies in one of the files.
+        UserError: if one of the inputs is in one of the files.
     """
     replaced = {file.resolve() for file in files}
     for key, value in inputs.items():
@@ -116,7 +116,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _tracker_project(path: Path) -> str:
-    """The folder in ``logs/`` that TensorBoard got from the run."""
+    """Return the name of the folder in ``logs/`` that the run's TensorBoard tracker wrote."""
     try:
         return load_recipe(str(path / RECIPE_FILE)).training.project
     except UserError:

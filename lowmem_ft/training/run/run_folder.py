@@ -1,4 +1,4 @@
-"""The folder of one run: where it goes on from, what it may replace, and its metrics."""
+"""The folder of one run: the checkpoint to resume from, the files it may replace, and its metrics."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """Where a run writes, and the checkpoint it goes on from, if any.
+    """The folder that a run writes to, and the checkpoint that it resumes from, if any.
 
     Args:
         path: the folder.
-        resume_from: a complete checkpoint, or None to start afresh.
-        overwrite: whether to replace what the folder holds of another run, or of later steps of this one.
+        resume_from: a complete checkpoint, or None to start from scratch.
+        overwrite: whether to replace the folder's files of another run, or of later steps of this one.
     """
 
     def __init__(self, path: Path, *, resume_from: Path | None, overwrite: bool) -> None:
@@ -56,7 +56,7 @@ class RunFolder:
 
     @staticmethod
     def open(recipe: Recipe) -> RunFolder:
-        """Decide where to write and where to start; reads the disk and changes nothing.
+        """Decide where to write and where to start; read the disk and change nothing.
 
         Raises:
             UserError: if the folder holds another run or later steps of this one, or cannot be a folder.
@@ -85,24 +85,24 @@ class RunFolder:
 
     @staticmethod
     def checkpoint_of(recipe: Recipe) -> Path | None:
-        """The complete checkpoint that a recipe would go on from; None: it would start afresh.
+        """Return the complete checkpoint that a recipe would resume from; None: it would start from scratch.
 
         Raises:
-            CheckpointError: if the one that it names is incomplete.
+            CheckpointError: if the checkpoint that it names is incomplete.
         """
         return _checkpoint_to_resume(recipe.training.resume_from_checkpoint, run_folder_of(recipe))
 
     @property
     def model_folder(self) -> Path:
-        """Where the finished model goes."""
+        """Folder of the finished model."""
         return self.path / MODEL_FOLDER
 
     def start(self, recipe: Recipe, progress: Progress) -> None:
-        """Lock the folder, move a replaced run aside, write the recipe and what the metrics are so far.
+        """Lock the folder, move a replaced run aside, write the recipe and the metrics so far.
 
         Args:
             recipe: written as ``recipe.yaml``.
-            progress: where the run goes on.
+            progress: the position from which the run resumes; later metrics are dropped.
 
         Raises:
             UserError: if the folder cannot be written.
@@ -121,7 +121,7 @@ class RunFolder:
             raise UserError(f"training.output_dir={self.path} cannot be written: {error}.") from error
 
     def end(self, *, succeeded: bool) -> None:
-        """Delete what the run has replaced if it has succeeded, else say where that is; let others use the folder."""
+        """Delete the replaced run after a success, else log where it is; release the folder."""
         if succeeded:
             delete_replaced_runs(self.path)
         elif aside := replaced_runs(self.path):
@@ -129,10 +129,10 @@ class RunFolder:
         self._lock.release()
 
     def write_metrics(self, record: dict[str, Any]) -> None:
-        """Append one line to ``metrics.jsonl``; the system has it when this returns, so a killed run loses none.
+        """Append one line to ``metrics.jsonl``; the system has it when this returns, so a killed run loses no line.
 
         Raises:
-            CheckpointError: if it cannot be written, the disk being full for one.
+            CheckpointError: if it cannot be written, for example because the disk is full.
         """
         file = self.path / METRICS_FILE
         try:
@@ -145,10 +145,10 @@ class RunFolder:
             ) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines of ``metrics.jsonl``; a last line that a killed process left half-written is dropped.
+        """Return all lines of ``metrics.jsonl``, except a last one that a killed process left half-written.
 
         Raises:
-            CheckpointError: if a line is none of ours.
+            CheckpointError: if no run of lowmem_ft wrote a line.
         """
         file = self.path / METRICS_FILE
         lines = file.read_text("utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
@@ -171,7 +171,7 @@ class RunFolder:
 
     @property
     def _continues(self) -> bool:
-        """Whether the run goes on in the folder of its checkpoint."""
+        """True if the run resumes in the folder of its checkpoint."""
         return self.resume_from is not None and self.resume_from.parent.resolve() == self.path.resolve()
 
     def _check_what_is_there(self, recipe: Recipe) -> None:
@@ -187,7 +187,7 @@ class RunFolder:
             refuse_to_replace_inputs(run_files(self.path), _inputs(recipe))
 
     def _move_aside(self, step: int) -> None:
-        """The steps still to come, or all of another run."""
+        """Move checkpoints of later steps of this run aside, or all files of another run."""
         files = checkpoints_after(self.path, step) if self._continues else run_files(self.path)
         if not files:
             return
@@ -215,7 +215,7 @@ def _named_checkpoint(checkpoint: Path) -> Path:
 
 
 def _another(named: Path) -> str:
-    """What to name in place of a folder that is no complete checkpoint: one inside of it, as of a run, or beside it."""
+    """Suggest a checkpoint in place of a folder that is not a complete one: one inside it (a run), or next to it."""
     if inside := find_checkpoint(named):
         return f"Did you mean {inside}?"
     if beside := find_checkpoint(named.parent):
@@ -224,7 +224,7 @@ def _another(named: Path) -> str:
 
 
 def _inputs(recipe: Recipe) -> dict[str, str | None]:
-    """What a run reads, by key."""
+    """Return the paths that a run reads, by recipe key."""
     return {
         **inputs_of(recipe),
         "training.resume_from_checkpoint": recipe.training.resume_from_checkpoint,
@@ -232,7 +232,7 @@ def _inputs(recipe: Recipe) -> dict[str, str | None]:
 
 
 def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> None:
-    """Nothing that a run wrote is lost without being asked for."""
+    """Refuse to replace files of a run unless the user asks for it."""
     if resume_from is not None and resume_from.parent.resolve() == path.resolve():
         later = checkpoints_after(path, read_progress(resume_from).step)
         if later:
@@ -246,14 +246,16 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
         return
     is_finished = (path / MODEL_FOLDER).exists()
     checkpoint = None
-    if recipe.training.resume_from_checkpoint == "auto":  # there is none, or it would go on from it
+    if (
+        recipe.training.resume_from_checkpoint == "auto"
+    ):  # no checkpoint exists, or the run would resume from it
         if not is_finished:
             refuse_to_continue_another(recipe, path)
     else:
         checkpoint = find_checkpoint(path)
     was_to_go_on = recipe.training.resume_from_checkpoint is not None
     if was_to_go_on and checkpoint is None and not is_finished and may_continue(recipe, path):
-        return  # a run that was stopped before its first checkpoint begins again, where it began
+        return  # a run that was stopped before its first checkpoint starts over in its folder
     aside = "".join(f" (What it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
     what = "another run"
     if checkpoint is None and is_finished and was_to_go_on:
@@ -264,7 +266,7 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
 
 
 def _ways_on(path: Path, recipe: Recipe, checkpoint: Path | None) -> str:
-    """What to do about a run that is in the way: only what would then not be refused."""
+    """Return the ways out for a folder that holds a run: only those that would not be refused in turn."""
     ways = ["choose another folder"]
     if checkpoint is not None and _can_go_on(recipe, checkpoint):
         ways.append(f"go on from {checkpoint.name} with training.resume_from_checkpoint=auto")
@@ -285,7 +287,7 @@ def _can_go_on(recipe: Recipe, checkpoint: Path) -> bool:
 
 
 def _is_before(record: dict[str, Any], progress: Progress) -> bool:
-    """Whether a line was written before the checkpoint; at its own step, the evaluation may have come after it."""
+    """Return whether a line precedes the checkpoint; the evaluation of the same step may have come after it."""
     if record["step"] == progress.step and "eval_loss" in record:
         return progress.evaluated_step == progress.step
     return record["step"] <= progress.step

@@ -1,4 +1,4 @@
-"""What a run takes, beside what was estimated: in its log, its metrics and its card."""
+"""A run's measured memory compared with its estimate, in its log, its metrics and its model card."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RunMemory:
     """The peaks of one process of a run, phase by phase.
 
     Args:
-        device: where it trains.
+        device: the device of the run.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cpu":
-            keep_tensors_out_of_the_heap()  # as the estimate has it
+            keep_tensors_out_of_the_heap()  # as the estimate assumes
             keep_few_kernels()
         self._device = device
         self._peaks = PhasePeaks(device)
@@ -42,7 +42,7 @@ class RunMemory:
         self._earlier: tuple[Peaks | None, Peaks] | None = None
 
     def continue_from(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take what the lines of the same run's metrics say for the case that no step of it is left."""
+        """Take earlier peaks from the same run's metrics, in case it has no step left."""
         estimated, measured = peaks_in(records)
         if measured is not None:
             self._earlier = estimated, measured
@@ -54,13 +54,13 @@ class RunMemory:
     def after_step(
         self, model: nn.Module, optimizer: Optimizer, techniques: Techniques, seconds: float
     ) -> None:
-        """Note how long a step took, and after the first of them what stays."""
+        """Record the seconds of a step and, after the first one, the bytes that stay allocated between steps."""
         self._step_seconds.append(seconds)
         if not self._by_category:
             self._by_category = _bytes_that_stay(model, optimizer, techniques, self._device)
 
     def measured(self) -> Peaks:
-        """All so far."""
+        """Return all peaks so far."""
         return Peaks(
             peak_bytes=self._peaks.peak_bytes,
             host_peak_bytes=self._peaks.host_peak_bytes,
@@ -71,25 +71,25 @@ class RunMemory:
         )
 
     def estimated(self) -> Peaks | None:
-        """The same of the estimate; None: there is none."""
+        """Return the peaks of the estimate; None without an estimate."""
         return None if self.estimate is None else estimated_peaks(self.estimate)
 
     def rows(self) -> list[Row]:
-        """The two, quantity by quantity; those of the process that has taken the steps, where this one takes none."""
+        """Return estimate and measurement row by row; those of an earlier process if this one has taken no step."""
         return list(compared(*(self._of_earlier() or (self.estimated(), self.measured()))))
 
     def write_estimate(self, metrics: RunMetrics, step: int) -> None:
-        """At the start, so that a run that is killed has left it."""
+        """Write the estimate to the metrics; call this at the start, so that a killed run has left it."""
         if estimated := self.estimated():
             metrics.write({"step": step, "estimated": estimated.to_json()})
 
     def write_measured(self, metrics: RunMetrics, step: int) -> None:
-        """With every checkpoint, and at the end; what was measured earlier stays the last where no step was left."""
+        """Write the measurement to the metrics, at every checkpoint and at the end, unless no step was left to take."""
         if self._of_earlier() is None:
             metrics.write({"step": step, "measured": self.measured().to_json()})
 
     def log(self) -> None:
-        """Write the two down, a line each, where there is an estimate."""
+        """Log estimate and measurement, a line per quantity, if there is an estimate."""
         if self.estimate is None or self._of_earlier() is not None:
             return
         logger.info("Memory, estimated and measured:")
@@ -104,7 +104,7 @@ class RunMemory:
 def _bytes_that_stay(
     model: nn.Module, optimizer: Optimizer, techniques: Techniques, device: torch.device
 ) -> dict[str, int]:
-    """Storage of weights and of optimizer state on a device between two steps, each storage once."""
+    """Return the bytes of weights and of optimizer state on a device between two steps, each storage counted once."""
     weights: list[Tensor] = [*model.parameters(), *model.buffers()]
     weights += [memory.memory for memory in techniques.weight_memory()]
     weights += [leaf for weight in weights for leaf in _leaves(getattr(weight, "quant_state", None))]
@@ -117,7 +117,7 @@ def _bytes_that_stay(
 
 
 def _leaves(values: Any) -> Iterator[Tensor]:
-    """The tensors in anything: containers, and objects that hold some."""
+    """Yield the tensors in any value: in containers, and in objects with tensor attributes."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             yield leaf

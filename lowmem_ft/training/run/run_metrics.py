@@ -1,4 +1,4 @@
-"""Where a run writes down its numbers: ``metrics.jsonl`` and the trackers."""
+"""Output of a run's metrics: ``metrics.jsonl`` and the trackers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from lowmem_ft.training.runtime import RunRuntime
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """The main process writes the file; the runtime knows who tells the trackers.
+    """Writer of a run's metrics: the main process writes the file; the runtime logs to the trackers.
 
     Args:
-        folder: of the run.
-        runtime: of this process.
+        folder: the run's folder.
+        runtime: this process's runtime.
     """
 
     folder: RunFolder
     runtime: RunRuntime
 
     def write(self, record: dict[str, Any], *, to_trackers: bool = False) -> None:
-        """One line.
+        """Write one line.
 
         Args:
-            record: its ``step`` among other values.
-            to_trackers: whether they are told as well.
+            record: the line's values, including its ``step``.
+            to_trackers: whether to log it to the trackers as well.
 
         Raises:
             CheckpointError: if the file cannot be written.

@@ -1,4 +1,4 @@
-"""Where a run starts: its data, the step it stands at and the step it is to end at."""
+"""The start of a run: its data, its current step and the step at which it ends."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 def read_data(
     recipe: Recipe, runtime: RunRuntime, tokenizer: PreTrainedTokenizerBase, plan: Plan
 ) -> PreparedData:
-    """Tokenize the recipe's data for the planned model; the other processes find in the cache what the main one did.
+    """Tokenize the recipe's data for the planned model, in the main process first; the others find it in the cache.
 
     Raises:
-        UserError: if a process cannot read them, or reads others.
+        UserError: if a process cannot read the data, or reads different data.
     """
     data: PreparedData | None = None
     for is_turn in (runtime.is_main, not runtime.is_main):
@@ -53,7 +53,7 @@ def read_data(
 def stream_from(
     recipe: Recipe, runtime: RunRuntime, data: PreparedData, position: DataPosition
 ) -> DataStream:
-    """The training data in windows, this process's share of them, from a position on."""
+    """Return this process's share of the training data, in windows, from a position on."""
     return DataStream(
         data.train,
         position=position,
@@ -66,7 +66,7 @@ def stream_from(
 
 
 def progress_at(checkpoint: Path | None, recipe: Recipe, data: PreparedData) -> Progress:
-    """Where a run stands that goes on from a checkpoint, or that starts anew.
+    """Return the progress of a checkpoint, or of a run that starts from scratch.
 
     Raises:
         CheckpointError: if the checkpoint was made with other data.
@@ -75,7 +75,7 @@ def progress_at(checkpoint: Path | None, recipe: Recipe, data: PreparedData) -> 
     if checkpoint is None:
         return Progress(position=DataPosition(seed=recipe.training.seed), data_tokens=data_tokens)
     progress = read_progress(checkpoint)
-    # A position in the data means nothing in other data; paths may change, as a run moves to another machine.
+    # A position means nothing in other data; paths may change, because a run may move to another machine.
     if progress.data_tokens != data_tokens:
         raise CheckpointError(
             f"{checkpoint} stands in training data of {progress.data_tokens or 'streamed'} tokens, and the recipe's "
@@ -88,11 +88,11 @@ def progress_at(checkpoint: Path | None, recipe: Recipe, data: PreparedData) -> 
 def num_training_steps(
     recipe: Recipe, stream: DataStream, progress: Progress, checkpoint: Path | None
 ) -> int:
-    """Steps in all: those taken, and what is left of the epochs at the present number of rows a step.
+    """Return the steps in all: those taken, and the rest of the epochs at the present number of rows per step.
 
     Raises:
         UserError: if the warmup is longer.
-        CheckpointError: if the checkpoint already stands beyond the last.
+        CheckpointError: if the checkpoint is already beyond the last step.
     """
     config, taken = recipe.training, progress.step
     if config.max_steps > 0:
@@ -112,8 +112,8 @@ def num_training_steps(
 
 
 def log_start(recipe: Recipe, runtime: RunRuntime, progress: Progress, num_steps: int) -> None:
-    """Say where a run trains, and how much."""
-    warn_if_untested()  # of what only some recipes import
+    """Log the run's device, processes and steps."""
+    warn_if_untested()  # for libraries that only some recipes import
     config = recipe.training
     if runtime.device.type == "cpu":
         warn_of_idle_cores(runtime.num_processes)

@@ -1,4 +1,4 @@
-"""How long the rest of a run will take, from how long its last steps, evaluations and saves took."""
+"""Estimate of a run's remaining time, from the duration of its last steps, evaluations and saves."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Literal
 Work = Literal["step", "evaluation", "save"]
 
 LAST = {"step": 50, "evaluation": 5, "save": 5}
-"""Of each kind, how many are averaged: rows differ in length, evaluations and saves hardly."""
+"""Number of durations averaged, by kind: rows differ in length, evaluations and saves hardly."""
 
 
 class TimeLeft:
-    """The mean of the last steps, evaluations and saves, times how many of each are still to come.
+    """Remaining time: the mean duration of the last steps, evaluations and saves, times the number still to come.
 
-    An evaluation or a save counts once one of its kind was made. The first step of a process, which compiles kernels
-    and fills caches, counts until there is a second.
+    Evaluations and saves are included once one of their kind has been timed. The first step of a process, which
+    compiles kernels and fills caches, counts only until there is a second.
 
     Args:
         num_steps: optimizer steps in all.
         step: steps already taken.
-        eval_steps: steps between two evaluations; None: none is made on the way.
-        save_steps: steps between two checkpoints; None: likewise.
+        eval_steps: steps between two evaluations; None: there is no evaluation during training.
+        save_steps: steps between two checkpoints; None: there is no checkpoint.
         evaluates_at_end: whether one more evaluation follows the last step.
-        clock: seconds since any moment.
+        clock: returns seconds since an arbitrary moment.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class TimeLeft:
         self._evaluates_at_end = evaluates_at_end
         self._clock = clock
         self._is_first_step = False
-        # Tuples that are replaced, not lists that change: a display reads them from a thread of its own.
+        # Tuples that are replaced, not lists that change: the display reads them from its own thread.
         self._seconds: dict[Work, tuple[float, ...]] = {"step": (), "evaluation": (), "save": ()}
         self._made_at: dict[Work, int] = {}
         self._under_way: tuple[Work, float] | None = None
 
     @contextlib.contextmanager
     def during(self, work: Work) -> Iterator[None]:
-        """Time one step, evaluation or save; one that is cut short does not count."""
+        """Time one step, evaluation or save; one that an error ends does not count."""
         start = self._clock()
         self._under_way = (work, start)
         try:
@@ -72,7 +72,7 @@ class TimeLeft:
         self._seconds[work] = (*before, seconds)[-LAST[work] :]
 
     def seconds(self) -> float | None:
-        """Until the last step and what belongs to it are done; None before a step was timed."""
+        """Return the seconds until the last step and its evaluation and save are done; None before a step was timed."""
         if not self._seconds["step"] and self._step < self._num_steps:
             return None
         left = sum(self._mean(work) * self._to_come(work) for work in self._seconds)
@@ -96,5 +96,5 @@ class TimeLeft:
 
 
 def _multiples(of: int | None, first: int, last: int) -> int:
-    """How many there are from ``first`` to ``last``."""
+    """Count the multiples of ``of`` from ``first`` to ``last``."""
     return 0 if of is None else max(0, last // of - (first - 1) // of)

@@ -1,4 +1,4 @@
-"""A recipe whose memory knobs are still to be chosen is not trained."""
+"""Refusal of recipes whose memory knobs are still to be chosen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lowmem_ft.recipe import Recipe
 
 
 def refuse_unplanned(recipe: Recipe) -> None:
-    """Refuse a recipe that is to be planned first, which is done above training.
+    """Refuse a recipe that still has to be planned, which happens in the layers above training.
 
     Raises:
         UserError: if ``plan.mode`` or ``checkpointing.mode`` is auto.
