@@ -1,4 +1,4 @@
-"""All processes of a run read the same data, or it does not begin: each would train on rows that are not the next's."""
+"""Check that all ranks of a run read the same data: otherwise their shares of the rows would not fit together."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lowmem_ft.training.distributed.rendezvous import Arrival, differences
 from lowmem_ft.training.runtime import RunRuntime
 
 _ROWS = 64
-"""How many rows are compared token by token."""
+"""Number of rows that are compared token by token."""
 
 
 def refuse_other_data(data: PreparedData, runtime: RunRuntime) -> None:
     """Compare counts over all processes, and the tokens of some rows; a stream is not compared.
 
     Args:
-        data: this process's.
-        runtime: knows the others.
+        data: this process's data.
+        runtime: gathers from the other processes.
 
     Raises:
-        DataError: in all processes, if one has other data than the first.
+        DataError: in all processes, if one has different data from the first.
     """
     if runtime.num_processes == 1:
         return
@@ -36,7 +36,7 @@ def refuse_other_data(data: PreparedData, runtime: RunRuntime) -> None:
 
 
 def _facts_of(data: PreparedData) -> dict[str, str]:
-    """What is the same where data are, by name."""
+    """Return facts by name, all of which are equal if the data are."""
     facts = {}
     for which, summary in (("training", data.summary), ("held-out", data.evaluation_summary)):
         if summary is not None:
@@ -49,7 +49,7 @@ def _facts_of(data: PreparedData) -> dict[str, str]:
 
 
 def _digest(data: PreparedData) -> str:
-    """Of the rows that come first, in an order that is the same for the same number and lengths of rows."""
+    """Return a digest of the first rows, in an order that depends on the number and lengths of rows alone."""
     digest = hashlib.sha256()
     for reference in islice(data.train.order(seed=0, epoch=0), _ROWS):
         for example in data.train.read(reference):

@@ -1,8 +1,8 @@
-"""The surroundings of a run whose gradients and optimizer state DeepSpeed shares out: ZeRO-2, and ZeRO-3 with weights.
+"""The runtime of a run under DeepSpeed, which shards gradients and optimizer state: ZeRO-2, and ZeRO-3 with weights.
 
-The engine has an optimizer of its own around torch's AdamW, sums gradients and clips them; ours is the forward pass,
-what the step makes of it, and the files. A window's end is told to the engine, which would count micro-batches by
-itself.
+The engine wraps torch's AdamW in its own optimizer, sums gradients and clips them; lowmem_ft does the forward pass, the
+rest of the step, and the files. The runtime marks the end of each window for the engine, which would count
+micro-batches by itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
     """A :class:`~lowmem_ft.training.runtime.RunRuntime` in several processes of DeepSpeed.
 
     Args:
-        accelerator: with a DeepSpeed plugin.
+        accelerator: an accelerator with a DeepSpeed plugin.
         distributed: as launched; ``strategy`` is zero2 or zero3.
     """
 
@@ -68,29 +68,29 @@ class DeepSpeedRuntime(AccelerateRuntime):
     ) -> DeepSpeedRuntime:
         """Join the other processes of the launcher.
 
-        Accelerate passes over DeepSpeed without a word if it is told of a CPU; it is not, and what it makes is checked.
+        Accelerate silently ignores DeepSpeed with ``cpu=True``; this does not pass it, and checks the result.
 
         Raises:
             MissingPackageError: if DeepSpeed or a tracker of ``training.report_to`` is not installed.
-            UserError: if Accelerate makes something else of the launch than the recipe says.
+            UserError: if Accelerate interprets the launch differently than the recipe says.
         """
         require_package(f"distributed.strategy={distributed.strategy}", "deepspeed", "deepspeed")
         for tracker in config.report_to:
             require_tracker(tracker)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        # Of DeepSpeed 0.19's own calls, at each of them; torch 2.13 still has the names.
+        # DeepSpeed 0.19's own calls raise this warning, each time; torch 2.13 still has the names.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         if config.use_cpu:
             os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
-        AcceleratorState._reset_state()  # of an Accelerator in this process that has a precision
+        AcceleratorState._reset_state()  # drops the precision of an earlier Accelerator in this process
         if config.use_cpu:
-            PartialState(cpu=True)  # knows the processes, and is what the next one takes for known
+            PartialState(cpu=True)  # joins the processes; the Accelerator below reuses this state
         with patch_environment(
             ACCELERATE_USE_DEEPSPEED="true",
             ACCELERATE_USE_FSDP="false",
-            # What a configuration file says was read and agreed to; Accelerate takes it for a contradiction to ours.
+            # The configuration file was read and checked before; Accelerate would regard it as contradicting ours.
             ACCELERATE_CONFIG_DS_FIELDS="",
-            # Or it notices its own value in place of the engine's, and warns.
+            # Else Accelerate compares its own value with the engine's, and warns.
             ACCELERATE_GRADIENT_ACCUMULATION_STEPS=config.gradient_accumulation_steps,
         ):
             accelerator = Accelerator(
@@ -103,7 +103,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
                     project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
                 ),
             )
-        # Or transformers would cut weights as it reads them, before the techniques have seen them.
+        # Else transformers would shard weights while reading them, before the techniques have seen them.
         unset_hf_deepspeed_config()
         refuse_another_launch(accelerator, distributed, ("DEEPSPEED",))
         leave_processes_at_exit()
@@ -112,7 +112,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Hand both to the engine."""
+        """Pass model and optimizer to the engine."""
         self._state = EngineState(model, optimizer)
         self._engine, prepared = self.accelerator.prepare(model, optimizer)
         if self._shares_weights:
@@ -123,22 +123,22 @@ class DeepSpeedRuntime(AccelerateRuntime):
         return self._engine, prepared
 
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """Tells the engine where a window ends."""
+        """Tell the engine whether this micro-batch ends a window."""
         self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The engine's, which averages over processes; the loss is normalised by its window already."""
+        """Run the engine's backward, which averages over processes; the loss is already normalised by its window."""
         self._engine.backward(loss * self.num_processes, scale_wrt_gas=False)
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-        """The global norm of what the engine has; it clips by itself, as it steps."""
+        """Return the global norm of the engine's gradients; the engine itself clips them in its step."""
         squares = [norm_in_float32(part).square() for part in self._gradients()]
         here = torch.stack(squares).sum() if squares else torch.zeros((), device=self.device)
         return self.sum_over_processes(here).sqrt()
 
     def _gradients(self) -> Iterator[torch.Tensor]:
-        """This process's part of each gradient, of which another process has no copy."""
+        """Yield this process's part of each gradient, of which no other process has a copy."""
         if self._offloads:
             parts = (part.grad for part in self._state.flat_parts())
             yield from (part for part in parts if part is not None)
@@ -147,14 +147,14 @@ class DeepSpeedRuntime(AccelerateRuntime):
             yield from (part for part in group or () if part is not None and part.numel())
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """Let the engine step, or forget its gradients: it would apply those that are not finite."""
+        """Step the engine, or discard its gradients if they are not finite: the engine would apply them."""
         if finite:
             self._engine.step()
         else:
             self.abandon_step()
 
     def abandon_step(self) -> None:
-        """Forget gradients."""
+        """Discard the engine's gradients."""
         self._engine.optimizer.zero_grad()
         if self._offloads:
             for part in self._gradients():
@@ -162,13 +162,13 @@ class DeepSpeedRuntime(AccelerateRuntime):
         self._engine.optimizer.averaged_gradients = {}
         self._engine.optimizer.micro_step_id = (
             self._first_micro_step
-        )  # or the next would be added to what is left
+        )  # else the next gradients would be added to the old ones
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The engine has."""
+        """Skip the reduction, which the engine has done."""
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """As ``from_pretrained`` loads it, by the main process, to which cut weights are gathered one at a time."""
+        """Write files for ``from_pretrained`` in the main process; sharded weights are gathered to it one at a time."""
         if self._shares_weights:
             save_gathered(session, tokenizer, folder, is_main=self.is_main)
         elif self.is_main:
@@ -177,12 +177,14 @@ class DeepSpeedRuntime(AccelerateRuntime):
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:
-        """By the main process, to which the state is gathered a parameter at a time: as one process writes it."""
+        """Write a single process's files in the main process, to which state is gathered a parameter at a time."""
         assert self._state is not None, "there is an engine"
         problem: Exception | None = None
         try:
             self.save_trained(session, tokenizer, folder)
-        except Exception as error:  # whatever it is: the others would wait for what is not gathered here
+        except (
+            Exception
+        ) as error:  # of any type: the other processes would wait for what this one does not gather
             problem = error
         write_state(self._state.tensors(), folder, writes=self.is_main and problem is None)
         if problem is not None:
@@ -190,14 +192,14 @@ class DeepSpeedRuntime(AccelerateRuntime):
         return self._state.scalars()
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-        """From what one process wrote, or several."""
+        """Restore adapters and optimizer state from files that one process wrote, or several."""
         assert self._state is not None, "there is an engine"
         session.techniques.load(folder)
         self._state.load(saved_state(folder, optimizer_scalars), weights_saved_in(folder))
 
 
 def _gather_head_with_model(model: PreTrainedModel) -> None:
-    """Have the engine gather the head's weight in backward, too, where it is used outside its own module's forward."""
+    """Register the head's weight, so that the engine gathers it in backward outside its own module's forward, too."""
     head = model.get_output_embeddings()
     if head is not None:
         deepspeed = importlib.import_module("deepspeed")
@@ -205,7 +207,7 @@ def _gather_head_with_model(model: PreTrainedModel) -> None:
 
 
 def _offload(config: TrainingConfig, distributed: DistributedConfig) -> dict[str, Any]:
-    """What waits on the host, where torch's AdamW makes the updates: DeepSpeed's own there would be compiled first."""
+    """Return the settings of CPU offload; torch's AdamW makes the updates, as DeepSpeed's would have to be compiled."""
     if not distributed.cpu_offload:
         return {}
     on_host = {"device": "cpu", "pin_memory": not config.use_cpu}
@@ -214,11 +216,11 @@ def _offload(config: TrainingConfig, distributed: DistributedConfig) -> dict[str
 
 
 _BUCKET_ELEMENTS = 50_000_000
-"""Of what goes over the link together: 200 MB in float32. DeepSpeed's own 500 million would be 2 GB in each process."""
+"""Elements per communication bucket: 200 MB in float32. DeepSpeed's default, 500 million, takes 2 GB per process."""
 
 
 def _configuration(config: TrainingConfig, distributed: DistributedConfig) -> dict[str, Any]:
-    """The engine's, of what the recipe says; weights are float32."""
+    """Return the engine's configuration for a recipe; weights are float32."""
     return {
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,

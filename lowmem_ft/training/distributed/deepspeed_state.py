@@ -1,8 +1,9 @@
-"""What DeepSpeed's engine keeps of the parameters that it trains, in the words of our own AdamW.
+"""The state of DeepSpeed's engine, converted to and from the format of lowmem_ft's own AdamW.
 
-The engine lays parameters end to end and cuts the whole among the processes. Here each is a parameter again, so that a
-checkpoint is that of one process: any number of processes goes on from it, with DeepSpeed or without, and the engine
-from theirs. DeepSpeed's own checkpoints are pickles, of as many processes as wrote them.
+The engine concatenates all parameters and shards the result over the processes. This module converts it back to single
+parameters, so that a checkpoint is that of one process: any number of processes can resume from it, with or without
+DeepSpeed, and the engine can resume from theirs. DeepSpeed's own checkpoints are pickles for a fixed number of
+processes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class EngineState:
     """AdamW's state and the float32 weights, one whole parameter at a time; every process calls each method.
 
     Args:
-        model: with parameters that are whole yet.
-        optimizer: AdamW over those that are trained, which the engine is going to take.
+        model: a model whose parameters are not sharded yet.
+        optimizer: AdamW over the trained parameters, which the engine is going to wrap.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -48,11 +49,11 @@ class EngineState:
         self._optimizer: Any = None
 
     def of(self, optimizer: Any) -> None:
-        """Take the engine's optimizer, which is made around the other."""
+        """Set the engine's optimizer, which wraps the original one."""
         self._optimizer = optimizer
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each of the state's tensors in turn, gathered to the host; by the names of :class:`OptimizerState`."""
+        """Yield each of the state's tensors, gathered to the host, by its name in :class:`OptimizerState`."""
         if not self._num_steps():
             return
         self._link()
@@ -63,7 +64,7 @@ class EngineState:
                     yield f"{name}.{key}", self._gathered(parameter, key).flatten().cpu()
 
     def scalars(self) -> dict[str, Any]:
-        """What of the state is no tensor."""
+        """Return the values of the state that are not tensors."""
         twin = self._twin(self._stand_ins)
         if num_steps := self._num_steps():
             for stand_in in _all(self._stand_ins).values():
@@ -71,12 +72,12 @@ class EngineState:
         return export_optimizer_state(twin, _all(self._stand_ins).items()).scalars
 
     def load(self, saved: OptimizerState, saved_weight: Callable[[str], Tensor | None]) -> None:
-        """Take the state of AdamW in any formats; see :func:`lowmem_ft.optimizers.import_optimizer_state`.
+        """Load the state of an AdamW in any format; see :func:`lowmem_ft.optimizers.import_optimizer_state`.
 
-        The parameters hold the saved weights already.
+        The parameters already hold the saved weights.
 
         Raises:
-            CheckpointError: if it is another optimizer's, or of other parameters.
+            CheckpointError: if the state is that of another optimizer or of other parameters.
         """
         steps = saved.scalars["state"]
         twin = self._twin(self._stand_ins)
@@ -99,7 +100,7 @@ class EngineState:
                     self._put(parameter, key, state[key])
 
     def _twin(self, named: list[dict[str, nn.Parameter]]) -> ChunkedOptimizer:
-        """Our AdamW over some parameters in place of the engine's, in the same groups."""
+        """Return lowmem_ft's AdamW over some parameters in place of the engine's, in the same groups."""
         groups = [
             {**group, "params": list(parameters.values())}
             for group, parameters in zip(self._groups, named, strict=True)
@@ -112,7 +113,7 @@ class EngineState:
         return ChunkedOptimizer(groups, config.row.update_rule(), defaults)
 
     def flat_parts(self) -> list[Tensor]:
-        """What the engine has made of the float32 weights, of which AdamW updates this process's parts."""
+        """Return this process's parts of the engine's flattened float32 weights, which AdamW updates."""
         name = "fp32_partitioned_groups_flat" if self._is_zero3() else "single_partition_of_fp32_groups"
         return getattr(self._optimizer, name)
 
@@ -124,7 +125,7 @@ class EngineState:
         return max((int(state["step"]) for state in states if "step" in state), default=0)
 
     def _allocate(self, num_steps: int) -> None:
-        """AdamW's state as it is after so many steps, but for the values."""
+        """Allocate AdamW's state as it is after ``num_steps`` steps, with averages of zero."""
         inner = self._optimizer.optimizer
         inner.state.clear()
         for part in self.flat_parts() if num_steps else ():
@@ -133,11 +134,11 @@ class EngineState:
         self._link()
 
     def _link(self) -> None:
-        """Have ZeRO-2 find each parameter's averages: it looks for them once, when the first group alone has any."""
+        """Link each parameter to its averages for ZeRO-2, which looks for them once, before later groups have any."""
         parts, states = self.flat_parts(), self._optimizer.optimizer.state
         for parameter in () if self._is_zero3() else _all(self._parameters).values():
             place: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-            if place is not None:  # else nothing of it lies here
+            if place is not None:  # else this process holds no part of it
                 part = parts[place.param_group_index]
                 place.set_optim_state_fragment(part, states.get(part, {}))
 
@@ -159,7 +160,7 @@ class EngineState:
         partitioned: Any = parameter
         size = partitioned.ds_tensor.numel()
         first = size * torch.distributed.get_rank()
-        part = values.new_zeros(size)  # the last is filled up
+        part = values.new_zeros(size)  # the last process's part is padded
         here = values.flatten()[first : first + size]
         part[: here.numel()] = here
         if key == MASTER:
@@ -173,7 +174,7 @@ def _all(named: list[dict[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
 
 
 def _only(saved: OptimizerState, name: str) -> OptimizerState:
-    """What was saved of one parameter."""
+    """Return the saved state of one parameter."""
     scalars = saved.scalars
     groups = [
         {**group, "shapes": {name: group["shapes"][name]}}

@@ -1,4 +1,4 @@
-"""What a recipe asks for that does not work in several processes, or not with what they share."""
+"""Rules for recipes in several processes: which settings do not work with their engine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from lowmem_ft.recipe.rules.engine_rules import problems_with_engine
 
 
 def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
-    """What does not work with the engine of several processes, and a plan that is still to be made.
+    """Return the problems of a recipe with the engine of several processes, and with a plan that is still to be made.
 
     Args:
-        recipe: what is to be trained; without ``distributed.strategy`` each process has a whole model (ddp).
-        num_processes: in how many.
+        recipe: the recipe to train; without ``distributed.strategy`` each process has a whole model (ddp).
+        num_processes: processes of the run.
 
     Returns:
-        For each such setting the rule, the values seen and the way out; nothing for one process whose recipe names no
+        For each such setting the rule, the values seen and the way out; empty for one process whose recipe names no
         strategy.
     """
     strategy = recipe.distributed.strategy

@@ -1,8 +1,8 @@
-"""Processes of one run end together: what one fails of is told to the others, and none waits for one that is gone.
+"""Propagation of one rank's error to all ranks, so that none hangs.
 
-A process that fails writes why into the store that all have met in, before it goes. The others find its connections
-closed in their next exchange (gloo says so at once), or are waiting for it in one that never ends (NCCL): a thread of
-each looks into the store every second, and ends a process that does not end by itself.
+Before it exits, a failing process writes the reason into the rendezvous store. The others find its connections closed
+in their next collective (gloo reports that at once), or hang in one that never ends (NCCL): a thread in each process
+polls the store every second, and ends the process if it does not end by itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from lowmem_ft.foundation.errors import Interrupted, OtherProcessError, UserErro
 
 LOOK_EVERY_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""What a process gets to end by itself, once another has failed."""
+"""Seconds that a process has to end by itself, once another has failed."""
 
 _TOLD_WITHIN_SECONDS = 0.3
-"""Whoever fails tells it before its connections close; only those who find another gone may come a little later."""
+"""Seconds to wait for a reason in the store. A process that fails writes it before its connections close; only one that
+finds another gone may write a little later."""
 
-_runs = itertools.count()  # each process has as many as the others
+_runs = itertools.count()  # counts the same in every process
 
 GONE = (
     "Another process is gone without a word: it was killed (SIGKILL, or the kernel for want of host memory; the "
@@ -38,7 +39,7 @@ GONE = (
 
 
 def meeting_store() -> Any:
-    """What the processes of this run have met in, a key-value store; None: there is one process, or they have not."""
+    """Return the key-value store of this run's rendezvous; None for a single process, or before the rendezvous."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     return torch.distributed.distributed_c10d._get_default_store()
@@ -46,10 +47,10 @@ def meeting_store() -> Any:
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """Around a run: an error in one of its processes ends it in all of them.
+    """Run a block in which an error in one process ends all of them.
 
     Raises:
-        OtherProcessError: if this process could not go on because another one has failed, or is gone.
+        OtherProcessError: if this process could not continue because another one has failed or disappeared.
     """
     key = f"lowmem_ft failed {next(_runs)}"
     watch = _Watch(key)
@@ -58,7 +59,7 @@ def ending_together() -> Iterator[None]:
     try:
         yield
     except Interrupted:
-        raise  # all are, together
+        raise  # all processes are, together
     except BaseException as error:
         store = meeting_store()
         if store is None:
@@ -72,7 +73,7 @@ def ending_together() -> Iterator[None]:
 
 
 def _comes_of_exchange(error: BaseException | None) -> bool:
-    """Whether it began with processes that could not reach each other; a launcher's SIGTERM comes on top of that."""
+    """Return whether an error's chain has a failed collective; a launcher's SIGTERM may come on top of that."""
     while error is not None:
         of_gloo = isinstance(error, RuntimeError) and "/gloo/" in str(error)
         if of_gloo or isinstance(error, torch.distributed.DistError):
@@ -82,11 +83,11 @@ def _comes_of_exchange(error: BaseException | None) -> bool:
 
 
 def _reason(store: Any, key: str) -> str:
-    """What the process said that has failed first; that it said nothing, is said to the others."""
+    """Return the reason that the first failing process wrote; if there is no reason, write that for the others."""
     try:
         told = _told(store, key)
     except KeyboardInterrupt:
-        told = _told(store, key)  # a launcher ends all others at once
+        told = _told(store, key)  # a launcher signals all other processes at once
     if told is None:
         _tell(store, key, GONE)
     return told or GONE
@@ -98,13 +99,13 @@ def _words_of(error: BaseException) -> str:
 
 
 def _tell(store: Any, key: str, words: str) -> None:
-    """The first who has something to say is heard."""
+    """Write a reason into the store, unless another process has written one before."""
     with contextlib.suppress(RuntimeError):  # the store is gone with the process that had it
         store.compare_set(key, "", json.dumps(words))
 
 
 def _told(store: Any, key: str) -> str | None:
-    """What another process has failed of; None if it did not say."""
+    """Return the reason that another process wrote; None if it wrote none."""
     deadline = time.monotonic() + _TOLD_WITHIN_SECONDS
     with contextlib.suppress(RuntimeError):
         while True:
@@ -117,10 +118,10 @@ def _told(store: Any, key: str) -> str | None:
 
 
 class _Watch(threading.Thread):
-    """Ends this process if it does not end by itself, after another one has failed.
+    """Thread that ends this process if it does not end by itself after another one has failed.
 
     Args:
-        key: in the store, of what has failed.
+        key: the store's key for the reason.
     """
 
     def __init__(self, key: str) -> None:
@@ -129,14 +130,14 @@ class _Watch(threading.Thread):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """The run is over, or ending."""
+        """Stop the thread, as the run is over or ending."""
         self._stopped.set()
 
     def run(self) -> None:
         store = None
         while not self._stopped.wait(LOOK_EVERY_SECONDS):
             try:
-                # One of its own: the main thread may be waiting in the other.
+                # A separate connection: the main thread may be blocked in the other.
                 store = store or _clone(meeting_store())
                 told = store is not None and store.check([self._key])
             except RuntimeError:

@@ -1,11 +1,11 @@
-"""Gradients of several processes, summed in the types that they have.
+"""Gradients of several processes, summed in their own types.
 
-``DistributedDataParallel`` sums each in its weight's type, and refuses one that autograd has summed in another.
-It takes their mean: each loss would have to be taken times the number of processes, and times three every 16-bit
-product is rounded anew.
+``DistributedDataParallel`` sums each gradient in its weight's type, and refuses one that autograd has summed in
+another. It takes the mean: each loss would have to be multiplied by the number of processes, and a factor of three
+rounds every 16-bit product again.
 """
 
-# No annotations as text here: DDP compares those of its hook with classes.
+# Without `from __future__ import annotations`: DDP compares the annotations of its hook with classes.
 from collections.abc import Iterable
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def ddp_takes(model: nn.Module) -> bool:
-    """Whether the gradient of every trained parameter has its weight's type."""
+    """Return whether DDP accepts a model: the gradient of every trained parameter has its weight's type."""
     return all(
         parameter.grad_dtype in (None, parameter.dtype)
         for parameter in model.parameters()
@@ -23,16 +23,16 @@ def ddp_takes(model: nn.Module) -> bool:
 
 
 def sum_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook for gradients of parts of one loss: summed over the processes, and divided by nothing.
+    """Sum gradients of parts of one loss over the processes, without division: a communication hook of DDP.
 
-    Costs: as DDP's own mean does, without its division.
+    Costs: the same as DDP's own mean, without its division.
 
     Args:
-        state: none.
-        bucket: gradients that go together.
+        state: unused.
+        bucket: gradients that are reduced together.
 
     Returns:
-        Their sums, once they are there.
+        A future of their sums.
     """
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
@@ -40,16 +40,16 @@ def sum_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 
 def copy_from_main_process(model: nn.Module) -> None:
-    """Begin with the same weights and buffers in all processes, as ``DistributedDataParallel`` does."""
+    """Copy weights and buffers from the main process to all others, as ``DistributedDataParallel`` does."""
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace each gradient by its mean over all processes, for losses that each took times their number.
+    """Replace each gradient by its mean over all processes, for losses that are multiplied by their number.
 
-    Equals: what ``DistributedDataParallel`` leaves behind, in the gradients' types instead of the weights'.
-    Else as :func:`sum_gradients`.
+    Equals: the gradients of ``DistributedDataParallel``, in the gradients' types instead of the weights'.
+    In all else it is like :func:`sum_gradients`.
     """
     for gradient in sum_gradients(parameters):
         gradient.div_(dist.get_world_size())
@@ -58,14 +58,14 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Replace each gradient by its sum over all processes, for losses that are parts of one.
 
-    A parameter without a gradient counts as zero where another process has one, and stays without where none has.
-    Costs: no memory; the sums begin when backward has ended, not beside it.
+    A missing gradient counts as zero if another process has one, and stays missing if no process has one.
+    Costs: no memory; the sums begin when backward has ended and do not overlap with it.
 
     Args:
-        parameters: the same ones, in the same order, in every process.
+        parameters: the same parameters, in the same order, in every process.
 
     Returns:
-        The gradients that there are.
+        The gradients that exist in any process.
     """
     parameters = list(parameters)
     is_there = torch.tensor(

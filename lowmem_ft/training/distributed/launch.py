@@ -1,7 +1,8 @@
-"""What a launcher (``accelerate launch``, torchrun) has started, and a recipe that agrees with it.
+"""The launch that ``accelerate launch`` or torchrun has started, and a recipe that agrees with it.
 
-A recipe may leave to the launcher how many processes there are and what they share; what both say has to be the same.
-Read from the environment that launchers give each process, so that a disagreement is told before torch is imported.
+A recipe may leave the number of processes and their strategy to the launcher; if both name one, they have to agree. The
+launch is read from the environment variables that launchers set, so that a disagreement is reported before torch is
+imported.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from lowmem_ft.techniques.config import DistributedConfig, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a launcher says.
+    """The settings of a launcher.
 
     Args:
-        num_processes: on all machines together.
-        num_machines: that they are on.
-        strategy: what it asks for; None: it leaves that open.
-        settings: of ``distributed``, by name, what else it says.
-        refused: what it asks for beside these that is not done, each with a way out.
+        num_processes: processes on all machines together.
+        num_machines: machines that run them.
+        strategy: the strategy that the launcher asks for; None: it leaves that open.
+        settings: its other settings of ``distributed``, by name.
+        refused: messages about its settings that are not supported, each with a way out.
     """
 
     num_processes: int = 1
@@ -36,27 +37,27 @@ class Launch:
 
 
 def processes_here(num_processes: int, environment: Mapping[str, str] | None = None) -> int:
-    """How many processes of a run are on this machine, by what a launcher says; all of them if it says nothing.
+    """Return the number of a run's processes on this machine, from the launcher; all of them if it does not say.
 
     Args:
-        num_processes: on all machines together.
+        num_processes: processes on all machines together.
         environment: the variables; None: this process's.
     """
-    if environment is None:  # os.environ as it is now: datasets replaces it when it maps in processes
+    if environment is None:  # the present os.environ: datasets replaces it when it maps in several processes
         environment = os.environ
     return max(1, min(num_processes, _number(environment, "LOCAL_WORLD_SIZE", num_processes)))
 
 
 def read_launch(*, use_cpu: bool, environment: Mapping[str, str] | None = None) -> Launch:
-    """What this process was told by its launcher; one process without one.
+    """Read the launcher's settings from this process's environment; without a launcher, there is one process.
 
     Args:
-        use_cpu: whether it trains on the CPU. As Accelerate counts: on a GPU a process without ``LOCAL_RANK`` trains by
+        use_cpu: whether it trains on the CPU. As in Accelerate, a process on a GPU without ``LOCAL_RANK`` trains by
             itself, whatever ``WORLD_SIZE`` a cluster has set.
         environment: the variables; None: this process's.
 
     Raises:
-        UserError: if its variables are no numbers, or of a process that there is not: the others would wait for it.
+        UserError: if the variables are not numbers, or name a rank that does not exist: the others would wait for it.
     """
     if environment is None:
         environment = os.environ
@@ -153,21 +154,21 @@ _DEEPSPEED_SETTINGS = {
         "The recipe decides that: set training.max_grad_norm.",
     ),
 }
-"""By variable: its name in Accelerate's configuration, the value that asks for nothing, and what to do of another."""
+"""Name in Accelerate's configuration, value without effect, and way out for any other value, by variable."""
 
 
 def as_launched(recipe: Recipe, launch: Launch) -> Recipe:
-    """The recipe with all of ``distributed`` said: by itself, else by the launch.
+    """Return the recipe with all of ``distributed`` filled in: by its own values, else by the launch.
 
     Args:
-        recipe: what is to be trained.
-        launch: what was started.
+        recipe: the recipe to train.
+        launch: the launcher's settings.
 
     Returns:
-        The recipe, whose strategy and number of processes are none of them None.
+        The recipe, with a strategy and a number of processes other than None.
 
     Raises:
-        RecipeError: if the two disagree, or something does not work with what the launch asks for; lists all of it.
+        RecipeError: if the two disagree, or a setting does not work with the launch; lists all problems.
     """
     config = recipe.distributed
     if problems := [*launch.refused, *_disagreements(config, launch)]:
@@ -182,7 +183,7 @@ def as_launched(recipe: Recipe, launch: Launch) -> Recipe:
         **settings,
     )
     launched = dataclasses.replace(recipe, distributed=filled)
-    check_recipe(launched)  # what was left open may break a rule now
+    check_recipe(launched)  # values filled in may break a rule
     return launched
 
 

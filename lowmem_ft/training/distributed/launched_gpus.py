@@ -1,4 +1,4 @@
-"""The GPU that each process of a launch has for itself, or who goes without: told before any of them waits for NCCL."""
+"""The GPU of each process of a launch; a missing one is reported before any process waits for NCCL."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.training.distributed.launch import Launch, processes_here
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-"""There where NVIDIA's kernel module is loaded."""
+"""File that exists if NVIDIA's kernel module is loaded."""
 
 
 def own_gpu(launch: Launch, *, use_cpu: bool, environment: Mapping[str, str] | None = None) -> str:
-    """The name, unlike any other's, of the GPU that Accelerate gives this process; empty on a CPU.
+    """Return the unique name of the GPU that Accelerate gives this process; empty on a CPU.
 
     Args:
-        launch: of several processes.
+        launch: a launch of several processes.
         use_cpu: whether the recipe trains on the CPU.
         environment: the variables; None: this process's.
 
     Raises:
-        UserError: if there is none.
+        UserError: if torch sees no GPU.
     """
     environment = os.environ if environment is None else environment
     if use_cpu or environment.get("ACCELERATE_USE_CPU", "").lower() == "true":
@@ -42,7 +42,7 @@ def own_gpu(launch: Launch, *, use_cpu: bool, environment: Mapping[str, str] | N
 
 
 def why_no_gpu(environment: Mapping[str, str]) -> str:
-    """What keeps torch from seeing one, as far as can be told; the middle of a sentence."""
+    """Return the most likely reason why torch sees no GPU, as the middle of a sentence."""
     if not torch.backends.cuda.is_built():
         return f"torch {torch.__version__} is built without CUDA"
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -52,7 +52,7 @@ def why_no_gpu(environment: Mapping[str, str]) -> str:
 
 
 def expected_gpu(environment: Mapping[str, str] | None = None) -> str | None:
-    """Why a run on the CPU was hardly meant to be one, as a sentence's middle; None where nothing speaks for a GPU."""
+    """Return why a user hardly meant to run on the CPU, as the middle of a sentence; None without a sign of a GPU."""
     environment = os.environ if environment is None else environment
     if torch.cuda.is_available():
         return None

@@ -1,4 +1,4 @@
-"""The beginning of a run in every process: they meet, agree on what was launched, and form a group."""
+"""The beginning of a run in every process: rendezvous, agreement with the launch, and the process group."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime
     """Join the other processes of the launcher, if there are any, and take a device.
 
     Args:
-        recipe: this process's.
-        folder: of the run; where it goes on from has to be the same everywhere.
+        recipe: this process's recipe.
+        folder: the run's folder; the checkpoint to resume from has to be the same in every process.
 
     Returns:
-        The runtime, and the recipe as it was launched.
+        The runtime, and the recipe as launched.
 
     Raises:
-        UserError: if recipe and launch disagree, or the processes among themselves, or one of them does not come or has
-            no GPU of its own.
+        UserError: if recipe and launch disagree, or the processes disagree, or one of them does not arrive or has no
+            GPU of its own.
     """
     launch = read_launch(use_cpu=recipe.training.use_cpu)
     launched = as_launched(recipe, launch)

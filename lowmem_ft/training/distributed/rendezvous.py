@@ -1,8 +1,8 @@
-"""The processes of a launch meet before anything else is done: with one recipe and one set of versions, or not at all.
+"""Rendezvous: every rank checks that all run the same recipe and library versions before a process group exists.
 
-They exchange what they know through the launcher's store, before there is a process group: NCCL fails in strange ways
-between versions, and a process that ends alone is waited for until a time-out. What one of them was refused is said to
-all, which end with it.
+The ranks exchange facts through the launcher's store, because NCCL fails in strange ways between versions, and the
+others would wait for a rank that ends alone until a time-out. If one rank was refused, all get its error and end
+together.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from lowmem_ft.recipe.reading.keys import as_typed, recipe_keys
 from lowmem_ft.training.run.interruption import signals_end_at_once
 
 PATIENCE = timedelta(minutes=10)
-"""How long a process waits for the others: importing torch from a busy network disk takes minutes."""
+"""Time that a process waits for the others: importing torch from a busy network disk takes minutes."""
 
 MOST_NAMED = 8
-"""Differences that are named; of other recipes altogether nobody reads more."""
+"""Maximum number of differences that an error lists; no one reads more of entirely different recipes."""
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
 class Arrival(NamedTuple):
-    """What one process says of itself.
+    """The facts that one process reports about itself.
 
     Args:
         host: the machine's name.
-        problems: what it was refused; empty: it can train.
-        facts: what has to be the same everywhere, by name.
-        gpu: what must not be the same anywhere; empty: it trains on a CPU.
+        problems: messages of the errors that stop it; empty: it can train.
+        facts: values that have to be equal in all processes, by name.
+        gpu: unique name of its GPU, which no other process may have; empty: it trains on a CPU.
     """
 
     host: str
@@ -53,20 +53,20 @@ class Arrival(NamedTuple):
 
 
 _meetings: list[Any] = []
-"""The store of each meeting so far; the first process's may be the server of the others."""
+"""Store of each rendezvous so far; that of rank 0 may be the server of the others."""
 
 
 def meet(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None:
-    """Wait for all processes of the launch, and go on if they are about to do the same.
+    """Wait for all processes of the launch, and check that they are about to do the same.
 
     Args:
-        recipe: this process's.
-        checkpoint: the name of the one that it would go on from.
-        gpu: this process's; empty: it trains on a CPU.
+        recipe: this process's recipe.
+        checkpoint: the name of the checkpoint that it would resume from.
+        gpu: this process's GPU; empty: it trains on a CPU.
 
     Raises:
-        UserError: if one of them was refused, has another recipe or other versions, or does not come, or if two have
-            one GPU.
+        UserError: if one of them was refused, has a different recipe or versions, or does not arrive, or if two have
+            the same GPU.
     """
     facts = {**_versions(), **{path: as_typed(key.value_in(recipe)) for path, key in recipe_keys().items()}}
     facts["the checkpoint to go on from"] = checkpoint or "none"
@@ -74,23 +74,23 @@ def meet(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None:
 
 
 def have_met() -> bool:
-    """Whether the processes of this launch have found each other."""
+    """Return whether the rendezvous of this launch has taken place."""
     return bool(_meetings)
 
 
 def is_first_to_say(text: str) -> bool:
-    """Whether no other process has said it; the store may be gone with the process that had it."""
+    """Return whether no other process has printed this text; True if the store is gone with its process."""
     try:
         return _meetings[-1].add(f"lowmem_ft said: {text}", 1) == 1
     except RuntimeError:
-        return True  # better twice than not at all
+        return True  # printing twice is better than not at all
 
 
 def tell_others(error: UserError) -> None:
-    """Say to the other processes what this one was refused, unless they have met and know, and end with them.
+    """Send this process's error to the others, so that all end together, unless the rendezvous has already done so.
 
     Raises:
-        UserError: if one of them was refused something else.
+        UserError: with the errors of all processes, unless all have this same one.
     """
     if not _meetings and "RANK" in os.environ:
         _exchange(Arrival(socket.gethostname(), error.problems))
@@ -109,7 +109,7 @@ def _exchange(own: Arrival) -> None:
 
 
 def _arrivals(store: Any, own: Arrival, rank: int, num_processes: int) -> list[Arrival]:
-    """Of all processes by their rank; of those that say the same as this one, what this one says."""
+    """Return the reports of all processes by rank; only those whose digest differs from this one's are read in full."""
     said = json.dumps([own.problems, own.facts], sort_keys=True)
     digest = hashlib.sha256(said.encode()).hexdigest()
     store.set(_key("said", rank), said)
@@ -131,7 +131,7 @@ def _arrivals(store: Any, own: Arrival, rank: int, num_processes: int) -> list[A
 
 
 def _leave(store: Any, rank: int, num_processes: int) -> None:
-    """Where the store is in the first process, it has to stay until all have read it."""
+    """Leave the store; if it is in rank 0, that rank waits up to 10 s until all have read it."""
     gone, deadline = store.add(_key("gone", 0), 1), time.monotonic() + 10
     while rank == 0 and gone < num_processes and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -143,7 +143,7 @@ def _key(what: str, rank: int) -> str:
 
 
 def refusals(arrivals: Sequence[Arrival]) -> Iterator[str]:
-    """What processes were refused, each problem once, with who has it unless all have."""
+    """Yield each problem of any process once, with the ranks that have it unless all have."""
     for problem in dict.fromkeys(problem for arrival in arrivals for problem in arrival.problems):
         ranks = [rank for rank, arrival in enumerate(arrivals) if problem in arrival.problems]
         if len(ranks) == len(arrivals):
@@ -157,7 +157,7 @@ def refusals(arrivals: Sequence[Arrival]) -> Iterator[str]:
 def differences(
     arrivals: Sequence[Arrival], way_out: str = "Start all with the same settings, files and packages."
 ) -> Iterator[str]:
-    """Which facts are not the same in all processes, and the first process in which each is another."""
+    """Yield a message for each fact that differs between processes, with the first process in which it differs."""
     first = arrivals[0]
     names = list(dict.fromkeys(name for arrival in arrivals for name in arrival.facts))
     differing = [
@@ -177,7 +177,7 @@ def differences(
 
 
 def shared_gpus(arrivals: Sequence[Arrival]) -> Iterator[str]:
-    """Which processes would train on one GPU, which NCCL refuses in its own words, and only after a while."""
+    """Yield a message for each GPU that several processes would share: NCCL refuses that late, in its own words."""
     for gpu in dict.fromkeys(arrival.gpu for arrival in arrivals if arrival.gpu):
         ranks = [rank for rank, arrival in enumerate(arrivals) if arrival.gpu == gpu]
         if len(ranks) > 1:
@@ -201,12 +201,12 @@ def _versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def explained_joining() -> Iterator[None]:
-    """Turn what torch raises where processes cannot find each other into the rule, what was seen and the way out.
+    """Turn torch's errors of a failed rendezvous into the rule, the values seen and the way out.
 
-    A launcher that has lost one of them ends the others, which wait for it in torch's C++, by a signal.
+    A launcher that has lost a process signals the others, which are waiting for it in torch's C++.
 
     Raises:
-        UserError: for each of them.
+        UserError: for each such error.
     """
     try:
         with signals_end_at_once():
@@ -223,10 +223,10 @@ def explained_joining() -> Iterator[None]:
 
 
 def not_joined(message: str, environment: Mapping[str, str]) -> str:
-    """The sentence about processes that cannot find each other.
+    """Return the message about processes that cannot find each other.
 
     Args:
-        message: torch's own.
+        message: torch's own message.
         environment: the variables of the launch.
     """
     address, port = environment.get("MASTER_ADDR", "unset"), environment.get("MASTER_PORT", "unset")

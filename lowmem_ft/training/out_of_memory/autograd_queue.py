@@ -1,4 +1,4 @@
-"""Autograd's engine after an error in backward: nodes that were ready wait in its queue, graphs behind them."""
+"""Cleanup of autograd's engine after an error in backward: ready nodes stay in its queue, and keep their graphs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch
 
 
 class EngineQueue:
-    """What an error in backward leaves in the queue of autograd's engine.
+    """The queue of autograd's engine, in which an error in backward leaves nodes.
 
-    The engine takes the node that was made last first, and passes over those of a backward that is over. On a CPU it
-    stops once its own backward is done, so that older ones are never reached; those of a device have a thread that goes
-    through them, at some time, maybe after the error has come to the thread that called backward. A backward of a node
-    that is older than all of theirs comes after them.
+    The engine takes the most recently made node first, and skips nodes of a backward pass that has ended. On a CPU it
+    stops once its own backward pass is done and never reaches older nodes; a device has a thread that works through
+    them at some later time, maybe after the error has reached the thread that called backward. A backward pass of a
+    node older than all of them runs after them.
 
     Args:
-        device: whose queue; make it before anything else is computed there.
+        device: the device of the queue; create this object before anything else is computed there.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._gradient = torch.ones((), device=device)
         with torch.enable_grad():
             self._leaf = torch.zeros((), device=device, requires_grad=True)
-            self._oldest = self._leaf.view(())  # whose backward allocates nothing
+            self._oldest = self._leaf.view(())  # a view: its backward allocates nothing
 
     def empty(self) -> None:
-        """Return once nothing of an earlier backward is in it, nor being computed."""
+        """Wait until no node of an earlier backward pass is in the queue or being computed."""
         torch.autograd.grad(self._oldest, self._leaf, self._gradient, retain_graph=True)

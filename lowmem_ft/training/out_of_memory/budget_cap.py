@@ -1,4 +1,4 @@
-"""The budget as an allocator's limit; where there is no allocator, as a comparison before, during and after a run."""
+"""Enforcement of the budget: as the allocator's limit, or by comparisons before, during and after a run."""
 
 from __future__ import annotations
 
@@ -19,39 +19,40 @@ from lowmem_ft.virtual_gpu.replay.context_overhead import allocator_cap, process
 logger = logging.getLogger(__name__)
 
 LOW_BYTES = 256 * MIB
-"""Of host memory that is left beside a spare share (``system/host_limits.py``): what a step may take without notice."""
+"""Free host memory in bytes, after the spare share (``system/host_limits.py``), below which a warning is logged: one
+step may take that much without notice."""
 
 
 class Host(Protocol):
-    """The host that a run's process lives on, as far as its memory goes."""
+    """Readings of the host memory of a run's process."""
 
     def held_bytes(self) -> int:
-        """What the process holds now."""
+        """Return the bytes that the process holds now."""
         ...
 
     def peak_bytes(self, file_bytes: int) -> int:
-        """The most that it has held, without pages of files of ``offload.folder``, which were ``file_bytes``."""
+        """Return the most bytes that the process has held, without ``file_bytes`` of files in ``offload.folder``."""
         ...
 
     def limit(self, file_bytes: int) -> HostLimit | None:
-        """What the machine or the container has left beside them; None: it has no end."""
+        """Return the host memory that the machine or the container leaves, apart from those files; None: no limit."""
         ...
 
 
 class ThisHost:
-    """The one that this process is on."""
+    """The host of this process."""
 
     def held_bytes(self) -> int:
-        """Without pages of files, see ``system/process_memory.py``."""
+        """Return the bytes held now, without pages of files; see ``system/process_memory.py``."""
         return read_host_memory().now_bytes
 
     def peak_bytes(self, file_bytes: int) -> int:
-        """Without pages of files that were resident at the peak and have been dropped since."""
+        """Return the peak without pages of files that were resident then and have been dropped since."""
         dropped_bytes, memory = max(0, file_bytes - resident_file_bytes()), read_host_memory()
         return max(memory.now_bytes, memory.peak_bytes - dropped_bytes)
 
     def limit(self, file_bytes: int) -> HostLimit:
-        """The machine's or the container's, whichever leaves less."""
+        """Return the limit of the machine or the container, whichever leaves less."""
         return tightest_host_limit(None, file_bytes=file_bytes)
 
 
@@ -67,23 +68,23 @@ def apply_budget(
     num_processes: int = 1,
     num_processes_here: int = 1,
 ) -> None:
-    """Cap torch's caching allocator so that the process stays within ``budget.device``, as it would on such a card.
+    """Cap torch's caching allocator so that the process stays within ``budget.device``, as it would on such a GPU.
 
-    Limits: what lies outside the allocator (CUDA context, NCCL, bitsandbytes) is taken off as the catalogue has it, as
-    nothing else can cap it. Host memory, a CPU's own too, has no allocator to cap: what the process holds before the
-    model comes must leave room; :class:`BudgetWatch` does the rest.
+    Limits: memory outside the allocator (CUDA context, NCCL, bitsandbytes) cannot be capped, so that its size in the
+    catalogue is deducted. Host memory, including that of a run on a CPU, has no allocator to cap: the process must be
+    within its budget before the model is loaded; :class:`BudgetWatch` does the rest.
 
     Args:
-        budget: what is allowed.
-        device: where it is trained.
-        host: beside it.
-        uses_bitsandbytes: whether its kernels are called.
-        num_processes: GPUs of the run.
-        num_processes_here: those of this machine, which share its host.
+        budget: the budget to enforce.
+        device: the device of the run.
+        host: readings of the host's memory.
+        uses_bitsandbytes: whether the run calls bitsandbytes' kernels.
+        num_processes: processes of the run, each with a GPU.
+        num_processes_here: processes on this machine, which share its host.
 
     Raises:
         UserError: if the device has less memory than the budget.
-        DoesNotFitError: if the process holds more already than a budget allows, on the host or outside the allocator.
+        DoesNotFitError: if the process already holds more than a budget allows, on the host or outside the allocator.
     """
     now_bytes = host.held_bytes()
     for words, limit_bytes in _limits_of_host(budget, device, num_processes_here).items():
@@ -112,7 +113,7 @@ def apply_budget(
             f"budget.device={budget.device} leaves nothing for tensors: a process takes {parts} of this device "
             "beside them. Raise it."
         )
-    torch.cuda.empty_cache()  # what the process has cached before would be handed out beside the budget
+    torch.cuda.empty_cache()  # memory cached before would be handed out in addition to the budget
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
     logger.info(
         "The allocator is capped at %s: budget.device=%s less %s.", format_bytes(cap), budget.device, parts
@@ -120,7 +121,7 @@ def apply_budget(
 
 
 def _warn_of_others(wanted: str, device: torch.device, total: int) -> None:
-    """Say if what other processes leave of a device is less than the budget."""
+    """Warn if other processes leave less of a device than the budget."""
     available = this_machines_gpu(device).available_bytes
     if available < min(parse_bytes(wanted), total):
         logger.warning(
@@ -134,22 +135,23 @@ def _warn_of_others(wanted: str, device: torch.device, total: int) -> None:
 
 
 def lift_cap(budget: Budget) -> None:
-    """Undo :func:`apply_budget` on the current device: what else the process does has not asked for the cap."""
+    """Undo :func:`apply_budget` on the current device, so that the cap does not outlive the run in this process."""
     if budget.device is not None and budget.enforce and torch.cuda.is_initialized():
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 class BudgetWatch:
-    """Compares memory with its budgets: after each step the host's, which :func:`apply_budget` cannot cap.
+    """Comparison of memory with its budgets: after each step that of the host, which :func:`apply_budget` cannot cap.
 
-    A run on a CPU that is above ``budget.device`` after its first step ends there, as on a device of that size; one
-    that grows beyond a budget later says so at once and goes on, since there is memory after all.
+    A run on a CPU that is above ``budget.device`` after its first step ends, as it would on a device of that size. If
+    memory grows beyond a budget later, a warning is logged at once and the run continues, since there is memory after
+    all.
 
     Args:
-        budget: what is allowed.
-        device: where it is trained.
-        num_processes: of this machine, which share its host.
-        host: of the process.
+        budget: the budget of the run.
+        device: the device of the run.
+        num_processes: processes on this machine, which share its host.
+        host: readings of the host's memory.
     """
 
     def __init__(
@@ -164,13 +166,13 @@ class BudgetWatch:
         self._has_warned_of_machine = False
 
     def after_step(self, *, file_bytes: int = 0) -> None:
-        """Compare the process's peak.
+        """Compare the process's peak with its budgets.
 
         Args:
-            file_bytes: the most that files of ``offload.folder`` held.
+            file_bytes: peak bytes in files of ``offload.folder``.
 
         Raises:
-            DoesNotFitError: if the first step took a CPU's process beyond ``budget.device``.
+            DoesNotFitError: if the first step took a process on a CPU beyond ``budget.device``.
         """
         self._warn_of_machine(file_bytes)
         peak_bytes = self._host.peak_bytes(file_bytes) if self._limits else 0
@@ -187,11 +189,11 @@ class BudgetWatch:
         self._is_first = False
 
     def report(self, *, file_bytes: int = 0) -> None:
-        """Log the measured peaks beside the budget; on a CPU the device's memory is the host's.
+        """Log the measured peaks with the budgets; on a CPU, device memory is host memory.
 
         Args:
-            file_bytes: the most that files of ``offload.folder`` held: they count for no budget, as the system takes
-                them back when there is no room.
+            file_bytes: peak bytes in files of ``offload.folder``: they count for no budget, as the system reclaims
+                their pages when memory is short.
         """
         budget, device = self._budget, self._device
         on_host = self._host.peak_bytes(file_bytes)
@@ -211,7 +213,7 @@ class BudgetWatch:
                 logger.info("Peak %s memory: %s, within %s.", name, peak, words)
 
     def _warn_of_machine(self, file_bytes: int) -> None:
-        """Say once that the machine or the container is about to run out: the system then kills without a word."""
+        """Warn once if the machine or the container is about to run out of memory: the system then kills silently."""
         limit = self._host.limit(file_bytes)
         if limit is None or limit.available_bytes > LOW_BYTES or self._has_warned_of_machine:
             return
@@ -224,7 +226,7 @@ class BudgetWatch:
 
 
 def _limits_of_host(budget: Budget, device: torch.device, num_processes: int) -> dict[str, int]:
-    """The budgets that the host's memory counts for, in words and in bytes; a CPU's memory is the host's."""
+    """Return the budgets in bytes that host memory counts for, by their words; on a CPU, device memory counts, too."""
     limits = {}
     if budget.device is not None and device.type == "cpu":
         limits[f"budget.device={budget.device}"] = parse_bytes(budget.device)

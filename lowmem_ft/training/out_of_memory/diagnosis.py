@@ -1,4 +1,4 @@
-"""What there is to say of a run whose memory ran out: why it was not retried, what was largest, where to go on from."""
+"""Diagnosis of a run that ran out of memory: why it was not retried, its largest tensors, where to resume."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _NUM_TENSORS = 4
 def report_of(
     error: BaseException, session: Session, folder: Path, checkpoint: Path | None, *, process_index: int
 ) -> list[str]:
-    """Sentences to add to the error of a run; call it while the error still holds what was computed.
+    """Return sentences to add to the error of a run; call this while the error still keeps computed tensors alive.
 
     Args:
-        error: which was raised.
-        session: of the run.
-        folder: of the run; on CUDA, the allocator's state is written there.
-        checkpoint: the last; None: there is none.
-        process_index: which of the run's processes this is; each has memory of its own.
+        error: the error that was raised.
+        session: the run's session.
+        folder: the run's folder; on CUDA, the allocator's state is written there.
+        checkpoint: the last checkpoint; None: no checkpoint exists.
+        process_index: rank of this process; each has its own memory.
     """
     sentences = []
     if session.techniques.is_updating:
@@ -58,13 +58,13 @@ def report_of(
 def does_not_fit_here(
     recipe: Recipe, when: str, runtime: RunRuntime | None, report: Sequence[str] = ()
 ) -> DoesNotFitError:
-    """The error for a run whose memory has run out on the device that it is on.
+    """Return the error for a run whose device memory has run out, with readings of that device.
 
     Args:
-        recipe: what was run.
+        recipe: the recipe of the run.
         when: the moment, such as ``at step 1``.
-        runtime: of the run; None: it had not got so far.
-        report: what :func:`report_of` says.
+        runtime: the run's runtime; None: it did not exist yet.
+        report: the result of :func:`report_of`.
     """
     if runtime is not None:
         device, num_processes = runtime.device, runtime.num_processes
@@ -85,7 +85,7 @@ def does_not_fit_here(
 
 
 def _largest_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
-    """By the name of what they are, one for each storage; what backward alone keeps is not seen."""
+    """Yield the largest tensors with their names, one per storage; tensors that only backward keeps are not seen."""
     device, names = session.runtime.device, _names(session)
     by_storage: dict[int, Tensor] = {}
     for tensor in _living_tensors():
@@ -96,14 +96,14 @@ def _largest_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
             by_storage[storage] = tensor
 
     def rank(tensor: Tensor) -> tuple[int, bool]:
-        return tensor.untyped_storage().nbytes(), id(tensor) in names  # of equals those that have a name
+        return tensor.untyped_storage().nbytes(), id(tensor) in names  # among equals, those with a name
 
     for tensor in sorted(by_storage.values(), key=rank, reverse=True)[:_NUM_TENSORS]:
         yield names.get(id(tensor), "computed on the way"), tensor
 
 
 def _living_tensors() -> Iterator[Tensor]:
-    # Not isinstance, which wakes modules that are imported when they are asked for something.
+    # Not isinstance, which would trigger the import of lazily imported modules.
     return (found for found in gc.get_objects() if issubclass(type(found), Tensor))
 
 
@@ -127,7 +127,7 @@ def _described(named: tuple[str, Tensor]) -> str:
 
 
 def _with_allocator_state(file: Path, device: torch.device) -> str:
-    """Write down what was held where, with the stack of each block if somebody has switched their recording on."""
+    """Write the allocator's segments and blocks to a file, with each block's stack if a user has enabled recording."""
     state = {"stats": torch.cuda.memory_stats(device), "segments": torch.cuda.memory_snapshot()}
     try:
         write_whole_file(file, json.dumps(state))

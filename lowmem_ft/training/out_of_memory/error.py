@@ -14,7 +14,7 @@ from lowmem_ft.training.out_of_memory.remediations import remediations_for
 
 
 class NotRetried(RuntimeError):
-    """Memory ran out, and why what it ran out in was not started over; comes from the error itself, if that is left.
+    """Out-of-memory error with the reason why the work was not retried; its cause is the original error, if known.
 
     Args:
         reason: one or more sentences.
@@ -30,10 +30,10 @@ INSIDE_AN_UPDATE = "It ran out inside an update of the weights, which cannot be 
 
 @contextlib.contextmanager
 def not_retried(reason: str) -> Iterator[None]:
-    """Say of an out-of-memory error in a block why it ends the run.
+    """Add to an out-of-memory error in a block the reason why it ends the run.
 
     Raises:
-        NotRetried: from the error.
+        NotRetried: from the original error.
     """
     try:
         yield
@@ -44,7 +44,7 @@ def not_retried(reason: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, or a block under :func:`not_retried` has said so."""
+    """Return whether an error is a failed allocation, or a :class:`NotRetried`."""
     return isinstance(error, NotRetried) or is_failed_allocation(error)
 
 
@@ -58,19 +58,21 @@ def does_not_fit(
     held_by_others_bytes: int = 0,
     report: Sequence[str] = (),
 ) -> DoesNotFitError:
-    """The error for a run whose device memory ran out.
+    """Return the error for a run whose device memory ran out.
 
     Args:
-        recipe: what was run; changes it has made already are not suggested again.
-        memory: of the device, at the end.
+        recipe: the recipe of the run; changes that it has already made are not suggested again.
+        memory: reading of the device's memory at the end.
         when: the moment, such as ``at step 1``.
-        num_processes: that trained together: what works in one process only is not suggested to several.
-        has_bfloat16: whether the device computes with bfloat16, which is else not suggested.
-        held_by_others_bytes: what other processes and displays held of the device.
+        num_processes: processes that trained together: changes that work only in one process are not suggested to
+            several.
+        has_bfloat16: whether the device computes with bfloat16, which is otherwise not suggested.
+        held_by_others_bytes: bytes of the device that other processes and displays held.
         report: sentences about the moment.
 
     Returns:
-        An error that says how far it came and what would need less, from no cost in time to the most.
+        An error with the progress of the run and the changes that would need less memory, from no cost in time to the
+        most.
     """
     budget = f" (budget.device={recipe.budget.device})" if recipe.budget.device else ""
     ways = remediations_for(recipe, num_processes=num_processes, has_bfloat16=has_bfloat16)

@@ -1,4 +1,4 @@
-"""What a run does in smaller pieces since its memory ran out; imports no torch, as checkpoints are read by it."""
+"""Limits on micro-batches and loss chunks since memory ran out; imports no torch, as reading checkpoints needs it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Smaller pieces than the recipe says; nothing of it by default.
+    """Limits below the recipe's micro-batch and loss chunk; no limit by default.
 
-    Tokens, not rows: memory goes by tokens, and a step of short rows that fits as it is stays whole.
+    They count tokens, not rows: memory depends on tokens, and a step of short rows that fits is not split.
 
     Args:
-        max_tokens: of the rows that pass through the model (in vertical order: through a layer) together, padding
-            included; None: the recipe's rows.
-        max_loss_tokens: tokens whose logits exist together; None: ``loss.chunk_tokens``.
+        max_tokens: tokens of the rows that pass through the model (in vertical order: through a layer) together,
+            padding included; None: the recipe's rows.
+        max_loss_tokens: tokens whose logits exist at the same time; None: ``loss.chunk_tokens``.
     """
 
     max_tokens: int | None = None
     max_loss_tokens: int | None = None
 
     def metrics(self) -> dict[str, int]:
-        """What of it is in force, as ``metrics.jsonl`` has it."""
+        """Return the limits in force, by their names in ``metrics.jsonl``."""
         values = {"max_micro_batch_tokens": self.max_tokens, "max_loss_tokens": self.max_loss_tokens}
         return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
-        """For people, as what micro-batches and logits are cut to."""
+        """Return the limits in words."""
         parts = []
         if self.max_tokens is not None:
             parts.append(f"at most {self.max_tokens:,} tokens of micro-batches")

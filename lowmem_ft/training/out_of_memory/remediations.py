@@ -1,4 +1,4 @@
-"""What to change in a recipe that needs too much device memory: the cheapest first."""
+"""Remediations for a recipe that needs too much device memory: changes of its settings, the cheapest first."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lowmem_ft.training.distributed.distributed_rules import problems_with_proce
 CHUNK_TOKENS = 1024
 
 SHORTEST_LENGTH = 512
-"""Tokens of a row below which no suggestion goes."""
+"""Tokens per row: no remediation suggests a shorter ``data.max_length``."""
 
 LONG_ROWS = 2048
-"""Tokens of a row from which an MLP's activations are worth pieces."""
+"""Tokens per row from which tiling an MLP is worthwhile."""
 
 Half = Literal["bf16", "fp16"]
 """The 16-bit type that a run can compute in."""
@@ -39,11 +39,11 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Remediation:
-    """A change of settings that needs less memory, and what it does.
+    """A change of settings that needs less memory, and its effect.
 
     Args:
         settings: new values by dotted key.
-        why: what it frees, or what it costs, in a clause.
+        why: the memory that it frees, or its cost, in a clause.
     """
 
     settings: Mapping[str, Any]
@@ -51,16 +51,16 @@ class Remediation:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The settings as they are typed."""
+        """The settings as a user types them."""
         return tuple(recipe_keys()[key].setting(value) for key, value in self.settings.items())
 
     @property
     def overrides_text(self) -> str:
-        """The same on one line."""
+        """The settings as a user types them, on one line."""
         return shlex.join(self.overrides)
 
     def applied_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with these settings."""
+        """Return the recipe with these settings."""
         values: dict[str, dict[str, Any]] = {}
         for key, value in self.settings.items():
             group, _, name = key.partition(".")
@@ -69,18 +69,18 @@ class Remediation:
         return dataclasses.replace(recipe, **changed)
 
     def is_exact_for(self, recipe: Recipe) -> bool:
-        """Whether a recipe trains the same numbers with it, up to the order of sums."""
+        """Return whether a recipe trains the same numbers with this change, up to the order of sums."""
         effects = (
             recipe_keys()[path].effect_of_change(recipe, value) for path, value in self.settings.items()
         )
         return all(effect.fidelity == "exact" for effect in effects)
 
     def keeps_mathematics_of(self, recipe: Recipe) -> bool:
-        """Whether a recipe trains the same model by the same update with it, up to rounding."""
+        """Return whether a recipe trains the same model by the same update with this change, up to rounding."""
         return self.price(recipe)[0] < len(COSTS)
 
     def price(self, recipe: Recipe) -> tuple[int, int]:
-        """What it costs a recipe, to sort by: what is paid, then rounding; other mathematics is above all of it."""
+        """Return a sort key of the change's price: its cost, then its fidelity; other mathematics is most expensive."""
         effects = [
             recipe_keys()[path].effect_of_change(recipe, value) for path, value in self.settings.items()
         ]
@@ -93,14 +93,14 @@ class Remediation:
 def remediations_for(
     recipe: Recipe, *, num_processes: int = 1, has_bfloat16: bool = True
 ) -> Iterator[Remediation]:
-    """Changes that need less device memory, from no cost in time or fidelity to the most, as the knobs state it.
+    """Yield changes that need less device memory, from no cost in time or fidelity to the most, as the knobs state it.
 
-    Each brings along what it needs (``optimizer.in_backward``, say, the checkpointing of every layer), so that it works
-    alone as well as after any of those before it; of two values for one key the later counts.
+    Each includes the settings that it requires (``optimizer.in_backward``, for example, the checkpointing of every
+    layer), so that it works alone as well as after any of those before it; of two values for one key the later counts.
 
     Args:
-        recipe: changes it has made already are not suggested again.
-        num_processes: that train together; some changes work in one process only.
+        recipe: the recipe; changes that it has already made are not suggested again.
+        num_processes: processes that train together; some changes work only in one process.
         has_bfloat16: whether the device computes with bfloat16; without it, float16 and a loss scale take its place.
 
     Yields:
@@ -123,7 +123,7 @@ def _remediations_for(recipe: Recipe, half: Half) -> Iterator[Remediation]:
 
 
 def _at_no_cost(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    """The same mathematics as fast, at most in other types; what the types lose is kept beside the weights."""
+    """Yield changes with the same mathematics and speed, some in other types; a master keeps the bits that they drop."""
     training = recipe.training
     if recipe.loss.chunk_tokens is None:
         yield Remediation(settings={"loss.chunk_tokens": CHUNK_TOKENS}, why="keeps no logits")
@@ -148,7 +148,7 @@ def _at_no_cost(recipe: Recipe, half: Half) -> Iterator[Remediation]:
 
 
 def _for_time(recipe: Recipe) -> Iterator[Remediation]:
-    """The same numbers, some of them computed again or in smaller pieces."""
+    """Yield changes with the same numbers, some of which are recomputed or computed in smaller pieces."""
     config = recipe.checkpointing
     if config.mode == "none":
         yield Remediation(
@@ -175,7 +175,7 @@ def _for_time(recipe: Recipe) -> Iterator[Remediation]:
 
 
 def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    """What lies beside trained weights: gradients, averages, and the lower bits of the weights themselves."""
+    """Yield changes to gradients, optimizer state, and the lower bits of the weights themselves."""
     optimizer = recipe.optimizer
     may_step = _can(recipe, "steps_in_backward") and _may_step_in_backward(recipe, half)
     if not optimizer.in_backward and may_step:
@@ -197,7 +197,7 @@ def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[Remediation]:
 
 
 def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    """What waits in host memory."""
+    """Yield changes that offload tensors to host memory."""
     offload, trained = recipe.offload, recipe.adapter.name == "none"
     if offload.activations == "none":
         yield Remediation(
@@ -224,7 +224,7 @@ def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[Remediation]:
 
 
 def _with_other_mathematics(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    """Another model, or other data."""
+    """Yield changes to another model, or to other data."""
     frozen: Settings = {}
     if recipe.adapter.name == "none":
         frozen = {
@@ -256,7 +256,7 @@ def _rows_per_step(recipe: Recipe) -> int:
 
 
 def _every_layer(recipe: Recipe) -> Settings:
-    """What checkpoints every layer; empty if it is so."""
+    """Return the settings that checkpoint every layer; empty if every layer is checkpointed already."""
     config = recipe.checkpointing
     if config.mode == "none":
         return {"checkpointing.mode": "full"}
@@ -266,7 +266,7 @@ def _every_layer(recipe: Recipe) -> Settings:
 
 
 def _stand_in(recipe: Recipe) -> OptimizerRow:
-    """The row that would train where the recipe's own optimizer is not able to."""
+    """Return the row of the optimizer that replaces the recipe's own where that lacks a capability."""
     return OPTIMIZERS[recipe.optimizer.row.stand_in or recipe.optimizer.name]
 
 
@@ -275,12 +275,12 @@ def _has(row: OptimizerRow, capabilities: tuple[Capability, ...]) -> bool:
 
 
 def _can(recipe: Recipe, *capabilities: Capability) -> bool:
-    """Whether the recipe's optimizer, or the one that would stand in for it, has them all."""
+    """Return whether the recipe's optimizer, or its stand-in, has all capabilities."""
     return _has(recipe.optimizer.row, capabilities) or _has(_stand_in(recipe), capabilities)
 
 
 def _with(recipe: Recipe, *capabilities: Capability) -> Settings:
-    """What brings the capabilities: the optimizer that stands in, with state of the same size."""
+    """Return the settings that add the capabilities: the stand-in optimizer, with state of about the same size."""
     optimizer = recipe.optimizer
     if _has(optimizer.row, capabilities):
         return {}
@@ -293,7 +293,7 @@ def _with(recipe: Recipe, *capabilities: Capability) -> Settings:
 
 
 def _master_bytes(recipe: Recipe) -> int:
-    """Bytes beside 16 bits of a trained weight: float32 weights count as bfloat16 ones with a whole copy."""
+    """Return the master's bytes per 16-bit trained weight; float32 weights count as bfloat16 with a full copy."""
     if recipe.model.dtype != "bfloat16":
         return 4 if recipe.optimizer.master == "fp32" else 2
     if not recipe.optimizer.row.takes_formats:
@@ -306,7 +306,7 @@ def _can_spare_master_bytes(recipe: Recipe, *, to: int) -> bool:
 
 
 def _bfloat16_with_master(recipe: Recipe, master: str) -> Settings:
-    """Without autocast: weights and products are bfloat16 already."""
+    """Return the settings of bfloat16 weights with a master, without autocast: products are already in bfloat16."""
     settings = {**_with(recipe, "takes_formats"), "optimizer.master": master}
     if recipe.model.dtype != "bfloat16":
         settings |= {"model.dtype": "bfloat16", "training.mixed_precision": "no"}
@@ -314,12 +314,12 @@ def _bfloat16_with_master(recipe: Recipe, master: str) -> Settings:
 
 
 def _frozen_in(half: Half) -> Settings:
-    """Frozen weights in 16 bits. Gradients that pass through float16 ones need a loss scale."""
+    """Return the settings of frozen 16-bit weights; gradients through float16 weights need a loss scale."""
     return {"model.dtype": _DTYPES[half], **({"training.mixed_precision": half} if half == "fp16" else {})}
 
 
 def _may_autocast(recipe: Recipe, half: Half) -> bool:
-    """A loss scale is known to fit at the end of backward alone, and must reach the head."""
+    """Return whether autocast is possible: a loss scale must reach the head, and is checked at the end of backward."""
     if half == "bf16" or recipe.adapter.name != "none":
         return True
     may_step = not recipe.optimizer.in_backward or _may_step_in_backward(recipe, half)
@@ -327,12 +327,12 @@ def _may_autocast(recipe: Recipe, half: Half) -> bool:
 
 
 def _may_step_in_backward(recipe: Recipe, half: Half) -> bool:
-    """A loss scale has to be known to fit first: while the weights wait for the norm."""
+    """Return whether steps in backward are possible: a loss scale is checked first, while weights wait for the norm."""
     return half == "bf16" or recipe.training.max_grad_norm is not None
 
 
 def _finished_gradients(recipe: Recipe) -> Settings:
-    """One gradient of a weight a step: those of several micro-batches are summed in vertical order."""
+    """Return the settings for one gradient per weight and step: vertical order sums those of several micro-batches."""
     if _rows_per_step(recipe) == 1 or recipe.accumulation.order == "vertical":
         return {}
     return {**_every_layer(recipe), "accumulation.order": "vertical"}
@@ -349,7 +349,7 @@ def _in_backward(recipe: Recipe) -> Settings:
 
 
 def _streamed(recipe: Recipe, half: Half) -> Settings:
-    """What trained weights need that are on the device for a moment only."""
+    """Return the settings that streaming of trained weights requires."""
     on_host = {} if recipe.offload.optimizer == "host" else {"offload.optimizer": "host"}
     unscaled = {"training.mixed_precision": "no"} if half == "fp16" else {}
     return {

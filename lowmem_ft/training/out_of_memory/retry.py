@@ -1,20 +1,21 @@
-"""An out-of-memory error in a step loses nothing: the step starts over, in smaller pieces.
+"""Retry of a step after an out-of-memory error: the step restarts in smaller pieces, and nothing is lost.
 
-A step commits where the first weight changes (``step.py``). Before that all it has done can be forgotten: gradients,
-those that were kept or on their way somewhere, what the fp16 loss scale has seen of them, random numbers that were
-drawn. The window is then done again under the same normaliser with what was running cut in two (:class:`Cut`), and so
-are all windows after it: the run is, bit for bit, one that is resumed from the state before that step with that cut.
+A step commits when the first weight changes (``step.py``). Everything before that can be discarded: gradients, whether
+stored or in transit, the infinities that the fp16 loss scale has seen in them, and the random numbers drawn. The window
+is then repeated under the same normaliser with the rows that were running split in two (:class:`Cut`), and so are all
+later windows: the run equals, bit for bit, one that is resumed from the state before that step with that limit.
 
-What is made smaller goes by what was running. In horizontal order that are the rows of a micro-batch, as everything it
-keeps goes by them; once a row cannot be cut, the chunk of the loss, if memory ran out in the loss. In vertical order
-the layers take fewer rows at a time, which frees nothing of a loss that sees all rows: there the chunk is first. An
-optimizer that steps in backward takes each gradient once a step, so that its one micro-batch is not made two, but goes
-over to vertical order, if its layers are checkpointed. What would free nothing is not tried.
+The part that was running decides what is made smaller. In horizontal order it is the rows of a micro-batch, as all that
+it keeps is proportional to them; once a row cannot be split, it is the chunk of the loss, if memory ran out in the
+loss. In vertical order the layers take fewer rows at a time, which frees nothing of a loss that sees all rows: there
+the chunk comes first. An optimizer that steps in backward takes each gradient once per step, so that its only
+micro-batch is not split; instead the run changes to vertical order, if its layers are checkpointed. A change that would
+free nothing is not tried.
 
-Not started over, and told why (:class:`NotRetried`): an error inside an update, be it one of the step before that a
-streamed layer makes at its visit; in backward without clipping, where weights change at once; of rows that couple, as a
-loss over all rows' routers or batch norm make them; in several processes, which would have to agree on it before any
-of them enters a collective.
+These errors are not retried, and :class:`NotRetried` gives the reason: an error inside an update, even one of the
+previous step that a streamed layer applies at its visit; one in backward without clipping, where weights change at
+once; one of a model whose rows couple, through a loss over all rows' routers or through batch norm; and one in several
+processes, which would have to agree on the retry before any of them enters a collective.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class Retries:
-    """How the steps of a session answer to an out-of-memory error, and what they have been cut to so far.
+    """Steps of a session with retries after out-of-memory errors, and the micro-batch limit so far.
 
     Args:
-        session: whose steps.
-        recipe: what it was built from.
+        session: the session that takes the steps.
+        recipe: the recipe from which it was built.
 
     Attributes:
-        cut: in force from the next window on.
-        num_retries: of the last step.
+        cut: the limit in force from the next window on.
+        num_retries: retries of the last step.
     """
 
     def __init__(self, session: Session, recipe: Recipe) -> None:
@@ -76,10 +77,10 @@ class Retries:
         self._engine_queue = EngineQueue(session.runtime.device)
 
     def train_step(self, window: Sequence[Batch]) -> StepResult:
-        """:func:`lowmem_ft.training.step.train_step`, started over in smaller pieces for as long as memory runs out.
+        """Run :func:`lowmem_ft.training.step.train_step`, and repeat it in smaller pieces while memory runs out.
 
         Raises:
-            NotRetried: if memory ran out and nothing could be done about it here.
+            NotRetried: if memory ran out and a retry is not possible.
         """
         self.num_retries = 0
         while (gradients := self._gradients(window)) is None:
@@ -88,11 +89,11 @@ class Retries:
             return apply_gradients(self.session, gradients)
 
     def metrics(self) -> dict[str, int]:
-        """What to write down of the last step; nothing in a run whose memory has never run out."""
+        """Return metrics of the last step; empty in a run whose memory has never run out."""
         return {**({"retries": self.num_retries} if self.num_retries else {}), **self.cut.metrics()}
 
     def apply(self, cut: Cut) -> None:
-        """Let the session work in these pieces; what that needs beside is switched on for good."""
+        """Make the session work within a limit; techniques that this needs are enabled permanently."""
         self.cut = cut
         techniques = self.session.techniques
         if cut.max_tokens is not None:
@@ -105,7 +106,7 @@ class Retries:
             loss.limit_chunk(cut.max_loss_tokens)
 
     def _gradients(self, window: Sequence[Batch]) -> WindowGradients | None:
-        """Those of the window; None if memory ran out, and all is as it was before, but for a smaller cut."""
+        """Return the window's gradients; None if memory ran out and the state was rolled back, with a smaller limit."""
         attempt, before = WindowPass(self.session, window, self.cut.max_tokens), None
         try:
             before = BeforeWindow.of(self.session.unwrapped_model, self.session.runtime.device)
@@ -120,7 +121,7 @@ class Retries:
             except NotRetried as refusal:
                 raise refusal from error
             message = str(error).strip().partition("\n")[0]
-        # Out of the block: until here the error has kept the tensors of all frames that it came through.
+        # Outside the except block: until here the error has kept the tensors of all its frames alive.
         del attempt
         self._forget_window()
         if before is not None:
@@ -137,7 +138,7 @@ class Retries:
         return None
 
     def _forget_window(self) -> None:
-        """Nothing here allocates on the device: it may be full until the last line."""
+        """Discard the window, without allocating on the device: it may be full until the last line."""
         session = self.session
         self._engine_queue.empty()
         abandon(session)
@@ -177,7 +178,7 @@ class Retries:
             )
 
     def _with_fewer_tokens(self, attempt: WindowPass) -> Cut | None:
-        """Half of what was running; of the largest, if memory ran out beside the model."""
+        """Return half of the rows that were running; half of the largest ones if memory ran out outside the model."""
         techniques = self.session.techniques
         in_layers = techniques.takes_whole_window or techniques.find(InBackward) is not None
         halves = [
@@ -208,7 +209,10 @@ class Retries:
     # --- what a cut needs ---------------------------------------------------------------------------------------------
 
     def _why_not_inside_the_layers(self) -> str | None:
-        """Where gradients are used as backward finishes them, micro-batches are cut in vertical order or not at all."""
+        """Return why layers cannot split micro-batches where an optimizer steps in backward; None if they can.
+
+        There each gradient is used as backward finishes it, so that only vertical order can split a micro-batch.
+        """
         techniques, model = self.session.techniques, self.session.unwrapped_model
         if techniques.find(InBackward) is None or techniques.find(VerticalAccumulation) is not None:
             return None
@@ -218,7 +222,7 @@ class Retries:
             return error.why
         except ModelError:
             return "this model has no single stack of them"
-        # A layer without a checkpoint keeps what it needs of all rows: a cut would free next to nothing.
+        # A layer without a checkpoint keeps its activations of all rows: a split would free next to nothing.
         is_cuttable = all(layer.gradient_checkpointing for layer in decoder_layers(model))
         return None if is_cuttable else "not all of them are checkpointed (checkpointing.mode=full)"
 
@@ -229,7 +233,7 @@ class Retries:
         )
 
     def _go_over_to_vertical_order(self) -> None:
-        """Where each gradient is to come once a step, a micro-batch is cut in the layers."""
+        """Enable vertical order if the optimizer steps in backward: each gradient must come once per step."""
         techniques = self.session.techniques
         if techniques.find(InBackward) is None or techniques.find(VerticalAccumulation) is not None:
             return
@@ -238,12 +242,12 @@ class Retries:
 
     @property
     def _sums_as_wanted(self) -> bool:
-        """Whether gradients of several micro-batches are summed as ``accumulation.dtype`` says already."""
+        """True if gradients of several micro-batches are already summed in ``accumulation.dtype``."""
         in_float32 = self.session.techniques.find(Float32Accumulation) is not None
         return in_float32 or self._recipe.accumulation.dtype == "weights"
 
     def _sum_in_float32(self) -> None:
-        """Where the recipe has one micro-batch, of which there is no sum."""
+        """Enable float32 sums of gradients if the recipe has one micro-batch, which needs no sum."""
         if self._sums_as_wanted:
             return
         optimizer = self.session.optimizer
@@ -251,7 +255,7 @@ class Retries:
         self.session.techniques.add(enable_float32_accumulation(optimizer, takes_float32=takes_float32))
 
     def _refuse_without_room_for_sums(self, cut: Cut) -> None:
-        """Before two micro-batches are made of one: their gradients are summed in float32, beside nothing yet."""
+        """Refuse to split a single micro-batch in two if there is no room to sum their gradients in float32."""
         if self._sums_as_wanted or cut.max_tokens is None:
             return
         sum_bytes = self._float32_sum_bytes()
@@ -264,9 +268,10 @@ class Retries:
             )
 
     def _float32_sum_bytes(self) -> int:
-        """Of all 16-bit weights that are trained; where they are used as backward finishes them, of the largest part.
+        """Return the bytes of float32 gradients of all trained 16-bit weights, or of the largest part of them.
 
-        Which is a layer, or a weight beside the layers; if that is streamed its gradient comes in pieces.
+        The largest part counts if the optimizer steps in backward. It is a layer or a weight outside the layers, unless
+        that weight is streamed: its gradient comes in pieces.
         """
         trained, techniques = self.session.trainable_parameters(), self.session.techniques
         if techniques.find(InBackward) is None:
@@ -280,12 +285,12 @@ class Retries:
 
 
 def _running(attempt: WindowPass) -> Sequence[LabelledRows]:
-    """What memory ran out for: the micro-batch that was running, or else any of them."""
+    """Return the micro-batch that was running when memory ran out, or all of them if none was."""
     return attempt.micro_batches() if attempt.working_on is None else [attempt.working_on]
 
 
 def why_rows_couple(model: nn.Module) -> str | None:
-    """Why rows have to pass through a model together; None: each is on its own."""
+    """Return the reason why rows have to pass through a model together; None: they are independent."""
     config = getattr(model, "config", None)
     if config is not None and getattr(config.get_text_config(), "output_router_logits", False):
         return "the routers' load-balancing loss goes over all its rows (output_router_logits)"
@@ -295,15 +300,15 @@ def why_rows_couple(model: nn.Module) -> str | None:
 
 
 def abandon(session: Session) -> None:
-    """Let all techniques forget what has just failed, once the device is at rest."""
+    """Make all techniques discard the failed pass, once the device is idle."""
     if session.runtime.device.type == "cuda":
         torch.cuda.synchronize(session.runtime.device)
     session.techniques.abandon()
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Let the device have back what nothing uses any more."""
-    gc.collect()  # frames of an error may hold on to each other
+    """Release device memory that nothing uses any more."""
+    gc.collect()  # frames of an error may reference each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

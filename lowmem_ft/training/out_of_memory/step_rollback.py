@@ -1,4 +1,4 @@
-"""What a window's forward changes beside gradients, as it was before: random generators, and buffers of the model."""
+"""Rollback of a window: restores the random generators and model buffers that its forward pass has changed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from lowmem_ft.training.random_state import export_random_state, import_random_state
 
 _COPIED_BYTES = 64 * 1024
-"""Of a buffer whose values are kept: the frequencies of rotary embeddings have a few hundred bytes. Nothing that is
-larger is written to by a model whose rows do not couple, and a copy of each layer's mask would not be cheap."""
+"""Maximum bytes of a buffer whose values are copied: the frequencies of rotary embeddings have a few hundred. A model
+whose rows do not couple writes to no larger buffer, and a copy of each layer's mask would not be cheap."""
 
 
 @dataclass(frozen=True)
 class _ModuleBefore:
-    """A module with buffers: rotary embeddings that follow the longest row so far keep numbers beside them."""
+    """Snapshot of a module with buffers; rotary embeddings that adapt to the longest row also keep plain attributes."""
 
     module: nn.Module
     attributes: dict[str, Any]
@@ -50,7 +50,7 @@ class _ModuleBefore:
 
 @dataclass(frozen=True)
 class BeforeWindow:
-    """Take it with :meth:`of` before a window; :meth:`restore` makes the window start from there again."""
+    """Snapshot taken before a window with :meth:`of`; :meth:`restore` returns to it, so that the window can restart."""
 
     random_state: dict[str, Any]
     modules: tuple[_ModuleBefore, ...]
@@ -58,13 +58,13 @@ class BeforeWindow:
 
     @staticmethod
     def of(model: nn.Module, device: torch.device) -> BeforeWindow:
-        """As it is now."""
+        """Take a snapshot of the present state."""
         with_buffers = (module for module in model.modules() if module._buffers)
         modules = tuple(map(_ModuleBefore.of, with_buffers))
         return BeforeWindow(export_random_state(device), modules, device)
 
     def restore(self) -> None:
-        """As it was then."""
+        """Restore the state of the snapshot."""
         for module in self.modules:
             module.restore()
         import_random_state(self.random_state, self.device)
