@@ -63,6 +63,6 @@ def is_of_size(device_bytes: int, budget_bytes: int) -> bool:
         budget_bytes: bytes that the budget asks for.
 
     Returns:
-        True if the device has that much, not counting the driver's share.
+        True if the device has that much, apart from the driver's share.
     """
     return device_bytes >= budget_bytes * (1 - DRIVER_SHARE)

@@ -141,7 +141,7 @@ def _saved_recipe(recipe: Recipe) -> Recipe | None:
 
 
 def _as_planned(recipe: Recipe, saved: Recipe) -> Recipe:
-    """Return the recipe with the saved recipe's values for all keys that a plan may choose, except ``plan.keep``."""
+    """Return the recipe with the saved values of all keys that a plan may choose, except those in ``plan.keep``."""
     planned = recipe
     if recipe.checkpointing.mode == "auto":
         planned = dataclasses.replace(planned, checkpointing=saved.checkpointing)

@@ -91,7 +91,7 @@ class AccelerateRuntime(MixedPrecision):
         self.process_index: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
         self.host: Host = ThisHost()
-        # Shared with the log.
+        # The log uses the same console.
         self.progress_console: Console | None = rich.get_console() if self.is_main else None
         self._reduce_after_backward: Callable[[Iterable[nn.Parameter]], object] = lambda parameters: None
 
@@ -154,7 +154,7 @@ class AccelerateRuntime(MixedPrecision):
                 loading.enter_context(weights_in_files(host))
             elif self._is_sharded:
                 device = torch.device("cpu")
-                if config.weights != "random":  # whose values are drawn in place
+                if config.weights != "random":  # random values are drawn in place
                     shards = weights_in_shards(self.num_processes, self.process_index, self._device_of_rows)
                     self._rows = loading.enter_context(shards)
             elif self._loads_on_host:
@@ -190,7 +190,9 @@ class AccelerateRuntime(MixedPrecision):
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
         """Shard with :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, over all processes."""
         if self._is_sharded:
-            is_saved = all(parameter.requires_grad for parameter in model.parameters())  # else adapters are
+            is_saved = all(
+                parameter.requires_grad for parameter in model.parameters()
+            )  # else adapters are saved
             if is_saved:
                 refuse_unsaveable(cast(PreTrainedModel, model))
             mesh = init_device_mesh(self.device.type, (self.num_processes,))

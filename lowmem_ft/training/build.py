@@ -210,7 +210,7 @@ class SwitchedOn:
     """The optimizer and the enabled techniques with which a recipe trains a model.
 
     Args:
-        optimizer: ours or bitsandbytes', over the trainable parameters.
+        optimizer: lowmem_ft's or bitsandbytes', or torch's AdamW for an engine, over the trainable parameters.
         techniques: the enabled techniques, for a training loop to call.
     """
 
@@ -242,8 +242,8 @@ def switch_on(
         finer_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
         shard: shards the model's parameters over several processes, if they share them.
         reads_weights_flushed: whether the loop calls ``techniques.flush()`` before anyone reads weights between two
-            steps, so that updates of weights on the device may also be deferred to the next forward. Callbacks of a
-            user's own would read the weights of the previous step.
+            steps, so that updates of weights on the device may also be deferred to the next forward. In other loops,
+            a user's callbacks would read the weights of the previous step.
 
     Returns:
         The optimizer and the techniques; an error leaves the model unchanged.
@@ -406,7 +406,7 @@ def _of_this_process(
 
 
 def _rows_per_micro_batch(recipe: Recipe, plan: Plan) -> int:
-    """Return the rows that the collator makes: for flash attention it joins packed documents end to end in one row."""
+    """Return the collator's rows per micro-batch: for flash attention, one row joins all packed documents."""
     in_one_row = recipe.data.packing and "flash" in plan.attention.implementation
     return 1 if in_one_row else recipe.training.per_device_train_batch_size
 

@@ -1,4 +1,4 @@
-"""Test whether later tokens change a model's output for earlier ones, if its code does not say."""
+"""Check of a model's weights, if its code does not tell: whether later tokens change its output for earlier ones."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class EvaluationResult:
 
 
 class EvaluationInPieces:
-    """Evaluation that, when memory runs out, splits that batch and later ones in two and continues.
+    """Evaluation that continues when memory runs out, with that batch and later ones split in two.
 
     Nothing is trained, and the sums are the same except for their order. The micro-batch limit of training is not
     changed.

@@ -70,7 +70,7 @@ class MixedPrecision:
         self.update_loss_scale()
 
     def abandon_step(self) -> None:
-        """Forget the infinities found while unscaling; keep the scale."""
+        """Discard the scaler's record of unscaled gradients; keep the scale."""
         if self.scaler is not None:
             scale = self.scaler.state_dict()
             self.scaler = torch.amp.GradScaler(self.device.type)  # type: ignore[attr-defined]

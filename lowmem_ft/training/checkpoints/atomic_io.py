@@ -17,7 +17,7 @@ def incomplete_name(target: Path) -> Path:
 
 
 def begin_folder(target: Path) -> Path:
-    """Make the empty folder that is to become ``target``; see :func:`whole_folder`."""
+    """Make the empty folder that will become ``target``; see :func:`whole_folder`."""
     partial = incomplete_name(target)
     replace_saved(partial, target)  # left by a killed process
     partial.mkdir(parents=True)

@@ -71,7 +71,7 @@ def _progress_in(manifest: dict[str, Any]) -> Progress:
 
 
 def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | None:
-    """Return the newest complete checkpoint of a run (``before`` a step), or None; warn of incomplete ones."""
+    """Return the newest complete checkpoint of a run (``before`` a step), or None; skip others with a warning."""
     for folder in _newest_first(output_dir):
         if before is not None and _step_of(folder) >= before:
             continue

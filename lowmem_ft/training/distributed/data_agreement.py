@@ -1,4 +1,4 @@
-"""Check that all ranks of a run read the same data: otherwise their shares of the rows would not fit together."""
+"""Agreement of all ranks on the data of a run: otherwise their shares of the rows would not fit together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuse_other_data(data: PreparedData, runtime: RunRuntime) -> None:
 
 
 def _facts_of(data: PreparedData) -> dict[str, str]:
-    """Return facts by name, all of which are equal if the data are."""
+    """Return facts about the data by name; equal data has equal facts."""
     facts = {}
     for which, summary in (("training", data.summary), ("held-out", data.evaluation_summary)):
         if summary is not None:

@@ -68,7 +68,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
     ) -> DeepSpeedRuntime:
         """Join the other processes of the launcher.
 
-        Accelerate silently ignores DeepSpeed with ``cpu=True``; this does not pass it, and checks the result.
+        Accelerate silently ignores DeepSpeed with ``cpu=True``: this method does not pass it, and checks the result.
 
         Raises:
             MissingPackageError: if DeepSpeed or a tracker of ``training.report_to`` is not installed.

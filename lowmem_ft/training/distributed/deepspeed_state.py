@@ -2,8 +2,8 @@
 
 The engine concatenates all parameters and shards the result over the processes. This module converts it back to single
 parameters, so that a checkpoint is that of one process: any number of processes can resume from it, with or without
-DeepSpeed, and the engine can resume from theirs. DeepSpeed's own checkpoints are pickles for a fixed number of
-processes.
+DeepSpeed, and the engine can resume from theirs. DeepSpeed's own checkpoints are pickles, tied to the number of
+processes that wrote them.
 """
 
 from __future__ import annotations

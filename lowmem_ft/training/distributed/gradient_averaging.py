@@ -1,8 +1,8 @@
 """Gradients of several processes, summed in their own types.
 
 ``DistributedDataParallel`` sums each gradient in its weight's type, and refuses one that autograd has summed in
-another. It takes the mean: each loss would have to be multiplied by the number of processes, and a factor of three
-rounds every 16-bit product again.
+another. It takes the mean: each loss would have to be multiplied by the number of processes, and with three processes
+that factor rounds every 16-bit product again.
 """
 
 # Without `from __future__ import annotations`: DDP compares the annotations of its hook with classes.

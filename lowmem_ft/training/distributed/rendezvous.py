@@ -1,7 +1,7 @@
 """Rendezvous: every rank checks that all run the same recipe and library versions before a process group exists.
 
 The ranks exchange facts through the launcher's store, because NCCL fails in strange ways between versions, and the
-others would wait for a rank that ends alone until a time-out. If one rank was refused, all get its error and end
+others would wait for a rank that ends alone until a time-out. If one rank has an error, all get its message and end
 together.
 """
 
@@ -65,8 +65,8 @@ def meet(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None:
         gpu: this process's GPU; empty: it trains on a CPU.
 
     Raises:
-        UserError: if one of them was refused, has a different recipe or versions, or does not arrive, or if two have
-            the same GPU.
+        UserError: if one of them reports an error, has a different recipe or versions, or does not arrive, or if two
+            have the same GPU.
     """
     facts = {**_versions(), **{path: as_typed(key.value_in(recipe)) for path, key in recipe_keys().items()}}
     facts["the checkpoint to go on from"] = checkpoint or "none"

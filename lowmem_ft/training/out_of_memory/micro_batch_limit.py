@@ -1,4 +1,4 @@
-"""Limits on micro-batches and loss chunks since memory ran out; imports no torch, as reading checkpoints needs it."""
+"""Limits on micro-batches and loss chunks since memory ran out; checkpoints are read with them, but without torch."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from lowmem_ft.training.distributed.distributed_rules import problems_with_proce
 CHUNK_TOKENS = 1024
 
 SHORTEST_LENGTH = 512
-"""Tokens per row: no remediation suggests a shorter ``data.max_length``."""
+"""Smallest ``data.max_length``, in tokens, that a remediation suggests."""
 
 LONG_ROWS = 2048
 """Tokens per row from which tiling an MLP is worthwhile."""
@@ -95,8 +95,8 @@ def remediations_for(
 ) -> Iterator[Remediation]:
     """Yield changes that need less device memory, from no cost in time or fidelity to the most, as the knobs state it.
 
-    Each includes the settings that it requires (``optimizer.in_backward``, for example, the checkpointing of every
-    layer), so that it works alone as well as after any of those before it; of two values for one key the later counts.
+    Each includes the settings that it requires (``optimizer.in_backward`` may require checkpointing of every layer), so
+    that it works alone as well as after any of those before it; of two values for one key the later counts.
 
     Args:
         recipe: the recipe; changes that it has already made are not suggested again.

@@ -1,9 +1,9 @@
 """Retry of a step after an out-of-memory error: the step restarts in smaller pieces, and nothing is lost.
 
 A step commits when the first weight changes (``step.py``). Everything before that can be discarded: gradients, whether
-stored or in transit, the infinities that the fp16 loss scale has seen in them, and the random numbers drawn. The window
-is then repeated under the same normaliser with the rows that were running split in two (:class:`Cut`), and so are all
-later windows: the run equals, bit for bit, one that is resumed from the state before that step with that limit.
+stored or in transit, the fp16 scaler's record of them, and the random numbers drawn. The window is then repeated under
+the same normaliser with the part that was running cut in two (:class:`Cut`), and so are all later windows: the run
+equals, bit for bit, one that is resumed from the state before that step with that limit.
 
 The part that was running decides what is made smaller. In horizontal order it is the rows of a micro-batch, as all that
 it keeps is proportional to them; once a row cannot be split, it is the chunk of the loss, if memory ran out in the
@@ -178,7 +178,7 @@ class Retries:
             )
 
     def _with_fewer_tokens(self, attempt: WindowPass) -> Cut | None:
-        """Return half of the rows that were running; half of the largest ones if memory ran out outside the model."""
+        """Return a limit of half the running rows, or of the largest rows if memory ran out outside the model."""
         techniques = self.session.techniques
         in_layers = techniques.takes_whole_window or techniques.find(InBackward) is not None
         halves = [

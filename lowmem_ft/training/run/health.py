@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class SuspectWeightsError(UserError):
-    """A run's weights produce nothing finite any more: checkpoints since its last update may be ruined, too."""
+    """Error for weights that produce nothing finite any more: checkpoints since their last update may be ruined."""
 
 
 class RunHealth:
@@ -147,9 +147,9 @@ class RunHealth:
     def set_aside_checkpoints(self) -> None:
         """Rename checkpoints with suspect weights.
 
-        If this call of the run has updated no weight, that is the checkpoint from which it resumed: its run may have
-        been killed before it could notice. A checkpoint that the user has named stays, as other settings may be the
-        cause.
+        If the run has updated no weight since it resumed, that is the checkpoint from which it resumed: the process
+        that saved it may have been killed before it could notice. A checkpoint that the user has named stays, as other
+        settings may be the cause.
         """
         if self._runtime.is_main and (self._learning_rate is not None or self._took_the_newest):
             set_aside_checkpoints(self._output_dir, since=self._updated_step)
@@ -164,7 +164,7 @@ class RunHealth:
         return f"The last checkpoint that is whole is {whole}."
 
     def _too_many_skipped(self) -> SuspectWeightsError:
-        """Return the error of a run whose last steps were all not finite, although its weights are."""
+        """Return the error of a run whose last steps were all not finite, although its weights are finite."""
         suspect = (
             "They changed no weight, and no step before them did."
             if self._updated_step == 0

@@ -1,7 +1,7 @@
 """The files that a run writes into its folder, and the replacement of an earlier run there.
 
 A replaced run is moved into ``replaced-N/``, and deleted once the new one has succeeded. Files that no run wrote are
-neither moved nor deleted, whatever their names and places: ``saved_files.py`` recognizes them.
+neither moved nor deleted, whatever their names and places: ``saved_files.py`` tells them apart.
 """
 
 from __future__ import annotations
