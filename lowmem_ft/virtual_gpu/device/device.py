@@ -1,9 +1,9 @@
 """The device ``vgpu``: fake tensors live on it and autograd works on it, but nothing is computed.
 
-torch lets Python stand in for its PrivateUse1 backend: a device guard, and a module with the functions that
+torch lets Python implement its PrivateUse1 backend: a device guard, and a module with the functions that
 ``torch.cuda`` has. Tensors on it exist under ``FakeTensorMode`` only: shapes, types and storages without bytes.
 
-The module, ``torch.vgpu``, answers for whatever :class:`VirtualGPU` is being traced.
+The module, ``torch.vgpu``, answers for the :class:`VirtualGPU` that is being traced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowmem_ft.virtual_gpu.device.streams import (
 )
 
 RNG_STATE_BYTES = 16
-"""Of a CUDA generator: its seed and its offset (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)."""
+"""Bytes of a CUDA generator's state: its seed and its offset (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)."""
 
 
 class _Properties(SimpleNamespace):
@@ -46,28 +46,28 @@ class VirtualDeviceContext:
         self.prev_idx = 0
 
     def __exit__(self, *exception: object) -> None:
-        """Back to the same one."""
+        """Return to the same device, so do nothing."""
 
 
 class VirtualDeviceOf(VirtualDeviceContext):
-    """``torch.cuda.device_of``: of a tensor or a storage, on any device."""
+    """``torch.cuda.device_of``: switches to the device of a tensor or a storage, and so changes nothing."""
 
     def __init__(self, obj: Any) -> None:
         super().__init__(0 if obj.device.type == DEVICE_TYPE else None)
 
 
 class VirtualBackend:
-    """What ``torch.cuda`` is to a GPU: the functions by which programs ask the device about itself."""
+    """The virtual GPU's counterpart of ``torch.cuda``: the functions by which programs query the device."""
 
     stands_for = "cuda"
-    _initialized = False  # or torch.utils.checkpoint would fetch the state of the device's random numbers
+    _initialized = False  # else torch.utils.checkpoint would fetch the device's RNG state
     Stream = VirtualStream
     Event = VirtualEvent
     StreamContext = VirtualStreamContext
     device = VirtualDeviceContext
     device_of = VirtualDeviceOf
 
-    # torch calls these while it registers the device and when it is asked for its devices.
+    # torch calls these while it registers the device and when a program asks for its devices.
     def is_initialized(self) -> bool:  # noqa: D102
         return True
 
@@ -84,10 +84,10 @@ class VirtualBackend:
         device_index(device, optional=False)
 
     def init(self) -> None:
-        """There is nothing to make ready."""
+        """Return at once: there is nothing to initialise."""
 
     def ipc_collect(self) -> None:
-        """No other process shares memory with this one."""
+        """Return at once: no other process shares memory with this one."""
 
     def initial_seed(self) -> int:  # noqa: D102
         return torch.default_generator.initial_seed()
@@ -101,10 +101,10 @@ class VirtualBackend:
         return active_gpu().recorder.orderings.sync_debug_mode
 
     def set_sync_debug_mode(self, debug_mode: int | str) -> None:
-        """Warn from now on where the host waits for the device, or refuse to.
+        """Warn or raise from now on where the host waits for the device.
 
         Raises:
-            RuntimeError: if there is no such mode.
+            RuntimeError: if the mode is unknown.
         """
         names = {"default": 0, "warn": 1, "error": 2}
         if debug_mode not in (*names, *names.values()):
@@ -114,7 +114,7 @@ class VirtualBackend:
         active_gpu().recorder.orderings.sync_debug_mode = mode
 
     def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
-        """No GPU is its own peer, and there is no other."""
+        """Return False: no GPU is its own peer, and there is no other."""
         device_index(device)
         device_index(peer_device, optional=False)
         return False
@@ -128,20 +128,20 @@ class VirtualBackend:
     manual_seed_all = manual_seed
 
     def is_current_stream_capturing(self) -> bool:
-        """CUDA graphs are not modelled."""
+        """Return False: CUDA graphs are not modelled."""
         return False
 
-    # torch.random.fork_rng asks for these in whatever runs in this process from now on.
+    # torch.random.fork_rng calls these in whatever runs in this process from now on.
     def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:  # noqa: D102
         device_index(device)
         return torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8, device="cpu")
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
-        """Only looked at: nothing is drawn.
+        """Check the state as CUDA does, and ignore it: no random numbers are drawn.
 
         Raises:
-            TypeError: if it is no state, as CUDA's generator has it.
-            RuntimeError: if it is another generator's, likewise.
+            TypeError: if it is not a state of CUDA's generator, in CUDA's words.
+            RuntimeError: if it is the state of another kind of generator, likewise.
         """
         device_index(device)
         if not (new_state.is_cpu and new_state.dtype == torch.uint8):
@@ -159,41 +159,41 @@ class VirtualBackend:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:  # noqa: D102
         return [torch.bfloat16, torch.float16, torch.float32]
 
-    # What the GPU is.
+    # Properties of the GPU.
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        """Its compute capability."""
+        """Return its compute capability."""
         device_index(device)
         return active_gpu().spec.compute_capability
 
     def has_triton(self) -> bool:
-        """Whether Triton is installed where it is; not a question of torch's."""
+        """Return whether Triton is installed on machines with this GPU; not a function of torch."""
         return active_gpu().spec.has_triton
 
     def get_device_name(self, device: Any = None) -> str:
-        """Its maker's name for it."""
+        """Return its maker's name for it."""
         device_index(device)
         return active_gpu().spec.full_name
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        """Whether it computes with bfloat16: in hardware since compute capability 8.0, emulated before."""
+        """Return whether it computes in bfloat16: in hardware since compute capability 8.0, emulated before."""
         return including_emulation or active_gpu().spec.has_bfloat16
 
     def is_tf32_supported(self) -> bool:
-        """Whether it has tensor cores for TF32."""
+        """Return whether it has tensor cores for TF32."""
         return self.get_device_capability() >= (8, 0)
 
     def get_arch_list(self) -> list[str]:
-        """The architecture of the GPU itself: any build for it will do."""
+        """Return the architecture of the GPU itself: any build for it will do."""
         major, minor = self.get_device_capability()
         return [f"sm_{major}{minor}"]
 
     def get_gencode_flags(self) -> str:
-        """As for a build for this GPU alone."""
+        """Return the flags of a build for this GPU alone."""
         (name,) = self.get_arch_list()
         return f"-gencode compute={name.replace('sm_', 'compute_')},code={name}"
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        """The properties that programs read most."""
+        """Return the properties that programs read most."""
         device_index(device)
         spec = active_gpu().spec
         major, minor = spec.compute_capability
@@ -208,14 +208,14 @@ class VirtualBackend:
             is_multi_gpu_board=False,
         )
 
-    # Its memory, as far as the trace has come.
+    # Its memory at this point of the trace.
     def memory_allocated(self, device: Any = None) -> int:
-        """Bytes of live storages, unrounded."""
+        """Return the bytes of live storages, unrounded."""
         device_index(device)
         return active_gpu().recorder.live_bytes
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        """The most bytes of live storages since the last reset, unrounded."""
+        """Return the peak bytes of live storages since the last reset, unrounded."""
         device_index(device)
         return active_gpu().recorder.peak_bytes
 
@@ -228,27 +228,27 @@ class VirtualBackend:
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def reset_accumulated_memory_stats(self, device: Any = None) -> None:
-        """Count what is allocated and freed anew."""
+        """Reset the counts of allocations and frees."""
         device_index(device)
         active_gpu().counters.reset_sums()
 
     def memory_reserved(self, device: Any = None) -> int:
-        """Bytes that the caching allocator holds."""
+        """Return the bytes that the caching allocator holds."""
         return self.memory_stats(device)["reserved_bytes.all.current"]
 
     def max_memory_reserved(self, device: Any = None) -> int:
-        """The most that it has held since the last reset."""
+        """Return the most bytes that the caching allocator has held since the last reset."""
         return self.memory_stats(device)["reserved_bytes.all.peak"]
 
     memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """The counters of the caching allocator, as if it had no limit."""
+        """Return the counters of the caching allocator, as if it had no limit."""
         device_index(device)
         return active_gpu().counters.stats()
 
     def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
-        """The same, part by part."""
+        """Return the same counters as nested dictionaries."""
         nested: dict[str, Any] = {}
         for name, value in self.memory_stats(device).items():
             *outer, last = name.split(".")
@@ -259,11 +259,11 @@ class VirtualBackend:
         return nested
 
     def get_allocator_backend(self) -> str:
-        """The allocator that torch takes if nobody asks for another."""
+        """Return torch's default allocator."""
         return "native"
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """Free and total bytes."""
+        """Return the free and the total bytes."""
         device_index(device)
         total = active_gpu().spec.memory_bytes
         return max(0, total - self.memory_allocated()), total
@@ -273,7 +273,7 @@ class VirtualBackend:
         active_gpu().recorder.timeline.empty_cache()
 
     def empty_host_cache(self) -> None:
-        """Nothing: pinned host memory is given back as soon as it is free."""
+        """Return at once: pinned host memory is given back as soon as it is free."""
 
     def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
         """Lower the cap of the caching allocator."""
@@ -287,7 +287,7 @@ class VirtualBackend:
         gpu.cap_bytes = int(fraction * gpu.spec.memory_bytes)
 
     def get_per_process_memory_fraction(self, device: Any = None) -> float:
-        """The cap as a share of the memory."""
+        """Return the cap as a share of the memory."""
         if device is not None:
             device_index(device, optional=False)
         gpu = active_gpu()
@@ -295,12 +295,12 @@ class VirtualBackend:
 
     # Its streams.
     def current_stream(self, device: Any = None) -> VirtualStream:
-        """The stream that work and memory go to."""
+        """Return the stream that work and memory go to."""
         device_index(device)
         return current_stream()
 
     def default_stream(self, device: Any = None) -> VirtualStream:
-        """Stream 0."""
+        """Return stream 0."""
         device_index(device)
         return VirtualStream(stream_id=0)
 
@@ -313,11 +313,11 @@ class VirtualBackend:
         return VirtualStreamContext(stream)
 
     def register_host_memory(self, pages: torch.Tensor) -> HostRegistration:
-        """What ``cudaHostRegister`` is to a GPU: pin whole pages that somebody else has allocated."""
+        """Pin whole pages that the caller has allocated, as ``cudaHostRegister`` does for a GPU."""
         return HostRegistration(active_gpu().recorder, pages)
 
     def host_may_use(self, memory: torch.Tensor) -> None:
-        """From here on the host may read and write memory in ways that a trace does not see, as by its files."""
+        """Declare that the host may now read and write memory where the trace cannot see it, as by its files."""
         checker = active_gpu().recorder.checker
         if checker is not None:
             checker.host_may_use(memory)

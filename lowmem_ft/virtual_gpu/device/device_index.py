@@ -1,4 +1,4 @@
-"""What a program may call the one device there is."""
+"""Names by which a program may refer to the only device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
 
 
 def device_index(device: Any, *, optional: bool = True) -> int:
-    """The index of a device, by the very rules of ``torch.cuda``.
+    """Return the index of a device, by the very rules of ``torch.cuda``.
 
     Args:
-        device: what a program names.
+        device: the device as a program names it.
         optional: whether a device without an index is the current one.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Copies between the host and the device: of those that are asked not to wait, whether CUDA lets the host go on.
+"""Copies between host and device with ``non_blocking=True``, and whether CUDA really lets the host continue.
 
-It does from and to pinned memory. Pageable memory is copied into the driver's own pinned buffers first: on its way to
-the device the host is held up until its stream has come so far, but for the few bytes that go with the command; on its
-way to the host until it is there. ``.to("cpu", non_blocking=True)`` makes pinned memory.
+It does for pinned memory. Pageable memory is copied through the driver's own pinned buffers: on its way to the device,
+the host waits until its stream has come so far, except for the few bytes that travel with the command; on its way to
+the host, it waits until the data has arrived. ``.to("cpu", non_blocking=True)`` makes pinned memory.
 
 Source: CUDA's "API synchronization behavior" and the programming guide's list of implicit asynchronous calls; pytorch,
 aten/src/ATen/native/TensorConversions.cpp and cuda/Copy.cu.
@@ -29,15 +29,15 @@ _INDEXING = frozenset(
 )
 
 SENT_AT_ONCE_BYTES = 2**16
-"""So much goes to the device with the command, from whatever memory."""
+"""Bytes that travel to the device with the command, from any kind of memory."""
 
 
 class HostCopies:
-    """Judges them.
+    """Decides which copies block the host.
 
     Args:
-        recorder: knows where memory lies.
-        say: is told of each line whose copy waits all the same.
+        recorder: knows the place of each memory.
+        say: called for each line whose copy waits all the same.
     """
 
     def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
@@ -45,7 +45,7 @@ class HostCopies:
         self._say = say
 
     def indices(self, func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        """What an operator on the device takes from the host to index it: CUDA copies it first, and the host waits.
+        """Return the host tensors that index one on the device: CUDA copies them first, and the host waits.
 
         Source: pytorch, aten/src/ATen/native/TensorAdvancedIndexing.cpp, ``make_info``.
         """
@@ -54,16 +54,16 @@ class HostCopies:
         return [index for index in args[1] if index is not None and index.device.type == "cpu"]
 
     def begin(self, func: Any, args: tuple[Any, ...], result: Any, copy: Work) -> None:
-        """Let the host wait for a copy, though it is asked not to, where CUDA makes it.
+        """Mark a copy as blocking where CUDA lets the host wait even though the program asked not to.
 
         Args:
             func: the operator.
             args: its arguments.
             result: what it returned.
-            copy: its work; it blocks afterwards, or not.
+            copy: its work, whose ``blocking`` is set.
 
         Raises:
-            RuntimeError: where CUDA's debug mode forbids a copy that is asked to wait.
+            RuntimeError: where CUDA's debug mode forbids a blocking copy.
         """
         if copy.blocking:
             self._recorder.orderings.host_is_held_up()

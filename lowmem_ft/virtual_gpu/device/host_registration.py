@@ -1,4 +1,4 @@
-"""Host memory that a program has pinned itself, as ``cudaHostRegister`` does: nobody waits for copies when it goes."""
+"""Host memory that a program pins itself, as with ``cudaHostRegister``: freeing it does not wait for copies."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
 
 
 class HostRegistration:
-    """One of them, until its pages go or its trace ends.
+    """A registration, valid until its pages are freed or its trace ends.
 
     Args:
-        recorder: of the trace.
-        pages: whole ones, allocated by somebody else.
+        recorder: the trace's recorder.
+        pages: whole pages, allocated by the caller.
     """
 
     def __init__(self, recorder: Recorder, pages: torch.Tensor) -> None:
         recorder.mark_place(pages, "pinned")
-        self._recorder = weakref.ref(recorder)  # memory is kept by those who keep traces, too
+        self._recorder = weakref.ref(recorder)  # weak, as whoever keeps traces keeps memory, too
         self._index = recorder.index_of(pages)
         if recorder.checker is not None and self._index is not None:
             recorder.checker.registered(self._index)
 
     def synchronize(self) -> None:
-        """Let the host wait for all streams of the GPU that it is registered with."""
+        """Let the host wait for all streams of the GPU that the memory is registered with."""
         if (recorder := self._open_recorder()) is not None:
             recorder.orderings.synchronize()
 
     def unregister(self) -> None:
-        """As ``cudaHostUnregister``."""
+        """Unregister the pages, as ``cudaHostUnregister`` does."""
         recorder = self._open_recorder()
         if recorder is not None and recorder.checker is not None and self._index is not None:
             recorder.checker.gives_back(self._index, "cudaHostUnregister")

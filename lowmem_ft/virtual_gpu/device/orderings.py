@@ -1,4 +1,4 @@
-"""What waits for what on a virtual GPU: events, streams and the host, told to the log, and to who looks for races."""
+"""Waits between events, streams and the host of a virtual GPU, passed to the work log and to the race checker."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Orderings:
-    """Takes the orderings of a program.
+    """Receives a program's waits and events.
 
     Args:
-        recorder: of the machine; a stream of None is its current one.
+        recorder: the machine's recorder; a stream of None is its current one.
 
     Attributes:
-        sync_debug_mode: what ``torch.cuda.set_sync_debug_mode`` has set: 1 warns where the host waits, 2 raises.
+        sync_debug_mode: the mode set by ``torch.cuda.set_sync_debug_mode``: 1 warns where the host waits, 2 raises.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -31,49 +31,49 @@ class Orderings:
         self._checked = None if recorder.checker is None else recorder.checker.order
 
     def record_event(self, event: int, stream: int | None) -> None:
-        """An event behind the work that a stream has so far."""
+        """Record an event after the work that a stream has so far."""
         stream = self._begin(stream)
         self._log.record_event(event, stream)
         if self._checked is not None:
             self._checked.record_event(event, stream)
 
     def wait_event(self, event: int, stream: int | None) -> None:
-        """A stream's further work comes after an event."""
+        """Let a stream's further work wait for an event."""
         stream = self._begin(stream)
         self._log.wait_event(event, stream)
         if self._checked is not None:
             self._checked.wait_event(event, stream)
 
     def synchronize_event(self, event: int) -> None:
-        """The host waits for an event."""
+        """Let the host wait for an event."""
         self._begin(None)
         self._log.synchronize_event(event)
         if self._checked is not None:
             self._checked.wait_event(event, None)
 
     def event_is_over(self, event: int) -> None:
-        """The host has asked whether an event is reached, and it is."""
+        """Note that the host has queried an event and found it reached."""
         if self._checked is not None:
             self._checked.wait_event(event, None)
 
     def stream_is_idle(self, stream: int) -> None:
-        """The same of all that a stream has been given."""
+        """Note that the host has queried a stream and found its work done."""
         if self._checked is not None:
             self._checked.wait_stream(stream, None)
 
     def synchronize(self) -> None:
-        """The host waits for all streams."""
+        """Let the host wait for all streams."""
         self._log.synchronize()
         if self._checked is not None:
             self._checked.synchronize()
 
     def synchronize_stream(self, event: int) -> None:
-        """The host waits for a stream, by an event behind its work."""
+        """Let the host wait for a stream, by an event after its work."""
         self.host_is_held_up()
         self.synchronize_event(event)
 
     def host_is_held_up(self) -> None:
-        """Warn or raise where CUDA does in its debug mode: not for events, nor for all streams together.
+        """Warn or raise where CUDA does in its sync debug mode: not for events, nor for all streams together.
 
         Source: ``warn_or_error_on_sync``, in c10/cuda/CUDAFunctions.cpp, and its callers there.
 
@@ -92,7 +92,7 @@ class Orderings:
         )
 
     def host_reads(self, tensor: Tensor) -> None:
-        """The host asks for a tensor's values, and waits for those that are on the device."""
+        """Let the host read a tensor's values, for which it waits if they are on the device."""
         refuse_in_other_threads("a reading of values")
         recorder = self._recorder
         waits = tensor.device.type == recorder.device_type
@@ -103,7 +103,7 @@ class Orderings:
             recorder.checker.host_reads(tensor)
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
-        """``Tensor.record_stream``; memory is free at once all the same, but using it again is no race with that."""
+        """Note a ``Tensor.record_stream``: memory still frees at once, but its reuse does not race with that stream."""
         index = self._recorder.index_of(tensor)
         if self._checked is not None and index is not None:
             self._checked.record_stream(index, stream)

@@ -1,4 +1,4 @@
-"""A model built on the meta device, moved to a virtual one: every parameter and buffer gets a storage there."""
+"""Placement of a model built on the meta device: every parameter and buffer gets a storage on the virtual device."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def place_module(
     on_placed: OnPlaced,
     new_parameter: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> None:
-    """Give each parameter and buffer a fake tensor on a device, in place; ties between parameters are kept.
+    """Give each parameter and buffer a fake tensor on a device, in place; tied weights stay tied.
 
-    ``Module.to`` cannot do it: fake tensors cannot be swapped into parameters that exist.
+    ``Module.to`` cannot do it: fake tensors cannot be swapped into existing parameters.
 
     Args:
         model: its parameters may be on meta or hold values, which are not copied.
-        device: of the virtual machine; under its ``FakeTensorMode``.
-        on_placed: is told of each tensor.
-        new_parameter: makes the tensor there in place of a parameter; None: one of its shape and strides.
+        device: the virtual machine's device; its ``FakeTensorMode`` is active.
+        on_placed: called for each tensor.
+        new_parameter: makes the tensor that replaces a parameter; None: a tensor of its shape and strides.
     """
     placed: dict[int, Tensor] = {}
-    originals: list[Tensor] = []  # kept alive: they go by id
+    originals: list[Tensor] = []  # kept alive, as they are identified by id
 
     def place(name: str, tensor: Tensor) -> Tensor:
         if id(tensor) not in placed:
@@ -70,5 +70,5 @@ def _on(
     own = vars(parameter)
     own.update(
         {name: value for name, value in vars(tensor).items() if name not in own}
-    )  # what libraries note on it
+    )  # attributes that libraries set on it
     return parameter

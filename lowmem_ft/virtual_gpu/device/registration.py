@@ -1,4 +1,4 @@
-"""The device ``vgpu`` is made known to torch, with the kernels that it has in CUDA's place."""
+"""Registration of the device ``vgpu`` with torch, and of its kernels that replace CUDA's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowmem_ft.virtual_gpu.kernels.fake_rules import register_fake_rules
 
 @functools.cache
 def register_virtual_device() -> VirtualBackend:
-    """Make ``torch.device("vgpu")`` exist in this process, once; its module is returned, and is ``torch.vgpu``."""
+    """Register ``torch.device("vgpu")`` in this process, once, and return its module, which is ``torch.vgpu``."""
     backend = VirtualBackend()
     _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=backend)
     # These need the device, and hold for the process as torch's own kernels do.

@@ -15,7 +15,7 @@ from lowmem_ft.virtual_gpu.upstream.other_threads import refuse_in_other_threads
 
 
 class VirtualEvent:
-    """A point on a stream, as ``torch.cuda.Event``; the clock says when it is reached."""
+    """A point on a stream, as ``torch.cuda.Event``; the clock computes when it is reached."""
 
     _ids = itertools.count()
 
@@ -27,7 +27,7 @@ class VirtualEvent:
         self._is_recorded = False
 
     def record(self, stream: VirtualStream | None = None) -> None:
-        """Put the event behind all work that the stream has so far."""
+        """Record the event after all work that the stream has so far."""
         self._is_recorded = True
         orderings_for("Event.record").record_event(self.id, None if stream is None else stream.id)
 
@@ -40,12 +40,12 @@ class VirtualEvent:
         orderings_for("Event.synchronize").synchronize_event(self.id)
 
     def query(self) -> bool:
-        """Whether the event has been reached: what a program sees that asks often enough."""
+        """Return True: a program that polls often enough sees the event reached."""
         orderings_for("Event.query").event_is_over(self.id)
         return True
 
     def elapsed_time(self, end: VirtualEvent) -> float:
-        """Milliseconds between two events, unknown while tracing: 0.
+        """Return the milliseconds between two events, which a trace does not know: 0.
 
         Raises:
             ValueError: if CUDA would not know them either (aten/src/ATen/cuda/CUDAEvent.h).
@@ -78,7 +78,7 @@ class VirtualStream:
         event.wait(self)
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
-        """An event behind all work that this stream has so far."""
+        """Record an event after all work that this stream has so far."""
         event = event or VirtualEvent()
         event.record(self)
         return event
@@ -88,13 +88,13 @@ class VirtualStream:
         orderings_for("Stream.synchronize").synchronize_stream(self.record_event().id)
 
     def query(self) -> bool:
-        """Whether all work is done: what a program sees that asks often enough."""
+        """Return True: a program that polls often enough sees all work done."""
         orderings_for("Stream.query").stream_is_idle(self.id)
         return True
 
     @property
     def cuda_stream(self) -> int:
-        """The address of the stream, for kernels of one's own."""
+        """The address of the stream, for a program's own kernels; a virtual stream has none."""
         raise UserError(
             "A stream of a virtual GPU has no address, asked for by `cuda_stream`. Leave out what launches kernels of "
             "its own, or give it an operator with a fake rule (torch.library)."
@@ -102,7 +102,7 @@ class VirtualStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """The least and the greatest priority of streams."""
+        """Return the lowest and the highest priority of streams."""
         return 0, -5
 
     def __enter__(self) -> VirtualStream:
@@ -121,13 +121,13 @@ class VirtualStream:
 
 
 def orderings_for(what: str) -> Orderings:
-    """Of the GPU that is there, for a call in the thread that it follows."""
+    """Return the orderings of the active GPU, for a call in the thread that the trace follows."""
     refuse_in_other_threads(what)
     return active_gpu().recorder.orderings
 
 
 def current_stream() -> VirtualStream:
-    """The stream that work and memory go to."""
+    """Return the stream that work and memory go to."""
     return VirtualStream(stream_id=active_gpu().recorder.stream)
 
 
@@ -138,7 +138,7 @@ def set_stream(stream: VirtualStream) -> None:
 
 
 class VirtualStreamContext:
-    """``torch.cuda.StreamContext``: the work of a block goes to a stream; None: where it goes anyway."""
+    """``torch.cuda.StreamContext``: sends the work of a block to a stream; None leaves the current one."""
 
     def __init__(self, stream: VirtualStream | None) -> None:
         self._stream = stream
@@ -154,6 +154,6 @@ class VirtualStreamContext:
 
 
 def number_anew() -> None:
-    """Count new streams and events from the start: two traces of one program are the same."""
+    """Number new streams and events from the start, so that two traces of one program are equal."""
     VirtualStream._ids = itertools.count(1)
     VirtualEvent._ids = itertools.count()
