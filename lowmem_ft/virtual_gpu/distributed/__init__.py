@@ -1,1 +1,1 @@
-"""One of several processes on a virtual GPU: collectives, DDP."""
+"""A trace of one rank among several: its collectives and DDP."""

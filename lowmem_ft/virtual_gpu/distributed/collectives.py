@@ -1,7 +1,7 @@
-"""What processes exchange, as a trace of one of them sees it: operators of ``torch.distributed``, FSDP2 and DTensor.
+"""Collectives in the trace of one rank: operators of ``torch.distributed``, FSDP2 and DTensor.
 
-Each collective counts the bytes that a process sends with NCCL's ring, which is what the slowest link has to carry: of
-N processes, (N - 1) / N of what is gathered or scattered, and twice that of a sum for all.
+Each collective counts the bytes that a rank sends with NCCL's ring, which the slowest link has to carry: with N ranks,
+(N - 1) / N of the bytes gathered or scattered, and twice that for an all-reduce.
 Source: nccl-tests, doc/PERFORMANCE.md ("Bus Bandwidth").
 """
 
@@ -32,13 +32,13 @@ _SUMS_NEW = frozenset({_functional.all_reduce.default, _functional.all_reduce_.d
 _EXCHANGE_NEW, _BROADCAST_NEW = _functional.all_to_all_single.default, _functional.broadcast.default
 
 WAIT_FOR_RESULT = _functional.wait_tensor.default
-"""Returns the tensor that it is given, and not a new one as its fake rule does."""
+"""Operator that returns the tensor it is given, and not a new one as its fake rule does."""
 
 
 def purposes_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Tensor, Category]]:
-    """What the tensors of a collective are for, of those of which it can be told.
+    """Yield those tensors of a collective whose purpose is known, with their category.
 
     Args:
         func: an operator of :data:`COLLECTIVE_LIBRARIES`.
@@ -56,7 +56,7 @@ def purposes_of(
 
 
 def collective_of(func: Any, args: tuple[Any, ...]) -> Work | None:
-    """A collective as work, at no place yet; None: it is none."""
+    """Return a collective as work without a position yet; None for other operators."""
     if func is _GATHER:
         return _work("all_gather", args[0].nbytes, args[2], 1)
     if func is _SCATTER:
@@ -79,9 +79,9 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Work | None:
 
 
 def bytes_copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Bytes that one of FSDP2's copies reads and writes; None: it is none.
+    """Return the bytes that one of FSDP2's copies reads and writes; None for other operators.
 
-    Their arguments do not tell by themselves: what is written is among them whole, of which a copy fills a part.
+    Their arguments alone do not tell: they include the whole output tensors, of which a copy fills a part.
     """
     if func is _COPY_IN:
         return 2 * sum(tensor.nbytes for tensor in args[0])
@@ -98,7 +98,7 @@ def _work(name: str, num_bytes: int, group: Any, passes: int) -> Work:
 
 
 def _process_group(group: Any) -> torch.distributed.ProcessGroup:
-    """A group by what an operator is given: its name, or itself in one of two wrappings."""
+    """Return the group that an operator's argument means: its name, or the group itself in one of two wrappings."""
     if isinstance(group, str):
         name: Any = group
         return torch.distributed.distributed_c10d._resolve_process_group(name)

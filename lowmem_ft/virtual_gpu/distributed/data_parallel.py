@@ -1,6 +1,6 @@
-"""Torch's own ``DistributedDataParallel`` in a trace: its buckets, filled and sent as backward goes."""
+"""Torch's own ``DistributedDataParallel`` in a trace: its buckets, filled and sent as backward proceeds."""
 
-# No annotations as text here: DDP compares those of its hook with classes.
+# No postponed annotations here: DDP compares those of its hook with classes.
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,11 @@ from lowmem_ft.memory.category import Category
 from lowmem_ft.upstream.patches import existing, replace
 
 BUCKET_BYTES = 25 * 2**20
-"""Of the gradients that are sent together: ``bucket_cap_mb`` of torch's ``DistributedDataParallel``."""
+"""Bytes of gradients that are sent together: ``bucket_cap_mb`` of torch's ``DistributedDataParallel``."""
 
 
 class _KeepingBuckets:
-    """A reducer that leaves its buckets in the order of the parameters: asking the others for theirs takes values."""
+    """A reducer that keeps its buckets in the order of the parameters: to agree on another, ranks exchange values."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -31,7 +31,7 @@ class _KeepingBuckets:
 
 
 class _WithoutTimes:
-    """A logger that times nothing: torch has timers for CPUs and CUDA alone, and says so once a process."""
+    """A logger without timers: torch has them for CPUs and CUDA alone, and logs that once a process."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
@@ -40,26 +40,26 @@ class _WithoutTimes:
         return getattr(self._logger, name)
 
     def set_runtime_stats_and_log(self) -> None:
-        """Nothing."""
+        """Return at once."""
 
 
 class TracedDataParallel(DistributedDataParallel):
-    """A model whose gradients are summed over processes that are not there, as in a run.
+    """A model whose gradients are summed over ranks that do not exist, as in a run.
 
-    What it leaves out is the copy of the first process's weights at the beginning, and the first backward's single
-    bucket: buckets are those of every later one. Sums run on a stream of their own, as NCCL's do.
+    It leaves out the initial broadcast of the first rank's weights, and the first backward's single bucket: buckets are
+    those of every later backward. Sums run on a stream of their own, as NCCL's do.
 
     Args:
         model: a module, wrapped as Accelerate wraps it: with torch's own settings.
-        device: of the machine.
-        mark: says what a tensor is for.
+        device: the machine's device.
+        mark: sets the category of a tensor.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, mark: Callable[[torch.Tensor, Category], None]
     ) -> None:
         with contextlib.ExitStack() as undo:
-            # The first backward would have one bucket for all.
+            # The first backward would put all gradients into one bucket.
             assign = existing(torch.distributed, "_compute_bucket_assignment_by_size")
             limits = [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES]
             replace(
@@ -74,11 +74,11 @@ class TracedDataParallel(DistributedDataParallel):
         self._side: Any = None if self._streams is None else self._streams.Stream()
         self.reducer = _KeepingBuckets(self.reducer)  # type: ignore[assignment]
         self.logger = _WithoutTimes(self.logger)  # type: ignore[assignment]
-        # The fake group's work has no result, which torch's own hook asks for.
+        # The fake group's work has no result, which torch's own hook reads.
         self.register_comm_hook(None, self._sum)
 
     def finish(self) -> None:
-        """Let what comes wait for the sums, as the end of backward does."""
+        """Let further work wait for the sums, as the end of backward does."""
         if self._streams is not None:
             self._streams.current_stream().wait_stream(self._side)
 

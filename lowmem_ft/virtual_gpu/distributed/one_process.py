@@ -1,4 +1,4 @@
-"""One process of several, the others of which are not there: what it sends goes nowhere, and nothing waits for it."""
+"""One rank without the others: what it sends goes nowhere, and nothing waits for it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lowmem_ft.foundation.errors import UserError
 
 @contextlib.contextmanager
 def one_of_several(num_processes: int, process_index: int) -> Iterator[None]:
-    """Let ``torch.distributed`` take this process for one of several in a block.
+    """Let ``torch.distributed`` treat this process as one of several ranks in a block.
 
     Args:
-        num_processes: all of them; 1: nothing is done.
-        process_index: of this one.
+        num_processes: the number of ranks; with 1, nothing is done.
+        process_index: the rank of this process.
 
     Raises:
-        UserError: if it is one of several already.
+        UserError: if this process is in a process group already.
     """
     if num_processes == 1:
         yield
@@ -33,7 +33,7 @@ def one_of_several(num_processes: int, process_index: int) -> Iterator[None]:
         )
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
-    excepthook = sys.excepthook  # torch's own puts the process's number before what any later error says
+    excepthook = sys.excepthook  # torch's own puts the rank before every later error
     torch.distributed.init_process_group(
         "fake", rank=process_index, world_size=num_processes, store=HashStore()
     )
