@@ -1,1 +1,1 @@
-"""What CUDA's kernels do: which one runs, the shapes and types it makes, the memory it takes, its operations."""
+"""Models of CUDA's kernels: which one runs, its shapes and types, the memory it takes, its operations."""

@@ -1,7 +1,7 @@
-"""Which kernel ``scaled_dot_product_attention`` runs on a CUDA device.
+"""The kernel that ``scaled_dot_product_attention`` runs on a CUDA device.
 
 Torch tries its kernels in an order and takes the first whose conditions are met. The choice decides the memory: flash
-and cuDNN keep an output and one float32 number a row, memory-efficient attention keeps a mask besides, and the
+and cuDNN keep an output and one float32 number a row, memory-efficient attention also keeps a mask, and the
 composite of plain operators keeps scores of tokens x tokens for every head.
 
 Source: pytorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h.
@@ -37,7 +37,7 @@ _NEWEST_KERNELS = (12, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class SdpaChoice:
-    """A kernel, and why those that torch tries before it were passed over; no reason if it is the first."""
+    """A kernel, and why torch rejects those that it tries before; the reason is empty if it is the first."""
 
     backend: Backend
     reason: str
@@ -54,13 +54,13 @@ def choose_sdpa(
     enable_gqa: bool = False,
     compute_capability: tuple[int, int],
 ) -> SdpaChoice:
-    """The kernel that torch takes on a CUDA device of this compute capability, built with torch's usual packages.
+    """Return the kernel that torch takes on a GPU of this compute capability, with torch's usual packages.
 
-    The switches of ``torch.backends.cuda`` and ``torch.nn.attention.sdpa_kernel`` count, as on a device.
-    Limits: inputs of three dimensions, which torch 2.14 gives a batch of one, count as unfused.
+    The switches of ``torch.backends.cuda`` and ``torch.nn.attention.sdpa_kernel`` apply, as on a device.
+    Limits: inputs of three dimensions, to which torch 2.14 adds a batch dimension of one, count as unfused.
 
     Args:
-        query_BHTD: of any device and type; only its shape, strides, type and ``requires_grad`` are read.
+        query_BHTD: on any device and of any type; only its shape, strides, type and ``requires_grad`` are read.
         key_BHSD: may have fewer heads with ``enable_gqa``.
         value_BHSD: likewise.
         attn_mask: boolean or additive, broadcastable to B x H x T x S.
@@ -115,7 +115,7 @@ class _Call:
 
 
 def _priority(capability: tuple[int, int]) -> list[Backend]:
-    """The order in which torch tries its kernels: the user's, or the default of the device."""
+    """Return the order in which torch tries its kernels: the user's, or the default of the device."""
     order: list[Backend] = [
         _BACKENDS[number] for number in torch._C._get_sdp_priority_order() if number in _BACKENDS
     ]
@@ -138,7 +138,7 @@ _BACKENDS: dict[int, Backend] = {
 
 
 def _flash_obstacle(call: _Call) -> str | None:
-    """What the flash kernel needs and does not find; None if nothing stands in its way."""
+    """Return what the flash kernel needs and lacks; None if it can run."""
     if not torch.backends.cuda.flash_sdp_enabled():
         return "torch.backends.cuda.enable_flash_sdp(True)"
     if not (8, 0) <= call.capability <= _NEWEST_KERNELS:
@@ -155,7 +155,7 @@ def _flash_obstacle(call: _Call) -> str | None:
 
 
 def _efficient_obstacle(call: _Call) -> str | None:
-    """What the memory-efficient kernel needs and does not find."""
+    """Return what the memory-efficient kernel needs and lacks; None if it can run."""
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
         return "torch.backends.cuda.enable_mem_efficient_sdp(True)"
     if not (5, 0) <= call.capability <= _NEWEST_KERNELS:
@@ -171,7 +171,7 @@ def _efficient_obstacle(call: _Call) -> str | None:
 
 
 def _cudnn_obstacle(call: _Call) -> str | None:
-    """What cuDNN's kernel needs and does not find; torch's packages carry a cuDNN of 9.19 or later."""
+    """Return what cuDNN's kernel needs and lacks; torch's packages include cuDNN 9.19 or later."""
     if not torch.backends.cuda.cudnn_sdp_enabled():
         return "torch.backends.cuda.enable_cudnn_sdp(True)"
     if not (8, 0) <= call.capability <= _NEWEST_KERNELS:
@@ -321,7 +321,7 @@ def _cudnn_size_obstacle(call: _Call) -> str | None:
 
 
 def trains(*operands: Tensor) -> bool:
-    """Whether autograd follows a call with these inputs."""
+    """Return whether autograd records a call with these inputs."""
     return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
 
 

@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention`` on the virtual device: the kernel that CUDA would take, and that kernel's shapes.
+"""``scaled_dot_product_attention`` on the virtual device: the kernel that CUDA would take, with its shapes.
 
 Source: pytorch, aten/src/ATen/native/transformers/attention.cpp.
 Dimensions: B batch, H heads, T query tokens, S key tokens, D head size.
@@ -18,7 +18,7 @@ from lowmem_ft.virtual_gpu.kernels.attention_choice import KERNEL_NAMES, SdpaCho
 
 @functools.cache
 def register_attention() -> None:
-    """Give ``scaled_dot_product_attention`` on the virtual device CUDA's choice of kernels; once a process."""
+    """Give ``scaled_dot_product_attention`` on the virtual device CUDA's choice of kernels; once per process."""
     _LIBRARY.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
 
 
@@ -34,7 +34,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by a kernel, with the temporaries that torch makes around it. Shape B x H x T x D.
+    """Compute attention with a given kernel, and with the temporaries that torch makes around it.
 
     The unfused kernel adds its mask out of place here, in place on a device; its peak comes later and is the same.
 
@@ -46,17 +46,17 @@ def attend(
         attn_mask: boolean or additive.
         dropout_p: share of attention weights dropped.
         is_causal: whether the kernel masks the future itself.
-        scale: of the scores; None is one over the square root of D.
+        scale: factor of the scores; None is one over the square root of D.
         enable_gqa: whether groups of query heads share a key head.
 
     Returns:
-        The output.
+        The output, of shape B x H x T x D.
     """
     aten = torch.ops.aten
     operands = (query_BHTD, key_BHSD, value_BHSD)
     if choice.backend == "flash":
         size = query_BHTD.size(-1)
-        scale = size**-0.5 if scale is None else scale  # of the size before padding
+        scale = size**-0.5 if scale is None else scale  # that of the size before padding
         padded = (_padded_to_multiple(8, operand) for operand in operands)
         out_BHTD = aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, False, scale=scale
@@ -112,7 +112,7 @@ def _attention(
     )
 
 
-# --- what torch does around a kernel ----------------------------------------------------------------------------------
+# --- torch's preparation of a kernel's inputs -------------------------------------------------------------------------
 
 
 def _padded_to_multiple(alignment: int, operand: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def _padded_to_multiple(alignment: int, operand: Tensor) -> Tensor:
 
 
 def _additive(attn_mask: Tensor | None, dtype: torch.dtype, masked: float) -> Tensor | None:
-    """A boolean mask as numbers that are added to the scores."""
+    """Return a boolean mask as numbers that are added to the scores."""
     if attn_mask is None or attn_mask.dtype != torch.bool:
         return attn_mask
     zero = torch.scalar_tensor(0.0, dtype=dtype, device=attn_mask.device)
@@ -129,7 +129,7 @@ def _additive(attn_mask: Tensor | None, dtype: torch.dtype, masked: float) -> Te
 
 
 def _aligned_bias(bias: Tensor) -> Tensor:
-    """A bias whose rows start at multiples of 8 elements, as the kernel loads them; a padded copy if they do not."""
+    """Return a bias whose rows start at multiples of 8 elements, as the kernel loads them; padded if need be."""
     if bias.stride(-1) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:-1]):
         return bias
     size = bias.size(-1)

@@ -1,7 +1,7 @@
 """Autocast on the virtual device as on CUDA: which operators cast their inputs, to what, and which casts are kept.
 
-Which operators have a rule is asked of the installed torch, whose builds without CUDA register CUDA's rules too; so the
-lists follow its version (``rms_norm`` came in torch 2.12). What kind of rule it is stands below.
+The installed torch tells which operators have a rule, since its builds without CUDA register CUDA's rules too; so the
+lists follow its version (``rms_norm`` came in torch 2.12). The kind of each rule is listed below.
 
 Source: pytorch, aten/src/ATen/autocast_mode.h and autocast_mode.cpp.
 """
@@ -85,14 +85,14 @@ _RESULT_IN_FLOAT32 = frozenset(
         "sum.dim_DimnameList",
     }
 )
-"""Operators that read their input as it is and are asked for a float32 result, unless they are asked for another."""
+"""Operators that read their input as it is and return float32, unless the call asks for another type."""
 
 _WITH_DTYPE = {
     "norm.Scalar": "ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
     "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype",
 }
-"""Operators whose overload with a result type is called instead."""
+"""Operators replaced by their overload with a result type."""
 
 _WIDEST_TYPE = frozenset(
     {
@@ -116,7 +116,7 @@ _REFUSED = "binary_cross_entropy"
 
 @functools.cache
 def register_autocast() -> None:
-    """Give ``torch.autocast("vgpu")`` CUDA's rules; once a process. All operators without a rule pass unchanged."""
+    """Give ``torch.autocast("vgpu")`` CUDA's rules, once per process; other operators pass unchanged."""
     _FALLBACK.fallback(torch.library.fallthrough_kernel, _KEY)
     for name in cuda_autocast_operators():
         _LIBRARY.impl(name, _kernel_of(name), _KEY)
@@ -124,7 +124,7 @@ def register_autocast() -> None:
 
 
 def cuda_autocast_operators() -> Iterator[str]:
-    """The names, such as ``softmax.int``, of the operators that CUDA's autocast has a rule for in this torch."""
+    """Yield the names, such as ``softmax.int``, of operators that have a rule in CUDA's autocast in this torch."""
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"):
             yield name.removeprefix("aten::")
@@ -150,7 +150,7 @@ def _kernel_of(name: str) -> Callable[..., Any]:
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel whose own calls are not autocast again."""
+    """Return a kernel whose own calls are not autocast again."""
     keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 
     @functools.wraps(kernel)
@@ -228,10 +228,10 @@ def _eligible_tensors(tree: Any) -> Iterator[Tensor]:
             yield item
 
 
-# --- casts, and the ones that are kept --------------------------------------------------------------------------------
+# --- casts, and the cache of them -------------------------------------------------------------------------------------
 
 _kept: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-"""Casts of weights by the id of the weight: they live until the outermost autocast block ends."""
+"""Casts of weights by the id of the weight, kept until the outermost autocast block ends."""
 
 
 def _cast(argument: Any, dtype: torch.dtype) -> Any:
@@ -255,7 +255,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _clearing_our_cache_too(clear: Callable[[], None]) -> Callable[[], None]:
-    """``torch.clear_autocast_cache``, which the end of the outermost autocast block calls, for this cache as well."""
+    """Wrap ``torch.clear_autocast_cache``, which the end of the outermost autocast block calls, to clear ours too."""
 
     @functools.wraps(clear)
     def clear_autocast_cache() -> None:

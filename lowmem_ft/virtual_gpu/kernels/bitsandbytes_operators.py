@@ -15,13 +15,15 @@ from torch import Tensor
 from lowmem_ft.virtual_gpu.active import active_gpu
 
 MOST_OUTLIER_COLUMNS = 7
-"""Columns that an 8-bit layer computes in 16 bits: which is a matter of values. Up to 13B parameters no layer's input
-has more. Source: Dettmers et al., "LLM.int8()", 2022, section 3.2."""
+"""Columns that an 8-bit layer is assumed to compute in 16 bits; the real number depends on values.
+
+Up to 13B parameters no layer's input has more. Source: Dettmers et al., "LLM.int8()", 2022, section 3.2.
+"""
 
 
 @functools.cache
 def register_operator_steps() -> torch.library.Library:
-    """Give the virtual device the steps of these operators; the registration holds as long as what is returned."""
+    """Give the virtual device the steps of these operators; the registration lasts as long as the returned library."""
     library = torch.library.Library("bitsandbytes", "IMPL")
     for name, steps in {
         "gemm_4bit": _gemm_4bit,
@@ -31,7 +33,7 @@ def register_operator_steps() -> torch.library.Library:
         "int8_mm_dequant": _int8_mm_dequant,
         "int8_mixed_scaled_mm": _int8_mixed_scaled_mm,
     }.items():
-        # The key comes before dispatch modes: they see the steps. The operators have no derivatives of their own.
+        # This key precedes dispatch modes, which therefore see the steps. The operators have no derivatives.
         library.impl(name, steps, "AutogradPrivateUse1")
     return library
 
@@ -48,10 +50,10 @@ def _gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """Dequantise the whole weight, then multiply: what CUDA does above 1536 tokens.
+    """Dequantise the whole weight, then multiply, as CUDA does above 1536 tokens.
 
-    Below, some GPUs and shapes have a fused kernel. Memory is not underestimated, and a training step's peak is the
-    same: its backward pass dequantises the weight in any case.
+    Below, some GPUs and shapes have a fused kernel. This does not underestimate memory, and a training step's peak is
+    the same: its backward pass dequantises the weight in any case.
     """
     ops = torch.ops.bitsandbytes
     if absmax_8bit is not None:
@@ -62,7 +64,7 @@ def _gemm_4bit(
 
 
 def _int8_vectorwise_quant(values: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows in 8 bits, their scales, and the columns with outliers, which are zeroed."""
+    """Return rows in 8 bits, their scales, and the columns with outliers, which are zeroed."""
     with torch._C._AutoDispatchBelowAutograd():
         rows, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(values, 0.0)
     if threshold == 0.0:
@@ -100,7 +102,7 @@ def _int8_mm_dequant(
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The kernel writes float16 and adds a float16 bias; all else follows it."""
+    """Return float16 products with a float16 bias, as the kernel does, then add and cast for other types."""
     with torch._C._AutoDispatchBelowAutograd():
         outputs = torch.ops.bitsandbytes.int8_mm_dequant(
             products, row_scales, column_scales, dtype=torch.float16
@@ -119,7 +121,7 @@ def _int8_mixed_scaled_mm(
     outlier_columns: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """8-bit product of all columns, and a 16-bit one of those with outliers added to it."""
+    """Multiply all columns in 8 bits, and add a 16-bit product of those with outliers."""
     ops = torch.ops.bitsandbytes
     if outlier_columns is None or outlier_columns.numel() == 0:
         product = ops.int8_scaled_mm(rows, weight, row_scales, weight_scales, bias=bias, dtype=inputs.dtype)

@@ -1,4 +1,4 @@
-"""What CUDA refuses of one call, by the devices and types of its tensors and the GPU."""
+"""Calls that CUDA refuses because of the devices and types of their tensors, or because of the GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class CudaChecks:
     """The checks of one kind of GPU; calls that pass one pass all equal ones.
 
     Args:
-        device_type: of the virtual device.
-        compute_capability: of the GPU.
+        device_type: type of the virtual device.
+        compute_capability: that of the GPU.
     """
 
     device_type: str

@@ -1,9 +1,9 @@
-"""Which devices the tensors of one call may lie on: CUDA's own rules, in its own words.
+"""Devices that the tensors of one call may be on: CUDA's own rules and error messages.
 
-A kernel of CUDA is called through a wrapper that torch generates from ``native_functions.yaml``. Unless an operator
-says ``device_check: NoCheck`` there, all its tensors have to be on one device, numbers without dimensions too. Those
-that say it look themselves: ``index`` takes indices from the host, ``_foreach_*`` goes tensor by tensor, ``copy_``
-takes anything, and what is left takes a number from the host, which fake tensors know.
+torch calls a kernel of CUDA through a wrapper that it generates from ``native_functions.yaml``. Unless an operator
+says ``device_check: NoCheck`` there, all its tensors have to be on one device, 0-dimensional ones too. Those
+that do say it check by themselves: ``index`` takes indices from the host, ``_foreach_*`` goes tensor by tensor,
+``copy_`` takes anything, and the others take a 0-dimensional tensor from the host, which fake tensors know.
 
 Source: torchgen/dest/register_dispatch_key.py; aten/src/ATen/core/op_registration/adaption.cpp and
 native/TensorAdvancedIndexing.cpp.
@@ -31,7 +31,7 @@ _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 
 
 def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """See that CUDA takes a call whose tensors lie on two devices.
+    """Check that CUDA accepts a call whose tensors are on two devices.
 
     Args:
         func: the operator, one of torch's own.
@@ -56,7 +56,7 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def check_generator(generator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """See that random numbers are drawn where the result will be.
+    """Check that random numbers are drawn on the device of the result.
 
     Raises:
         RuntimeError: as torch does.
@@ -81,7 +81,7 @@ def _check_indices(indexed: Tensor, indices: Sequence[Tensor | None]) -> None:
 
 
 def _check_each(values: list[Any]) -> None:
-    """As the slow path of ``_foreach_*`` does: one operator for each place of the lists."""
+    """Check as the slow path of ``_foreach_*`` does: one operator for each position of the lists."""
     lists = [value for value in values if isinstance(value, (list, tuple)) and list(tensors_in(value))]
     single = [value for value in values if isinstance(value, Tensor)]
     for group in zip_longest(*lists):
@@ -119,9 +119,9 @@ def _check_arguments(wrapper: str, arguments: list[tuple[str, Any]]) -> None:
 
 @functools.cache
 def _checking_wrappers() -> dict[str, str]:
-    """Operators whose kernels for CUDA have their devices checked, and the names of the functions that do it.
+    """Return the operators whose CUDA wrappers check devices, and the names of those wrappers.
 
-    Read when a call has tensors on two devices, which programs rarely do.
+    The file is read only when a call has tensors on two devices, which is rare.
     """
     found: dict[str, str] = {}
     folder = importlib.resources.files("torchgen") / "packaged" / "ATen" / "native"

@@ -1,7 +1,7 @@
-"""Which types the tensors of one call may have, and which GPUs have a kernel for them: CUDA's own rules and words.
+"""Types that the tensors of one call may have, and the GPUs with a kernel for them: CUDA's own rules and messages.
 
-Fake tensors ask for shapes. Here is what makes programs that ran on a CPU, or on another GPU, stop: products of two
-types, types that a kernel was never compiled for, and kernels that begin with a later GPU.
+Fake tensors check shapes. This module checks what else stops programs that ran on a CPU, or on another GPU: products
+of two types, types that a kernel was never compiled for, and kernels that need a later GPU.
 
 Source: pytorch, aten/src/ATen/native/LinearAlgebra.cpp and Convolution.cpp; native/cuda/Blas.cpp, AmpKernels.cu,
 NLLLoss2d.cu, layer_norm_kernel.cu, ScaledBlas.cpp; native/transformers/cuda/flash_attn/flash_api.cpp and attention.cu.
@@ -36,17 +36,17 @@ _NO_PRODUCT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, to
 def check_dtypes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute_capability: Capability
 ) -> None:
-    """See that CUDA has a kernel for the types of a call, on this GPU.
+    """Check that CUDA has a kernel for the types of a call, on this GPU.
 
     Args:
         func: the operator.
         args: its arguments.
         kwargs: its keyword arguments.
-        compute_capability: of the GPU.
+        compute_capability: that of the GPU.
 
     Raises:
         RuntimeError: as CUDA does.
-        NotImplementedError: as well.
+        NotImplementedError: as CUDA does.
     """
     check = _CHECKS.get(func._opname)
     if check is not None:
@@ -58,7 +58,7 @@ def _not_implemented(kernel: str, dtype: torch.dtype) -> NotImplementedError:
 
 
 def _check_matrices(kernel: str, at: int) -> Check:
-    """Products of the two tensors at a place and after it; what stands before is added."""
+    """Return a check for products of the tensors at ``at`` and ``at + 1``; the one before, if any, is added."""
 
     def check(func: Any, args: Sequence[Any], kwargs: dict[str, Any], capability: Capability) -> None:
         first, second = args[at : at + 2]
@@ -152,7 +152,7 @@ def _check_fused(func: Any, args: Sequence[Any], kwargs: dict[str, Any], capabil
 
 
 def _check_arithmetic(func: Any, args: Sequence[Any], kwargs: dict[str, Any], capability: Capability) -> None:
-    """Numbers of eight bits are kept, copied and cast, not computed with."""
+    """Refuse arithmetic on float8: CUDA only stores, copies and casts such numbers."""
     for argument in args:
         if isinstance(argument, Tensor) and argument.dtype in _FLOAT8:
             raise _not_implemented(f"{func._opname.strip('_')}_cuda", argument.dtype)

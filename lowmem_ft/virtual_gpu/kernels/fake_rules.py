@@ -1,4 +1,4 @@
-"""Fake rules for operators of torch that come without one, or whose steps depend on the device being CUDA."""
+"""Fake rules for operators of torch that have none, or whose steps depend on the device being CUDA."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 aten = torch.ops.aten
 
 _IN_PLACE = ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr")
-"""Optimizer steps in one kernel: they write into their arguments and return nothing."""
+"""Optimizer steps in one kernel, which write into their arguments and return nothing."""
 
 _ONE_KERNEL = ("silu_backward",)
-"""Kernels of CUDA in whose place torch takes several, and memory between them, on a device it has no kernel for."""
+"""Kernels of CUDA that torch replaces by several, with memory between them, on a device without that kernel."""
 
 _library = torch.library.Library("aten", "IMPL")
 
 
 def register_fake_rules() -> None:
-    """Teach torch's meta device what it does not know, once in a process."""
+    """Register the missing rules with torch, once per process."""
     for name in _IN_PLACE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             _library.impl(name, _nothing, "Meta")
@@ -39,7 +39,7 @@ def _like_first(tensor: Tensor, *args: Any) -> Tensor:
 
 
 def _softmax(kernel: Any, tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """On CUDA the kernel itself turns float16 into float32; elsewhere, and for bfloat16, a copy is turned first.
+    """Cast as CUDA does: its kernel turns float16 into float32 itself; in other cases a cast copy comes first.
 
     Source: pytorch, aten/src/ATen/native/SoftMax.cpp.
     """

@@ -1,4 +1,4 @@
-"""What an operator costs before the hardware is known: its floating-point operations, or that it launches nothing."""
+"""Costs of an operator that do not depend on the hardware: its FLOPs, and whether it launches anything."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
-"""Positional arguments, keyword arguments and result of one operator to its floating-point operations."""
+"""Function from the positional arguments, keyword arguments and result of one call to its FLOPs."""
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Floating-point operations of the products in one call of an operator; 0 if it computes none.
+    """Return the floating-point operations of the products in one call of an operator; 0 if it computes none.
 
-    A multiply and an add are two. Causal attention counts the half that its kernels compute.
+    A multiply and an add are two. Causal attention counts only the half that its kernels compute.
 
     Args:
         func: operator overload, as a dispatch mode sees it.
@@ -33,7 +33,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 @functools.cache
 def is_free(func: Any) -> bool:
-    """Whether an operator launches no kernel: views, allocations without a value, questions about a tensor."""
+    """Return whether an operator launches no kernel: views, uninitialised allocations, queries of a tensor."""
     if func.is_view or func._schema.name in _FREE:
         return True
     returns_tensor = any("Tensor" in str(returned.type) for returned in func._schema.returns)
@@ -59,11 +59,11 @@ _FREE = frozenset(
 
 
 def _formula_of(func: Any) -> Formula | None:
-    """Ours, made for one call per operator of a trace; torch's counter knows the rarer ones (convolutions)."""
+    """Return our formula, looked up once per operator, or else torch's, which knows the rarer ones (convolutions)."""
     ours = _our_formula(func)
     if ours is not None:
         return ours
-    # Asked each time: a program may register one at any time.
+    # Not cached: a program may register one at any time.
     counted = flop_registry.get(func.overloadpacket)
     if counted is None:
         return None
@@ -81,7 +81,7 @@ def _our_formula(func: Any) -> Formula | None:
 
 
 def _product(position: int) -> Formula:
-    """Result times the inner dimension, which is the last one of the argument at ``position``."""
+    """Return the formula of result times the inner dimension, the last one of the argument at ``position``."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         return 2 * result.numel() * args[position].shape[-1]
@@ -90,7 +90,7 @@ def _product(position: int) -> Formula:
 
 
 def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Two matrices with offsets give one product a group, whose inner dimensions sum to the shared one."""
+    """Count grouped products: two matrices with offsets give one a group, inner dimensions sum to the shared one."""
     left, right = args[:2]
     if left.dim() == 2 and right.dim() == 2:
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
@@ -119,8 +119,8 @@ _PRODUCTS: dict[str, Formula] = {
     "bitsandbytes::gemv_4bit": _product(0),
 }
 
-# Products of queries, keys and values: 2 forward; 5 backward, which computes the scores again. The second number says
-# which dimension of the query counts tokens.
+# Products of queries, keys and values: 2 forward; 5 backward, which recomputes the scores. The second number is the
+# dimension of the query that counts tokens.
 _ATTENTION: dict[str, tuple[int, int]] = {
     "aten::_scaled_dot_product_flash_attention": (2, -2),
     "aten::_scaled_dot_product_efficient_attention": (2, -2),
@@ -140,7 +140,7 @@ _ATTENTION: dict[str, tuple[int, int]] = {
 def _attention(
     name: str, parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> int:
-    """Every query meets every key of its sequence; of packed sequences, whose lengths are values, the longest."""
+    """Count every query with every key of its sequence; in packed ones, whose lengths are values, with the longest."""
     products, token_dim = _ATTENTION[name]
     call = {**dict(zip(parameters, args, strict=False)), **kwargs}
     query, key = call["query"], call["key"]
@@ -158,6 +158,6 @@ def _attention(
 
 
 def _is_given(call: dict[str, Any], argument: str) -> bool:
-    """Whether an argument is a tensor with elements: absent offsets are None, or empty in a backward pass."""
+    """Return whether an argument is a tensor with elements: None and, in a backward pass, empty mean no offsets."""
     value = call.get(argument)
     return isinstance(value, torch.Tensor) and value.numel() > 0

@@ -1,13 +1,14 @@
-"""How many kernels an operator of torch launches on CUDA, where it is not one.
+"""Number of kernels that an operator of torch launches on CUDA, where it is not one.
 
-One rule for each operator, from the code that launches them; memsets are issued as kernels are, and count as such. Of
-lists each tensor takes a share of a launch, so that what more layers take is a sum; who counts rounds up. What is not
-here counts as one. Left out is what the hardware decides (products whose inner dimension cuBLAS cuts up, the
-memset before a reduction over several blocks) and what training of language models hardly calls (sorts, ``topk``).
+Each operator has one rule, taken from the code that launches its kernels; memsets are issued as kernels are, and count
+as such. With lists, each tensor takes a share of a launch, so that the launches of more layers add up; the caller
+rounds up. An operator without a rule here counts as one. Left out is what the hardware decides (products whose inner
+dimension cuBLAS splits, the memset before a reduction over several blocks) and what training of language models hardly
+calls (sorts, ``topk``).
 
 Sources: pytorch, under ``aten/src/ATen/native``, as it was around 2.13; the kernels of CUB's sort
 (``dispatch_radix_sort.cuh``) and the last ones of an embedding's gradient are counted from memory. No count has been
-held against a profile of a GPU.
+checked against a profile of a GPU.
 """
 
 from __future__ import annotations
@@ -21,28 +22,31 @@ import torch
 from torch import Tensor
 
 Rule = Callable[[dict[str, Any], Any], float]
-"""Arguments by name and result of a call to its launches."""
+"""Function from a call's arguments by name and its result to its number of launches."""
 
 _CHUNK_ELEMENTS = 65536
 _MOST_CHUNKS = 2240
 _MOST_TENSORS = (770, 448, 336, 252, 210)
 _MOST_TENSORS_WITH_SCALARS = (672, 448, 336, 252, 210)
-"""By the number of lists: ``cuda/MultiTensorApply.cuh``, as it is compiled with CUDA 13, which torch's wheels bring;
-before that a launch took a seventh of both."""
+"""Tensors that a launch takes, by the number of lists.
+
+Source: ``cuda/MultiTensorApply.cuh``, as compiled with CUDA 13, which torch's wheels use; before that, a launch took a
+seventh of both.
+"""
 
 _MOST_JOINED = 128
 _MOST_JOINED_WITH_STRIDES = 64
 _MOST_JOINED_DIMS = 4
-"""``cuda/Shape.cu``, ``cat_out_cuda``."""
+"""Limits of ``cat_out_cuda`` in ``cuda/Shape.cu``."""
 
 _FEW_TOKENS = 3072
-"""``cuda/Embedding.cu``: up to so many, a gradient is summed without sorting."""
+"""Tokens up to which a gradient is summed without sorting, in ``cuda/Embedding.cu``."""
 
 _SORTED_BY_ONE_BLOCK = 256 * 9
 
 
 def launches_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-    """How many kernels one call of an operator launches, before they are rounded up.
+    """Return the number of kernels that one call of an operator launches, before rounding up.
 
     Args:
         func: the operator, as a dispatch mode sees it.
@@ -75,7 +79,7 @@ def _always(launches: int) -> Rule:
 
 
 def _foreach(func: Any, call: dict[str, Any], result: Any) -> float:
-    """A launch takes so many tensors, and so many chunks of them; lists of several types go one by one."""
+    """Count launches by the tensors and the chunks that one takes; lists of several types are done one by one."""
     lists = _lists_in(func, call)
     first = lists[0]
     if not _is_fast(lists):
@@ -86,7 +90,7 @@ def _foreach(func: Any, call: dict[str, Any], result: Any) -> float:
 
 
 def _foreach_norm(call: dict[str, Any], result: Any) -> float:
-    """``cuda/ForeachReduceOp.cu``: two buffers of zeros, the chunks' norms, and those of the tensors."""
+    """Count ``cuda/ForeachReduceOp.cu``: two buffers of zeros, the chunks' norms, and those of the tensors."""
     tensors = call["self"]
     if not _is_fast([tensors]):
         return len(tensors)
@@ -94,7 +98,7 @@ def _foreach_norm(call: dict[str, Any], result: Any) -> float:
 
 
 def _fused_optimizer(func: Any, call: dict[str, Any], result: Any) -> float:
-    """All lists but the steps', which are counted up by one launch for so many scalars before."""
+    """Count all lists except the steps, which one launch increments first, for as many scalars."""
     lists = [
         each
         for argument in func._schema.arguments
@@ -106,9 +110,9 @@ def _fused_optimizer(func: Any, call: dict[str, Any], result: Any) -> float:
 def _multi_tensor_launches(
     tensors: Iterable[Tensor], depth: int, most_tensors: Sequence[int] = _MOST_TENSORS
 ) -> float:
-    """As ``multi_tensor_apply`` fills them: a launch ends where its chunks are used up, or its tensors.
+    """Count launches as ``multi_tensor_apply`` fills them: one ends when it is full of chunks, or of tensors.
 
-    A list of large tensors and of many small ones is counted by the sum of both, too high by a factor of two at most.
+    A list of large tensors and of many small ones counts as the sum of both, too high by a factor of two at most.
     """
     least = 1 / most_tensors[depth - 1]
     chunks = (-(-tensor.numel() // _CHUNK_ELEMENTS) for tensor in tensors if tensor.numel())
@@ -125,7 +129,7 @@ def _is_list_of_tensors(value: Any) -> TypeGuard[Sequence[Tensor]]:
 
 
 def _is_fast(lists: Sequence[Sequence[Tensor]]) -> bool:
-    """``ForeachUtils.h``, ``can_use_fast_route``: one type, and tensors of one place alike in shape and strides."""
+    """Follow ``can_use_fast_route`` of ``ForeachUtils.h``: one type, and equal shapes and strides at each position."""
     kind = (lists[0][0].dtype, lists[0][0].device)
     return all(
         (each.dtype, each.device) == kind and each.shape == one.shape and each.stride() == one.stride()
@@ -135,7 +139,7 @@ def _is_fast(lists: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _joined(call: dict[str, Any], result: Any) -> float:
-    """Of what is small enough to be told to a kernel in its arguments; else a copy each."""
+    """Count one launch for all tensors that fit into a kernel's arguments; else a copy each."""
     tensors = [tensor for tensor in call["tensors"] if tensor.numel()]
     if len(tensors) <= 1 or any(tensor.dtype != result.dtype for tensor in tensors):
         return len(tensors)
@@ -149,10 +153,10 @@ def _joined(call: dict[str, Any], result: Any) -> float:
 
 
 def _embedding_backward(call: dict[str, Any], result: Any) -> int:
-    """``cuda/Embedding.cu`` and ``EmbeddingBackwardKernel.cu``.
+    """Count ``cuda/Embedding.cu`` and ``EmbeddingBackwardKernel.cu``.
 
-    Of many tokens: numbers, a sort by all bits, segments (2), zeros, the segments' parts, the parts' offsets (2), their
-    number, their starts, sums, and the sums of these.
+    With many tokens: numbers, a sort by all bits, segments (2), zeros, the segments' parts, the parts' offsets (2),
+    their number, their starts, sums, and the sums of these.
     """
     indices = call["indices"]
     by_frequency = 4 if call.get("scale_grad_by_freq") else 0
@@ -162,7 +166,7 @@ def _embedding_backward(call: dict[str, Any], result: Any) -> int:
 
 
 def _index_put(call: dict[str, Any], result: Any) -> int:
-    """``cuda/Indexing.cu``, ``index_put_with_sort_kernel``, where what meets is added; else one kernel."""
+    """Count ``cuda/Indexing.cu``: ``index_put_with_sort_kernel`` if it accumulates; else one kernel."""
     target = call["self"]
     copies = 0 if result is target else 1
     if not call.get("accumulate"):
@@ -171,15 +175,15 @@ def _index_put(call: dict[str, Any], result: Any) -> int:
     num_indexed = math.prod(
         size for size, index in zip(target.shape, call["indices"], strict=False) if index is not None
     )
-    checks = 0 if call.get("unsafe") else 5  # least and largest, two comparisons, two assertions
+    checks = 0 if call.get("unsafe") else 5  # minimum and maximum, two comparisons, two assertions
     num_indices = max(index.numel() for index in indices)
-    # Wrapped and multiplied by the stride, each; sums of them; whole rows; numbers; the sort; the sums.
+    # For each index, wrapping and multiplying by the stride; their sums; whole rows; numbers; the sort; the sums.
     linear = len(indices) * (checks + 2) + len(indices) - 1
     return copies + linear + 3 + _sort_launches(num_indices, max(1, num_indexed).bit_length())
 
 
 def _sort_launches(num_elements: int, bits: int) -> int:
-    """``DeviceRadixSort`` of 8-byte keys and values: one block, or a histogram, its sums and a pass for 8 bits each.
+    """Count ``DeviceRadixSort`` of 8-byte keys and values: one block, or a histogram, its sums and a pass per 8 bits.
 
     Two memsets come before the histogram, and one before each pass.
     """
@@ -187,9 +191,9 @@ def _sort_launches(num_elements: int, bits: int) -> int:
 
 
 def _flash_backward(head_dim: int, call: dict[str, Any], result: Any) -> int:
-    """Products of gradients and results, all gradients, queries' from float32; sums of heads that share keys.
+    """Count products of gradients and results, all gradients, queries' from float32, sums of heads that share keys.
 
-    ``transformers/cuda/flash_attn``: ``flash_bwd_launch_template.h``, ``flash_api.cpp``.
+    Source: ``transformers/cuda/flash_attn``: ``flash_bwd_launch_template.h``, ``flash_api.cpp``.
     """
     shares_keys = call["query"].shape[head_dim] != call["key"].shape[head_dim]
     clears_sums = torch.are_deterministic_algorithms_enabled()
@@ -197,7 +201,7 @@ def _flash_backward(head_dim: int, call: dict[str, Any], result: Any) -> int:
 
 
 def _efficient_backward(call: dict[str, Any], result: Any) -> int:
-    """``transformers/cuda/attention_backward.cu``: in 16 bits one kernel does it all; else product, sum, copy first."""
+    """Count ``transformers/cuda/attention_backward.cu``: one kernel in 16 bits; else product, sum, copy first."""
     return 1 if call["query"].dtype in (torch.float16, torch.bfloat16) else 4
 
 
@@ -205,13 +209,13 @@ def _efficient_backward(call: dict[str, Any], result: Any) -> int:
 
 
 def _addmm(call: dict[str, Any], result: Any) -> int:
-    """``cuda/Blas.cpp``: a bias is added by the product itself; anything else is copied to the result before."""
+    """Count ``cuda/Blas.cpp``: the product itself adds a bias; anything else is first copied to the result."""
     bias = call["self"]
     return 1 if bias.dim() == 1 and bias.is_contiguous() and call.get("beta", 1) == 1 else 2
 
 
 def _scan(call: dict[str, Any], result: Any) -> int:
-    """``cuda/ScanUtils.cuh``: of a single row CUB's two kernels, else one for all."""
+    """Count ``cuda/ScanUtils.cuh``: CUB's two kernels for a single row, else one for all."""
     return 2 if call["self"].numel() == call["self"].shape[call["dim"]] else 1
 
 
@@ -227,7 +231,7 @@ _RULES: dict[str, Rule] = {
     "aten::_index_put_impl_": _index_put,
     "aten::native_layer_norm_backward": _always(2),  # cuda/layer_norm_kernel.cu: of the input, of the weights
     "aten::_fused_rms_norm_backward": _always(2),
-    # Zeros, or a copy of the first argument, and what is written into them.
+    # Zeros, or a copy of the first argument, then the values written into them.
     "aten::nll_loss_backward": _always(2),
     "aten::slice_backward": _always(2),
     "aten::select_backward": _always(2),

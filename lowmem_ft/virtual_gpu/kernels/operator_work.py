@@ -20,13 +20,13 @@ _COPIES = frozenset({aten._to_copy.default, aten.copy_.default})
 _READ_ROWS = frozenset(
     {aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.gather.default}
 )
-"""They read as much as they write, however large the table is."""
+"""Operators that read as many bytes as they write, however large the table is."""
 
 LEAST_HOST_COPY_BYTES = 2**20
-"""Copies within host memory count from here on: pieces of what waits there, and not the numbers of a batch."""
+"""Bytes from which a copy within host memory counts: weights and state stored there, not the numbers of a batch."""
 
 ADD_TO_WIDER = frozenset({aten.addmm.dtype, aten.addmm.dtype_out})
-"""Products whose first argument, to which they are added, has another type than what is multiplied."""
+"""Products whose first argument, to which they are added, has another type than the factors."""
 
 
 def work_of(
@@ -37,17 +37,17 @@ def work_of(
     *,
     device_type: str,
 ) -> Work | None:
-    """What an operator asks of the device, or None if it asks nothing.
+    """Return what an operator asks of the device, or None if it asks nothing.
 
     Args:
         func: the operator.
         args: its arguments.
         kwargs: its keyword arguments.
         result: what it returned.
-        device_type: the device.
+        device_type: type of the device.
 
     Returns:
-        An entry for the log, at its beginning and on stream 0; of what the host does by itself, large copies alone.
+        An entry for the log, at position 0 and on stream 0; for work of the host alone, only large copies.
     """
     if is_free(func):
         return None
@@ -95,7 +95,7 @@ def _bytes_moved(func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
         return 2 * written
     if (
         not results and func._schema.is_mutable
-    ):  # such as a fused optimizer: all but the gradients are written back
+    ):  # such as a fused optimizer: all except the gradients are written back
         written = sum(tensor.nbytes for tensor in inputs) * 3 // 4
     return written + sum(tensor.nbytes for tensor in inputs)
 

@@ -1,4 +1,4 @@
-"""The version of torch, where a rule of its CUDA kernels depends on it."""
+"""The version of torch, for rules of its CUDA kernels that depend on it."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ TORCH_VERSION: tuple[int, int] = (
     int(torch.__version__.split(".")[0]),
     int(torch.__version__.split(".")[1]),
 )
-"""Such as (2, 13)."""
+"""Major and minor version, such as (2, 13)."""

@@ -1,4 +1,4 @@
-"""What torch calls types and devices in its errors."""
+"""Names of types and devices in torch's errors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _NAMES = {
     torch.uint64: "UInt64",
     torch.bool: "Bool",
 }
-"""The others are called as in Python, with a capital."""
+"""Names that differ; other types are named as in Python, with a capital."""
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A type, such as ``Float``."""
+    """Return a type's name, such as ``Float``."""
     return _NAMES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
 
 
 def class_of(tensor: Tensor) -> str:
-    """What ``Tensor.type()`` says, such as ``torch.cuda.FloatTensor``; all but the host is ``cuda``."""
+    """Return ``Tensor.type()``, such as ``torch.cuda.FloatTensor``; every device except the host is ``cuda``."""
     return f"torch.{'' if tensor.is_cpu else 'cuda.'}{name_of(tensor.dtype)}Tensor"
 
 
 def device_of(tensor: Tensor) -> str:
-    """A tensor's device, such as ``cuda:0``."""
+    """Return the name of a tensor's device, such as ``cuda:0``."""
     return "cpu" if tensor.is_cpu else f"cuda:{tensor.device.index or 0}"

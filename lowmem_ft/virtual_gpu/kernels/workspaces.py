@@ -1,10 +1,10 @@
 """Memory that CUDA's kernels take for themselves: while they run, or from the first call to the end of the process.
 
-No tensor of the program stands for it, so a trace cannot see it: one rule for each operator, from the code that
-allocates it. Left out is what stays below 1 MiB in the training of language models: reductions, sorts of indices,
-gradients of norms' weights, and the split keys of flash attention where there are fewer blocks than multiprocessors.
-
-Shapes: B batch, H heads, T query tokens, S key tokens, D head size; of a matrix of embeddings V x E.
+No tensor of the program represents it, so a trace cannot see it: each operator has one rule, taken from the code that
+allocates the memory. Left out is what stays below 1 MiB in the training of language models: reductions, sorts of
+indices, gradients of norms' weights, and the split keys of flash attention where there are fewer blocks than
+multiprocessors.
+Shapes: B batch, H heads, T query tokens, S key tokens, D head size; V x E for a matrix of embeddings.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _KIB = 1024
 def workspace_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, gpu: Gpu
 ) -> tuple[int, ...]:
-    """Sizes of the buffers that an operator's CUDA kernel takes from torch's allocator and gives back on return.
+    """Return the sizes of the buffers that an operator's CUDA kernel takes from torch's allocator and then gives back.
 
     Args:
         func: the operator, such as ``torch.ops.aten.mm.default``.
         args: its arguments.
         kwargs: its keyword arguments.
         result: what it returned.
-        gpu: what it runs on.
+        gpu: the GPU it runs on.
 
     Returns:
-        One size in bytes for each buffer; they live together, and beside the result.
+        One size in bytes for each buffer; they are live together, and at the same time as the result.
     """
     cost = registered_cost(func)
     if cost is not None:
@@ -56,15 +56,15 @@ def workspace_bytes(
 
 
 def persistent_workspaces(func: Any, stream: int, gpu: Gpu) -> Iterator[tuple[object, int]]:
-    """The buffers that cuBLAS keeps from the first matrix product on: one for each thread and stream.
+    """Yield the buffers that cuBLAS keeps from the first matrix product on: one for each thread and stream.
 
     Autograd runs the backward pass in a thread of its own, whose products get a second buffer.
     Source: pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp (gemm_and_bias).
 
     Args:
         func: the operator.
-        stream: where it runs.
-        gpu: what it runs on.
+        stream: the stream it runs on.
+        gpu: the GPU it runs on.
 
     Yields:
         A key that tells buffers apart, and the bytes of the buffer.
@@ -78,11 +78,11 @@ def persistent_workspaces(func: Any, stream: int, gpu: Gpu) -> Iterator[tuple[ob
 
 
 CUBLAS_WORKSPACES_BYTES = ((2 * 4096 + 8 * 16) * _KIB, 32 * 1024 * _KIB)
-"""What torch gives cuBLAS to work in: until Ampere, and from Hopper on."""
+"""Bytes of the workspace that torch gives cuBLAS: until Ampere, and from Hopper on."""
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """What torch gives cuBLAS to work in: CUBLAS_WORKSPACE_CONFIG, or 32 MiB from Hopper on and 8.125 MiB before."""
+    """Return the bytes torch gives cuBLAS: CUBLAS_WORKSPACE_CONFIG, or 32 MiB from Hopper on and 8.125 MiB before."""
     configured = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if configured:
         return sum(int(size) * int(count) for size, count in configured) * _KIB
@@ -91,7 +91,7 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
 
 
 def cublaslt_workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """What torch gives cuBLASLt, which multiplies and adds a bias at once: CUBLASLT_WORKSPACE_SIZE in KiB, or 1 MiB."""
+    """Return the bytes torch gives cuBLASLt, which fuses a bias: CUBLASLT_WORKSPACE_SIZE in KiB, or 1 MiB."""
     wanted = int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", "1024")) * _KIB
     return min(wanted, cublas_workspace_bytes(compute_capability))
 
@@ -124,7 +124,7 @@ def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
 
 
 def _flash_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """The gradient of the queries is summed in float32, that of shared key heads head by head.
+    """Sum the gradient of the queries in float32, and that of shared key heads head by head.
 
     Source: pytorch, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd.
     """
@@ -137,9 +137,9 @@ def _flash_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int
 
 
 def _flash_varlen_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """As :func:`_flash_backward`, for T x H x D rows of documents end to end, each rounded up to 128 tokens.
+    """Take the buffers of :func:`_flash_backward` for packed documents, T x H x D, each rounded up to 128 tokens.
 
-    Source: as above, mha_varlen_bwd; without boundaries, B x T x H x D and mha_bwd.
+    Source: the same file, mha_varlen_bwd; without boundaries, B x T x H x D and mha_bwd.
     """
     query, boundaries = call["query"], call["cum_seq_q"]
     heads, size = query.shape[-2:]
@@ -158,7 +158,7 @@ def _flash_varlen_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Itera
 
 
 def _torch_varlen_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """The same kernel under another name.
+    """Take the buffers of the same kernel, which has another name here.
 
     Source: pytorch, torch/nn/attention/varlen.py.
     """
@@ -166,7 +166,7 @@ def _torch_varlen_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Itera
 
 
 def _cudnn_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """The workspace of cuDNN, as its graph of the backward pass lays it out.
+    """Take the workspace of cuDNN, as its graph of the backward pass lays it out.
 
     Source: cudnn-frontend, node/scaled_dot_product_flash_attention.h: softmax_sum, dQ_accum, dK and dV of all heads.
     """
@@ -177,7 +177,7 @@ def _cudnn_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int
 
 
 def _efficient_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """Row sums, and a workspace in which tiles of the gradients are summed in float32.
+    """Take row sums, and a workspace that sums tiles of the gradients in float32.
 
     Source: pytorch, aten/src/ATen/native/transformers/cuda/attention_backward.cu and
     mem_eff_attention/kernel_backward.h (``workspace_size``, ``kKernelComputesDelta``).
@@ -201,13 +201,13 @@ def _efficient_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator
     computes_row_sums = is_half and (in_registers or not (7, 0) <= gpu.compute_capability < (7, 5))
     products = 0 if computes_row_sums else call["grad_out_"].numel() * _FLOAT
     yield batch * heads * tokens * _FLOAT  # delta
-    yield max(workspace, products)  # the products are gone before the workspace comes
+    yield max(workspace, products)  # the products are freed before the workspace is allocated
 
 
 def _efficient_tile(
     dtype: torch.dtype, head_size: int, compute_capability: tuple[int, int]
 ) -> tuple[int, int, int]:
-    """Rows and columns of the tile, and the largest head size, of the first kernel whose tile fits shared memory.
+    """Return rows and columns of the tile, and the largest head size, of the first kernel that fits shared memory.
 
     Source: pytorch, mem_eff_attention/kernels/cutlassB.h.
     """
@@ -226,7 +226,7 @@ def _efficient_tile(
 
 
 def _expanded_key_heads(query_BHTD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor) -> Iterator[int]:
-    """Gradients of keys and values for every query head, where heads share them; summed at the end."""
+    """Take gradients of keys and values for every query head where heads share them; summed at the end."""
     heads = query_BHTD.size(1)
     for operand in (key_BHSD, value_BHSD):
         if operand.size(1) != heads:
@@ -244,7 +244,7 @@ def _flash_head_size(size: int) -> int:
 
 
 def _determinism_splits(batch_heads: int, gpu: Gpu) -> int:
-    """Deterministic sums go to separate buffers first."""
+    """Return into how many buffers deterministic sums go first."""
     if not torch.are_deterministic_algorithms_enabled():
         return 1
     return math.ceil(gpu.num_multiprocessors / batch_heads)
@@ -254,7 +254,7 @@ def _determinism_splits(batch_heads: int, gpu: Gpu) -> int:
 
 
 def _softmax(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """The kernels of softmax and log-softmax read rows end to end.
+    """Take contiguous copies, as the kernels of softmax and log-softmax read rows end to end.
 
     Source of this and the next two: pytorch, aten/src/ATen/native/cuda/SoftMax.cu.
     """
@@ -262,7 +262,7 @@ def _softmax(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
 
 
 def _softmax_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """The product of the gradient and the probabilities comes first, in a buffer as large as either."""
+    """Take the product of the gradient and the probabilities, in a buffer as large as either."""
     gradient, output = call["grad_output"], call["output"]
     yield gradient.numel() * max(gradient.element_size(), output.element_size())
     yield from _contiguous_copies(gradient, output)
@@ -272,17 +272,18 @@ def _log_softmax_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterat
     yield from _contiguous_copies(call["grad_output"], call["output"])
 
 
-# --- the rest ---------------------------------------------------------------------------------------------------------
+# --- other operators --------------------------------------------------------------------------------------------------
 
 _EMBEDDING_ROWS_WITHOUT_SORT = 3072
 _EMBEDDING_ROWS_A_THREAD = 10
 
 
 def _embedding_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """Beyond 3072 tokens the gradient is summed over sorted indices, by way of partial sums in float32.
+    """Beyond 3072 tokens, sum the gradient over sorted indices, through partial sums in float32.
 
     Source: pytorch, aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu. The sort itself takes as
-    much again as its keys and values: an upper bound.
+    much
+    again as its keys and values: an upper bound.
     """
     indices, grad_output = call["indices"], call["grad_output"]
     yield from _contiguous_copies(grad_output)
@@ -301,7 +302,7 @@ _FOREACH_CHUNK = 65536
 
 
 def _foreach_norm(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """A partial norm for each chunk, with room for the largest tensor's chunks in every row.
+    """Take a partial norm for each chunk, with room for the largest tensor's chunks in every row.
 
     Source: pytorch, aten/src/ATen/native/cuda/ForeachReduceOp.cu.
     """
@@ -311,7 +312,7 @@ def _foreach_norm(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
 
 
 def _index_put(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """Accumulation goes over sorted linear indices: the indices, sorted, their order, and the sort's own copies.
+    """Accumulate over sorted linear indices: the indices, sorted, their order, and the sort's own copies.
 
     Source: pytorch, aten/src/ATen/native/cuda/Indexing.cu, index_put_with_sort_kernel.
     """
@@ -321,7 +322,7 @@ def _index_put(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
 
 
 def _copy(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator[int]:
-    """A copy between host and device that changes the type or the layout goes by way of a contiguous copy.
+    """Take a contiguous copy where a copy between host and device changes the type or the layout.
 
     Source: pytorch, aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries.
     """
