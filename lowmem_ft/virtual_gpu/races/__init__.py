@@ -1,1 +1,1 @@
-"""Finds work on memory that no event, wait or synchronisation puts in order."""
+"""Detection of work on memory that no event, wait or synchronisation orders."""

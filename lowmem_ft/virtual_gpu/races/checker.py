@@ -1,8 +1,8 @@
-"""Holds every operator of a program on a virtual GPU against the order that its streams and events make.
+"""Checks every operator of a program on a virtual GPU against the order that its streams and events establish.
 
-What CUDA does with copies between the host and the device:
+CUDA treats copies between the host and the device as follows:
 
-- to or from pinned memory with ``non_blocking=True``, the stream reads and writes both sides, and the host goes on;
+- to or from pinned memory with ``non_blocking=True``, the stream reads and writes both sides, and the host continues;
 - from pageable memory, the host has read it when the call returns;
 - to pageable memory, and without ``non_blocking``, the host waits for the stream;
 - ``.to("cpu", non_blocking=True)`` makes pinned memory and does not wait.
@@ -48,10 +48,10 @@ class Call:
     """An operator that was called.
 
     Args:
-        name: of the operator.
-        stream: on which it runs; None: the host.
-        lines: of code that led to it, as :attr:`MemoryUse.places` has them.
-        gives_back: whether nobody may use the memory any more.
+        name: the operator's name.
+        stream: the stream on which it runs; None: the host.
+        lines: lines of code that led to it, as in :attr:`MemoryUse.places`.
+        gives_back: whether the memory must not be used any more.
     """
 
     name: str
@@ -69,13 +69,13 @@ class _Operand:
 
 
 class StreamChecker:
-    """Finds races; the recorder of a virtual GPU tells it of all that happens.
+    """Finds races, from all calls and allocations that the recorder of a virtual GPU reports.
 
     Args:
-        recorder: whose streams and allocations these are.
+        recorder: the recorder that numbers the streams and allocations.
 
     Attributes:
-        order: judges them.
+        order: the order of streams and events, which finds conflicts.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -86,7 +86,7 @@ class StreamChecker:
         self._last_sequence = 0
 
     def races(self) -> tuple[Race, ...]:
-        """What has been found, each pair of calls once."""
+        """Return the races found so far, each pair of calls once."""
         found: dict[tuple[Any, ...], Race] = {}
         for conflict in self.order.conflicts:
             first, second = conflict.first, conflict.second
@@ -97,28 +97,28 @@ class StreamChecker:
         return tuple(found.values())
 
     def allocated(self, index: int) -> None:
-        """The recorder has begun an allocation."""
+        """Note that the recorder has begun an allocation."""
         allocation = self._recorder.timeline.allocations[index]
         on_device = allocation.place == "device"
         self.order.allocated(index, allocation.size_bytes, allocation.stream if on_device else None)
 
     def freed(self, index: int) -> None:
-        """The recorder has ended an allocation; torch's allocators wait for copies, and nobody else does."""
+        """Note that the recorder has ended an allocation; torch's allocators wait for copies, and no others do."""
         if index in self._registered:
             self.gives_back(index, "free")
         self.order.freed(index)
 
     def registered(self, index: int) -> None:
-        """Host memory of the program's own is pinned."""
+        """Note that the program has pinned host memory of its own."""
         self._registered.add(index)
 
     def gives_back(self, index: int, how: str) -> None:
-        """Such memory is unregistered, or goes: no copy may be on its way."""
+        """Note that such memory is unregistered or freed, when no copy may be in flight."""
         self._registered.discard(index)
         self._host_writes(index, Call(how, None, _lines(), gives_back=True))
 
     def host_may_use(self, tensor: Tensor) -> None:
-        """The host gets a tensor of its own memory to read and write."""
+        """Note that the host gets a tensor in host memory to read and write."""
         index = self._recorder.index_of(tensor)
         if index is not None:
             self._host_writes(index, Call("use", None, _lines()))
@@ -128,7 +128,7 @@ class StreamChecker:
         self.order.access(index, None, span, writes=True, what=call)
 
     def buffer(self, index: int) -> None:
-        """A kernel's own buffer, which it fills."""
+        """Note a kernel's own buffer, which the kernel fills."""
         allocation = self._recorder.timeline.allocations[index]
         if allocation.place == "device" and allocation.size_bytes:
             call = Call("a kernel's own buffer", self._recorder.stream, _lines())
@@ -136,7 +136,7 @@ class StreamChecker:
             self.order.access(index, self._recorder.stream, span, writes=True, what=call)
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operator has been called."""
+        """Note a call of an operator."""
         stream = self._recorder.stream
         node = self._follow_autograd(stream)
         uses = uses_of(func)
@@ -150,7 +150,7 @@ class StreamChecker:
             self._copy(touched, func, args, kwargs, Call(name, stream, lines))
             return
         for operand in touched:
-            # The host reads numbers that it passes on to a kernel; CUDA's managed memory is read where it is.
+            # The host itself reads numbers that it passes to a kernel; kernels read CUDA's managed memory in place.
             is_of_host = not is_on_device or operand.place not in ("device", "managed")
             agent = None if is_of_host else stream
             call = Call(name, agent, lines)
@@ -159,7 +159,7 @@ class StreamChecker:
             self.order.wait_stream(stream, None)
 
     def host_reads(self, tensor: Tensor) -> None:
-        """The host asks for a tensor's values, and waits for the stream if they are on the device."""
+        """Let the host read a tensor's values, for which it waits for the stream if they are on the device."""
         span, index = span_of(tensor), self._recorder.index_of(tensor)
         stream = self._recorder.stream
         is_on_device = index is None or self._recorder.timeline.allocations[index].place == "device"
@@ -202,7 +202,7 @@ class StreamChecker:
                 yield _Operand(index, allocations[index].place, span, writes)
 
     def _follow_autograd(self, stream: int) -> str:
-        """The node whose backward runs; autograd lets it wait for the stream that its forward ran on."""
+        """Return the node whose backward runs; autograd lets it wait for the stream that its forward ran on."""
         now = torch.autograd._get_sequence_nr()
         if stream:
             self._stream_of_node.update(dict.fromkeys(range(self._last_sequence, now), stream))
@@ -250,7 +250,7 @@ def _is_passed_over(file: str) -> bool:
 
 
 def _lines() -> tuple[Line, ...]:
-    """The innermost line outside torch and the virtual GPU, the first of another file, the first of no library."""
+    """Return the innermost line outside torch and this package, one of another file, the first outside libraries."""
     frame: FrameType | None = sys._getframe(2)
     lines: list[Line] = []
     file = ""

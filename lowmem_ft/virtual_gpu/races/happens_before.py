@@ -1,9 +1,9 @@
-"""Which work of several streams comes before which, as events say and nothing else, and what touches memory unordered.
+"""Happens-before order of work on several streams, by events alone, and accesses to memory that it leaves unordered.
 
 CUDA promises an order inside a stream, through an event that one stream records and another (or the host) waits for,
-and from what the host has given to a stream to what it does there. Everything else is luck. A vector clock for each
-agent (a stream, or the host) knows of every other agent how much of its work is over; two accesses to the same bytes,
-one of them a write, whose order no clock knows are a race, whichever came first this time.
+and from what the host has given to a stream to what the stream does with it. Everything else is luck. The vector clock
+of each agent (a stream, or the host) holds how much of every other agent's work is over. Two accesses to the same
+bytes, one of them a write, are a race if no clock orders them, whichever came first this time.
 
 Source: FastTrack: Efficient and Precise Dynamic Race Detection, 2009 (PLDI), and its epochs.
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy
 
 HOST, COMPUTE = 0, 1
-"""The two agents that are always there: the host's thread, and the stream that computes."""
+"""The two agents that always exist: the host's thread, and the compute stream."""
 
 Clock = dict[int, int]
-"""By agent, how much of its work is over."""
+"""Epoch up to which each agent's work is over, by agent."""
 
 LARGEST_COMPARED = 2**26
 """Bytes, up to which tensors with gaps are compared byte by byte; larger ones whose extents overlap count as shared."""
@@ -27,13 +27,13 @@ LARGEST_COMPARED = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some bytes of a memory.
+    """A range of bytes of a memory.
 
     Args:
         start: first byte.
-        stop: the one after the last.
-        shape: of the tensor, if there are gaps between its elements; else empty.
-        strides: of the same, in bytes.
+        stop: the byte after the last.
+        shape: the tensor's shape, if there are gaps between its elements; else empty.
+        strides: its strides in bytes, likewise.
         itemsize: bytes of an element.
     """
 
@@ -44,13 +44,13 @@ class Span:
     itemsize: int = 1
 
     def covers(self, other: Span) -> bool:
-        """Whether all bytes of another are this one's, as far as is known: it is the same, or without gaps."""
+        """Return whether this certainly has all bytes of another span: it is equal, or has no gaps and encloses it."""
         if self.shape:
             return self == other
         return self.start <= other.start and other.stop <= self.stop
 
     def shares_bytes_with(self, other: Span) -> bool:
-        """Whether a byte lies in both."""
+        """Return whether a byte is in both."""
         if self.start >= other.stop or other.start >= self.stop:
             return False
         if not self.shape and not other.shape:
@@ -73,14 +73,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an agent did to some bytes of a memory.
+    """An agent's access to some bytes of a memory.
 
     Args:
-        agent: who.
-        epoch: when, by its own clock.
+        agent: the agent.
+        epoch: its time, by the agent's own clock.
         span: the bytes.
         writes: whether it changes them.
-        what: for people.
+        what: a description for people.
     """
 
     agent: int
@@ -92,12 +92,12 @@ class Access:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two accesses to the same bytes that nothing puts in order, one of them a write; or a free amid an access.
+    """Two unordered accesses to the same bytes, one of them a write; or a free during an access.
 
     Args:
-        first: what the program did first.
-        second: what it did then; None: the memory was freed.
-        memory: which one.
+        first: the access that the program made first.
+        second: the later access; None: the memory was freed.
+        memory: the memory of both.
     """
 
     first: Access
@@ -105,7 +105,7 @@ class Conflict:
     memory: Memory
 
     def __str__(self) -> str:
-        """The two, in words."""
+        """Return both accesses in words."""
         if self.second is None:
             return f"memory is freed while it is in use by {self.first.what}"
         return f"{self.second.what} does not wait for {self.first.what}"
@@ -113,11 +113,11 @@ class Conflict:
 
 @dataclass(eq=False)
 class Memory:
-    """Bytes that belong together, with the accesses that later ones have to come after.
+    """A block of memory, with the accesses that later ones have to come after.
 
     Args:
-        judge: whose epochs these are.
-        index: its number, where it has one.
+        judge: the clocks whose epochs the accesses use.
+        index: its number, if it has one.
         before: by agent, the last access to what may have been the same bytes, before an allocator gave them to this.
     """
 
@@ -125,17 +125,17 @@ class Memory:
     accesses: list[Access] = field(default_factory=list)
     index: int = -1
     is_watched: bool = False
-    """Whether somebody will say when it is freed."""
+    """True if its owner will report when it is freed."""
     before: Mapping[int, Access] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
-    """Agents that were held against ``before``."""
+    """Agents already checked against ``before``."""
 
 
 class HappensBefore:
-    """The clocks, and the judgement.
+    """The vector clocks of all agents, and the conflicts they reveal.
 
     Attributes:
-        conflicts: what was not ordered.
+        conflicts: the unordered accesses found so far.
     """
 
     def __init__(self) -> None:
@@ -145,31 +145,31 @@ class HappensBefore:
         self._seen_of_host = [0, 0]
 
     def new_agent(self) -> int:
-        """One more stream."""
+        """Add a stream and return its number."""
         self._clocks.append({len(self._clocks): 1})
         self._seen_of_host.append(-1)
         return len(self._clocks) - 1
 
     def record(self, agent: int) -> Clock:
-        """An event in a stream: whoever waits for it comes after all that the stream has been given so far."""
+        """Record an event in a stream: its waiters come after all that the stream has been given so far."""
         clock = self._launched(agent)
         snapshot = dict(clock)
         clock[agent] += 1
         return snapshot
 
     def wait(self, agent: int, event: Clock) -> None:
-        """Let what an agent does from now on come after an event."""
+        """Order an agent's further work after an event."""
         _join(self._launched(agent), event)
         if agent == HOST:
             self._host_version += 1
 
     def clock(self, agent: int) -> Clock:
-        """What an agent knows to be over, itself included."""
+        """Return how much of every agent's work this agent knows to be over, its own included."""
         return dict(self._launched(agent))
 
     def access(self, agent: int, memory: Memory, span: Span, *, writes: bool, what: object) -> None:
-        """Note an access, and every conflict of it with those before."""
-        if agent == HOST:  # what it has launched before does not come after this
+        """Note an access, and every conflict of it with earlier ones."""
+        if agent == HOST:  # work that it has launched before does not come after this
             self._clocks[HOST][HOST] += 1
             self._host_version += 1
         clock = self._launched(agent)
@@ -183,7 +183,7 @@ class HappensBefore:
             is_over = _knows(clock, old)
             if not is_over and (writes or old.writes) and span.shares_bytes_with(old.span):
                 self.conflicts.append(Conflict(old, new, memory))
-            # Who comes after this comes after the old one, too, and need not ask about it.
+            # An access ordered after the new one is ordered after the old one, too, and need not be checked against it.
             is_implied = is_over and (writes or (not old.writes and old.agent == agent))
             if not (is_implied and span.covers(old.span)):
                 kept.append(old)
@@ -191,7 +191,7 @@ class HappensBefore:
         memory.accesses = kept
 
     def free(self, memory: Memory, agent: int = COMPUTE) -> None:
-        """Memory goes back: the device's to its allocator, which hands it out again in the order of computing."""
+        """Free memory: device memory goes to its allocator, which reuses it in the order of the compute stream."""
         clock = self._launched(agent)
         self.conflicts += [
             Conflict(old, None, memory)
@@ -200,7 +200,7 @@ class HappensBefore:
         ]
 
     def _launched(self, agent: int) -> Clock:
-        """An agent's clock: what the host gives to a stream comes after what the host knows to be over."""
+        """Return an agent's clock: work launched on a stream comes after what the host knows to be over."""
         clock = self._clocks[agent]
         if agent != HOST and self._seen_of_host[agent] != self._host_version:
             self._seen_of_host[agent] = self._host_version

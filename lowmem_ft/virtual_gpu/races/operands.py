@@ -1,4 +1,4 @@
-"""Which of an operator's tensors it reads and writes, and which bytes of memory those are."""
+"""Tensors that an operator reads and writes, and the bytes of memory that they cover."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ aten = torch.ops.aten
 
 _COPIES = frozenset({aten.copy_.default, aten._to_copy.default})
 _OUTPUT_OF = {"all_gather_copy_in": 1}
-"""Operators whose schema does not say that they write an argument, and which; of a collective it is the first."""
+"""Operators that write an argument without saying so in their schema, and its position; 0 for collectives."""
 _READ_NO_VALUES = frozenset(
     {"new_empty", "new_full", "new_ones", "new_zeros", "zeros_like", "ones_like", "full_like", "rand_like"}
 )
 _WAIT = frozenset({"equal", "is_nonzero", "item", "nonzero", "masked_select", "_unique2", "unique_dim"})
-"""The host needs their result, or its size."""
+"""Operators whose result, or its size, the host needs."""
 
 
 @dataclass(frozen=True)
 class Uses:
-    """What an operator does with its arguments, by its schema.
+    """An operator's use of its arguments, by its schema.
 
     Args:
         touches: whether it reads or writes any memory: views and allocations do not.
@@ -46,7 +46,7 @@ class Uses:
 
 @functools.cache
 def uses_of(func: Any) -> Uses:
-    """By an operator's schema: what is aliased for writing is written, all else is read."""
+    """Derive an operator's uses from its schema: an argument aliased for writing is written, all others are read."""
     name = func._opname
     unsaid = 0 if func.namespace == "c10d" and name.endswith("_") else _OUTPUT_OF.get(name)
     pairs = [
@@ -66,9 +66,9 @@ def uses_of(func: Any) -> Uses:
 def operands(
     uses: Uses, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[tuple[Tensor, bool, bool]]:
-    """The tensors that a call touches: each, whether it is written, and whether it is a result.
+    """Yield the tensors that a call touches: each, whether it is written, and whether it is a result.
 
-    Results that an argument's memory holds are among them; whoever asks knows what is new.
+    Results in an argument's memory are included; the caller knows which memory is new.
     """
     for key, argument in (*enumerate(args), *kwargs.items()):
         writes = key in uses.written
@@ -80,7 +80,7 @@ def operands(
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or a result."""
+    """Yield the tensors in an argument or a result."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -89,7 +89,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def span_of(tensor: Tensor) -> Span | None:
-    """Where in its storage a tensor lies; None: it has no elements."""
+    """Return the bytes of its storage that a tensor covers; None if it has no elements."""
     numel, itemsize = tensor.numel(), tensor.element_size()
     if not numel:
         return None
