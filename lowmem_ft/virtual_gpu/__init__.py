@@ -1,6 +1,6 @@
 """A GPU that any PyTorch training function can run on, on a machine that has none.
 
-A library of its own: it knows nothing of recipes, techniques, optimizers or our training step.
+A library of its own: it does not depend on recipes, techniques, optimizers or our training step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualGPU", "register_operator_cost"]
 
-# An optimizer that states what its operators cost is no reason to load the tracer.
+# An optimizer that registers what its operators cost need not load the tracer.
 __getattr__ = lazy_exports(
     __name__, {"VirtualGPU": "gpu", "register_operator_cost": "recording.operator_costs"}
 )

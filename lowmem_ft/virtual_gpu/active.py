@@ -1,4 +1,4 @@
-"""The virtual GPU whose ``with`` block is running: there is one at a time in a process, as there is one ``cuda:0``."""
+"""The virtual GPU whose ``with`` block is running: a process has one at a time, as there is one ``cuda:0``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICE_TYPE = "vgpu"
 
 
 class ActiveGpu(Protocol):
-    """What the device, its streams and its kernels ask of a :class:`lowmem_ft.virtual_gpu.gpu.VirtualGPU`."""
+    """The part of :class:`lowmem_ft.virtual_gpu.gpu.VirtualGPU` that the device, its streams and its kernels use."""
 
     spec: Gpu
     recorder: Recorder
@@ -22,11 +22,11 @@ class ActiveGpu(Protocol):
     cap_bytes: int | None
 
     def outside_bytes(self) -> int:
-        """What a process holds beside what torch's allocator holds."""
+        """Return the device bytes that a process holds outside torch's allocator."""
         ...
 
     def say(self, choice: str) -> None:
-        """Note a decision that users should hear of."""
+        """Note a decision that users should see."""
         ...
 
 
@@ -34,19 +34,19 @@ _active: ActiveGpu | None = None
 
 
 def active_gpu() -> ActiveGpu:
-    """The virtual GPU whose ``with`` block is running."""
+    """Return the virtual GPU whose ``with`` block is running."""
     assert _active is not None, "the device vgpu has no memory outside `with VirtualGPU(...)`"
     return _active
 
 
 def active_gpu_or_none() -> ActiveGpu | None:
-    """The same; None outside of such blocks."""
+    """Return the virtual GPU whose ``with`` block is running; None outside of such blocks."""
     return _active
 
 
 @contextlib.contextmanager
 def activated(gpu: ActiveGpu | None) -> Iterator[None]:
-    """Let a virtual GPU be the one that is there, in a block; None: there is none."""
+    """Make a virtual GPU the active one in a block; with None, no GPU is active."""
     global _active
     before, _active = _active, gpu
     try:

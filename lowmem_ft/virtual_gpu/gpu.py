@@ -41,17 +41,17 @@ class VirtualGPU(VirtualMachine):
             train(model)  # any PyTorch training function
         print(gpu.report())
 
-    One at a time in a process. Attributes are those of :class:`VirtualMachine`.
+    A process can have one at a time. Attributes are those of :class:`VirtualMachine`.
 
     Args:
         gpu: name in the catalogue, or a :class:`Gpu` of your own.
         check_streams: whether to look for races: uses of the same memory by several streams, or by a stream and the
-            host, that no event, wait or synchronisation puts in order. The block ends with an error if there are any,
-            unless another one has ended it.
+            host, that no event, wait or synchronisation orders. The block raises an error at its end if there are any,
+            unless another error has ended it.
 
     Raises:
         UserError: if the catalogue has no such GPU.
-        RaceError: at the end of the block; :attr:`races` and the report have them all.
+        RaceError: at the end of the block; :attr:`races` and the report list all races.
     """
 
     def __init__(self, gpu: str | Gpu = "a100-80gb", *, check_streams: bool = False) -> None:
@@ -89,12 +89,12 @@ class VirtualGPU(VirtualMachine):
 
     @property
     def races(self) -> tuple[Race, ...]:
-        """What ``check_streams`` has found so far."""
+        """Races that ``check_streams`` has found so far."""
         checker = self.recorder.checker
         return () if checker is None else checker.races()
 
     def outside_bytes(self) -> int:
-        """What a process holds on this GPU beside what torch's allocator holds."""
+        """Return the device bytes that a process holds on this GPU outside torch's allocator."""
         return sum(self._outside().values())
 
     def _outside(self) -> dict[str, int]:
@@ -103,13 +103,14 @@ class VirtualGPU(VirtualMachine):
         )
 
     def report(self, *, tokens_per_step: int = 0) -> MemoryEstimate:
-        """What the programs that ran here need on this GPU.
+        """Estimate what the programs that ran here need on this GPU.
 
         Args:
-            tokens_per_step: of one optimizer step, for tokens per second.
+            tokens_per_step: tokens of one optimizer step, for tokens per second.
 
         Returns:
-            The estimate. Time is that of the last optimizer step; host memory beside the trace is not in it.
+            The estimate. Its time is that of the last optimizer step; it leaves out host memory that the trace does not
+            record.
         """
         estimate = estimate_on_gpu(
             self.trace(),
@@ -127,9 +128,9 @@ class VirtualGPU(VirtualMachine):
 
 
 def _call_it_cuda(error: BaseException | None) -> None:
-    """Let what torch's C++ has refused read as on CUDA; it names the device as tensors do.
+    """Replace the device's name in an error of torch's C++, so that it reads as on CUDA.
 
-    Not of operators that this device alone lacks.
+    Errors about operators that this device alone lacks stay as they are.
     """
     if type(error) is RuntimeError and error.args and isinstance(error.args[0], str):
         error.args = (error.args[0].replace(DEVICE_TYPE, "cuda"), *error.args[1:])

@@ -1,7 +1,7 @@
-"""Ctrl-C or SIGTERM in a backward pass that autograd runs in Python: raised in the middle, it may end the process.
+"""Delay of Ctrl-C and SIGTERM until a backward pass that runs in Python is over, as they might end the process.
 
-On a virtual device most of a backward pass is Python, called from C++ of which not all lets an exception through: the
-process would end by ``std::terminate``, without a word. So the signal waits for the end of the pass.
+On a virtual device most of a backward pass is Python that C++ calls, and not all of that C++ lets an exception
+through: the process would end by ``std::terminate``, without a message. So the signal waits for the end of the pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ASK_AGAIN_S = 0.02
 
 @contextlib.contextmanager
 def interrupts_wait_for_backward() -> Iterator[None]:
-    """Let whoever handles SIGINT and SIGTERM do so outside of backward passes, in a block of the main thread."""
+    """Run the handlers of SIGINT and SIGTERM outside of backward passes only, in a block of the main thread."""
     with _waits(signal.SIGINT), _waits(signal.SIGTERM):
         yield
 

@@ -1,4 +1,4 @@
-"""A machine without values: programs run on it, and what they take is written down."""
+"""A machine without values: it runs programs and records the memory and the work they need."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class VirtualMachine:
     """Runs any PyTorch program on fake tensors, and records its memory and its work.
 
-    As it is, the machine is this one without a GPU: fake tensors on ``cpu`` go through the CPU's own operators.
-    :class:`VirtualGPU` is one with a CUDA device.
+    By itself it models this machine without a GPU: fake tensors on ``cpu`` go through the CPU's own operators.
+    :class:`VirtualGPU` adds a CUDA device.
 
     Attributes:
-        device: where to put the model and the batches.
-        recorder: the timeline of memory.
+        device: the device to put the model and the batches on.
+        recorder: the recorder of the memory timeline.
         work: the log of kernels and copies.
-        choices: what was decided while tracing, in the order of its first mention.
-        trace_seconds: how long programs have run on it.
+        choices: decisions made while tracing, in the order of their first mention.
+        trace_seconds: seconds for which programs have run on it.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class VirtualMachine:
         assert self._entered_at is not None
         self.trace_seconds = time.perf_counter() - self._entered_at
         self._running.__exit__(*exception)
-        warn_if_untested()  # of what the program has imported meanwhile
+        warn_if_untested()  # for libraries that the program has imported meanwhile
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(collector_paused())
         stack.enter_context(interrupts_wait_for_backward())
-        # Autograd's own threads would not see the modes of this one.
+        # Autograd's own threads would not see this thread's modes.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(followed_thread())
         stack.enter_context(self._fake_mode)
@@ -123,14 +123,14 @@ class VirtualMachine:
         device: torch.device | None = None,
         new_parameter: Callable[[nn.Parameter], Tensor] | None = None,
     ) -> ModuleT:
-        """Put a model built on the meta device on this one, in place.
+        """Move a model built on the meta device to this machine, in place.
 
         Make the optimizer afterwards: it holds the parameters themselves.
 
         Args:
             model: any module.
-            device: the machine's device or the host beside it; None: the former.
-            new_parameter: makes what takes a parameter's place there; None: a tensor of its shape.
+            device: the machine's device or its host; None: the former.
+            new_parameter: makes the tensor that replaces a parameter; None: a tensor of its shape.
 
         Returns:
             The model.
@@ -141,7 +141,7 @@ class VirtualMachine:
         return model
 
     def warm_up_allocator(self, num_bytes: int) -> None:
-        """Take memory for all weights at once and give it back, as ``from_pretrained`` does on a GPU.
+        """Allocate memory for all weights at once and free it, as ``from_pretrained`` does on a GPU.
 
         The weights are then carved out of that one segment, which decides what is reserved.
         Source: transformers, ``modeling_utils.caching_allocator_warmup``.
@@ -151,43 +151,43 @@ class VirtualMachine:
                 self.recorder.let_go(self.recorder.hold(num_bytes, "temporary"))
 
     def say(self, choice: str) -> None:
-        """Note a decision that users should hear of, once; not those of a check at load, which no step repeats."""
+        """Note a decision for users once; leave out those of checks at load, which no step repeats."""
         is_check = self.attribution.phase == "load" and self.attribution.module != ""
         if choice not in self.choices and not is_check:
             self.choices.append(choice)
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Say that a block is one micro-batch, for the clock."""
+        """Mark a block as one micro-batch, for the clock."""
         self.work.mark(MICRO_BATCH_BEGIN)
         yield
         self.work.mark(MICRO_BATCH_END)
 
     def step_is_over(self) -> None:
-        """Say that nothing of the last optimizer step is left, so that it could begin anew."""
+        """Mark a point where nothing of the last optimizer step is left, so that a step could start here."""
         self.work.mark(BETWEEN_STEPS)
 
     def mark(self, tensor: Tensor, category: Category, *, of: nn.Parameter | None = None) -> None:
-        """Say what a tensor is for, where the machine cannot know, and to whose module it belongs."""
+        """Set a tensor's category and its module, where the machine cannot infer them."""
         owner = None if of is None else self.attribution.owner_of(of)
         self.recorder.mark(tensor, category, owner)
 
     def mark_shared(self, tensor: Tensor, category: Category) -> None:
-        """The same of memory that several modules use in turn."""
+        """Set the category of memory that several modules use in turn."""
         self.recorder.mark_shared(tensor, category)
 
     def take_host_memory(self, tensor: Tensor, category: Category) -> None:
-        """Say what a new tensor on the host is for, in memory that comes as it is asked for and stays."""
+        """Set the category of a new host tensor in memory that is allocated on demand and kept."""
         self.mark(tensor, category)
         self.recorder.stays(tensor)
 
     def mark_state(self, optimizer: Optimizer) -> None:
-        """Say that what an optimizer keeps of its parameters is its state."""
+        """Mark what an optimizer keeps for its parameters as optimizer state."""
         for parameter, tensor in state_tensors(optimizer):
             self.recorder.mark(tensor, "optimizer_state", self.attribution.owner_of(parameter))
 
     def mark_weights(self, model: nn.Module) -> None:
-        """Say that a model's parameters and what lies beside them are that, whoever has put both there."""
+        """Mark a model's parameters and their gradients as such, whoever has allocated them."""
         for parameter in model.parameters():
             owner = self.attribution.owner_of(parameter)
             self.recorder.mark(parameter, "parameter", owner)
@@ -195,10 +195,10 @@ class VirtualMachine:
                 self.recorder.mark(parameter.grad, "gradient", owner)
 
     def trace(self, model_name: str = "") -> Trace:
-        """What has been recorded so far.
+        """Return the trace recorded so far.
 
         Args:
-            model_name: what to call the model; empty: its class.
+            model_name: name for the model; empty: its class.
         """
         return Trace(
             timeline=self.recorder.timeline,
@@ -214,11 +214,11 @@ class VirtualMachine:
         )
 
     def during(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
-        """Call everything in a block by one phase."""
+        """Attribute everything in a block to one phase."""
         return self.attribution.during(phase)
 
     def _read_values(self, tensor: Tensor) -> Tensor:
-        """Metrics may read what is not known; the forward of a module would go on by it."""
+        """Let metrics read unknown values, but not the forward of a module, which would compute with them."""
         _, is_in_forward = self.attribution.moment
         if is_in_forward and known_values(tensor) is None:
             raise depends_on_values("Tensor.numpy()")
@@ -226,7 +226,7 @@ class VirtualMachine:
         return read_values(tensor, 1 if _is_integer(tensor) else 0)
 
     def _list_values(self, tensor: Tensor) -> Tensor:
-        """One question, however many elements there are."""
+        """Answer with one question, however many elements there are."""
         self.recorder.orderings.host_reads(tensor)
         return read_values(tensor, 0 if known_values(tensor) is not None else self.recorder.ask(tensor.dtype))
 
@@ -234,10 +234,10 @@ class VirtualMachine:
         self.recorder.mark(tensor, "parameter", module)
 
     def _adopt(self, root: nn.Module) -> None:
-        """A model is here, placed or brought by its own means: all that it holds is a parameter or a buffer."""
+        """Take up a model, placed or loaded by its own means: mark all that it holds as parameters or buffers."""
         self._mark_parameters(root)
         sizes = {parameter: logical_numel(parameter) for parameter in root.parameters()}
-        if sum(sizes.values()) > self._num_parameters:  # not a part of the model, called by itself
+        if sum(sizes.values()) > self._num_parameters:  # not a part of the model that is called by itself
             self._model_name = type(root).__name__
             self._num_parameters = sum(sizes.values())
             self._num_trainable_parameters = sum(
