@@ -1,1 +1,1 @@
-"""Recording a program: its allocations, its work, and what each byte is for."""
+"""Recording of a program: its allocations, its work, and the purpose of each byte."""

@@ -1,8 +1,8 @@
-"""What a program is doing at the moment: which phase of training, in which module, and so what its memory is for.
+"""The program's current position: its phase of training and its module, and so the purpose of its memory.
 
-Phases need no help from the program: autograd says when a backward pass runs, hooks on all modules and optimizers say
-the rest. An operator of the backward pass belongs to the module whose forward made its autograd node: nodes carry the
-sequence number they were born with.
+The program need not help: autograd tells when a backward pass runs, and hooks on all modules and optimizers tell the
+rest. An operator of the backward pass belongs to the module whose forward made its autograd node: nodes carry the
+sequence number with which they were created.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ aten = torch.ops.aten
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 ProgramState = tuple[Phase, bool]
-"""Phase, and whether a module's forward is running: within a backward pass, that is recomputation."""
+"""Phase, and True if a module's forward is running, which within a backward pass is a recomputation."""
 
 
 class Attribution:
-    """Phase and module of each operator. Enter it around the program that is watched.
+    """Phase and module of each operator. Enter it around the program to watch.
 
     Args:
-        device_type: the device that is watched.
-        on_model: called with each model when it is first met.
+        device_type: type of the device to watch.
+        on_model: called with each model when it is first seen.
         on_part: called with each module that is put into a known model, and its qualified name.
         on_optimizer_step: called with the optimizer after each of its steps.
     """
@@ -64,7 +64,7 @@ class Attribution:
         self._module_by_sequence: dict[int, str] = {}
         self._last_sequence = 0
         self._roots: list[nn.Module] = []
-        # Not by id: a parameter that loading has replaced leaves its id to the next one.
+        # Not by id: a parameter that loading replaces leaves its id to the next one.
         self._names: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()
         self._owners: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._heads: set[str] = {""}
@@ -87,7 +87,7 @@ class Attribution:
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Call everything in a block by one phase, such as ``load`` or ``evaluation``."""
+        """Attribute everything in a block to one phase, such as ``load`` or ``evaluation``."""
         before, self._fixed = self._fixed, phase
         self.phase = phase
         try:
@@ -97,7 +97,7 @@ class Attribution:
 
     @contextlib.contextmanager
     def within(self, module: nn.Module) -> Iterator[None]:
-        """Take everything in a block for a module's, though its forward does not run."""
+        """Attribute everything in a block to a module, though its forward does not run."""
         self._stack.append(self._names.get(module, ""))
         try:
             yield
@@ -105,7 +105,7 @@ class Attribution:
             self._stack.pop()
 
     def name_modules(self, root: nn.Module) -> None:
-        """Learn the qualified names of a model's modules, and whose each parameter is."""
+        """Learn the qualified names of a model's modules, and the owner of each parameter."""
         if not any(known is root for known in self._roots):
             self._roots.append(root)
         for name, module in root.named_modules():
@@ -119,26 +119,26 @@ class Attribution:
         self._on_model(root)
 
     def takes_for_outermost(self, wrapper: nn.Module) -> None:
-        """Call what wraps a known model by its name, so that the names within stay."""
+        """Give a wrapper of a known model the model's name, so that the names within stay."""
         self._names[wrapper] = ""
 
     @property
     def moment(self) -> ProgramState:
-        """When a storage is born or dies, as far as its category depends on it."""
+        """The current moment, as far as a storage's category depends on when it is created or freed."""
         return self.phase, bool(self._stack)
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether autograd runs: a forward within it is a recomputation."""
+        """True if autograd runs a backward pass: a forward within it is a recomputation."""
         return torch._C._current_graph_task_id() != -1
 
     @property
     def inherits_module(self) -> bool:
-        """Whether results belong to the module of what they are made from, as in an optimizer's step."""
+        """True if results belong to the module of their inputs, as in an optimizer's step."""
         return self.phase in ("optimizer_step", "load", "save")
 
     def operator_begins(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Find out where the program is; called before each operator."""
+        """Update phase and module; called before each operator."""
         self.is_accumulating_gradient = False
         self.module = self._stack[-1] if self._stack else ""
         if self.is_in_backward:
@@ -157,11 +157,11 @@ class Attribution:
         self._learn_sequence()
 
     def comes_from_host(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether an operator copies a tensor from the host to the device."""
+        """Return whether an operator copies a tensor from the host to the device."""
         return func is aten._to_copy.default and self._device_type != "cpu" and args[0].device.type == "cpu"
 
     def category_at_birth(self, func: Any, args: tuple[Any, ...]) -> Category:
-        """What a new storage is for, as far as can be said yet."""
+        """Return the category of a new storage, as far as it is known yet."""
         if self.is_accumulating_gradient:
             return "gradient"
         if self.phase in ("optimizer_step", "save", "load"):
@@ -175,7 +175,7 @@ class Attribution:
         return "activation"
 
     def category_at_death(self, category: Category, birth: ProgramState) -> Category:
-        """What a storage was for after all: one that goes before the backward pass comes to it was kept for nobody."""
+        """Return the final category of a storage: one freed before the backward pass reaches it is temporary."""
         if category != "activation":
             return category
         phase, in_forward = birth
@@ -183,14 +183,14 @@ class Attribution:
         return "activation" if is_kept else "temporary"
 
     def owner_of(self, parameter: Tensor) -> str:
-        """Name of the module that holds a parameter; empty if no module does."""
+        """Return the name of the module that holds a parameter; empty if no module does."""
         if parameter not in self._owners:
             for root in self._roots:
                 self.name_modules(root)
         return self._owners.setdefault(parameter, "")
 
     def _learn_sequence(self) -> None:
-        """The autograd nodes made since the last operator are of the module that is running."""
+        """Attribute the autograd nodes made since the last operator to the running module."""
         now = torch.autograd._get_sequence_nr()
         for number in range(self._last_sequence, now):
             self._module_by_sequence[number] = self.module
@@ -220,14 +220,14 @@ class Attribution:
         self._stack.pop()
 
     def _after_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Adapters, for instance, join a model part by part."""
+        """Report modules that join a known model part by part, as adapters do."""
         parent_name = self._names.get(parent)
         if parent_name is not None and child is not None:
             self._on_part(child, f"{parent_name}.{name}" if parent_name else name)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._num_steps_running += 1
-        first = len(args) > 1 and args[1]  # behind the optimizer itself
+        first = len(args) > 1 and args[1]  # after the optimizer itself
         if callable(first):
             return (args[0], self._outside_step(first), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
@@ -235,7 +235,7 @@ class Attribution:
         return None
 
     def _outside_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """What an optimizer calls for the loss: a forward and a backward pass like any other. Lightning steps so."""
+        """Count the closure that computes the loss outside the step: a forward and a backward. Lightning has one."""
 
         @functools.wraps(closure)
         def call() -> Any:

@@ -1,4 +1,4 @@
-"""What calls of operators cost: looked up once for all that are alike."""
+"""Costs of operator calls, looked up once for all equal calls."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from lowmem_ft.virtual_gpu.recording.fake_results import SeenCall
 from lowmem_ft.virtual_gpu.recording.work import Work
 
 WorkspaceRule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
-"""Operator, arguments, keyword arguments and result to the sizes of the buffers its kernel takes for itself, after
-those of its result."""
+"""Function from operator, arguments, keyword arguments and result to sizes in bytes of the kernel's own buffers.
+
+The kernel takes them after those of its result.
+"""
 Workspaces = Callable[[Any, int], Iterator[tuple[object, int]]]
-"""Operator and stream to the buffers that a library keeps from its first call on: a key and a size each."""
+"""Function from operator and stream to the buffers, each a key and a size, that a library keeps from then on."""
 
 
 @dataclass(slots=True)
 class CallCost:
-    """What a call takes on the device.
+    """Device memory and work of a call.
 
     Args:
         workspaces: the bytes of its kernel's own buffers.
         has_library: whether it calls a library that keeps buffers.
-        work: its work, at no place yet; None: none.
+        work: its work, without a position yet; None if it has no work.
     """
 
     workspaces: tuple[int, ...]
@@ -38,9 +40,9 @@ class CallCosts:
     """Costs of calls on one device.
 
     Args:
-        device_type: the device.
+        device_type: type of the device.
         rule: buffers of kernels; None for devices without such rules.
-        libraries: buffers of libraries; None as well.
+        libraries: buffers of libraries; None likewise.
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class CallCosts:
         seen: SeenCall | None,
         stream: int,
     ) -> CallCost:
-        """What an operator takes beside its results, and its work, which alike calls have in common."""
-        if len(flop_registry) != self._num_formulas:  # a program may register one at any time
+        """Return an operator's work and the buffers it takes in addition to its results, which equal calls share."""
+        if len(flop_registry) != self._num_formulas:  # a program may register a formula at any time
             self._num_formulas = len(flop_registry)
             self._costs.clear()
         cost = self._costs.get(seen) if seen is not None else None
@@ -77,7 +79,7 @@ class CallCosts:
         return cost
 
     def first_taken(self, func: Any, stream: int) -> Iterator[int]:
-        """The sizes of the buffers that a library takes with this call and keeps."""
+        """Yield the sizes of the buffers that a library takes with this call and keeps."""
         if self._libraries is None:
             return
         for key, size in self._libraries(func, stream):

@@ -1,4 +1,4 @@
-"""Where a program is: the line of its own code that runs, and the line of a library that it has called."""
+"""The program's position in code: the running line of its own code, and the line of a library that it has called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CodePlace:
     Args:
         file: its path.
         line: its number.
-        function: the function that it is in; ``<module>`` outside any.
+        function: the function it is in; ``<module>`` outside any.
     """
 
     file: str
@@ -23,18 +23,18 @@ class CodePlace:
     function: str
 
     def __str__(self) -> str:
-        """For people: files of packages without the folder of all packages, others as seen from here."""
+        """Return it for people: files of packages without the packages' folder, others relative to the working one."""
         within = "" if self.function == "<module>" else f" in {self.function}"
         return f"{shown_file(self.file)}:{self.line}{within}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """What runs at a moment.
+    """Lines of code that run at a moment.
 
     Args:
-        own: the innermost line of the program's own code; None: none is running.
-        library: the innermost line of all, if that is a library's.
+        own: the innermost line of the program's own code; None if none is running.
+        library: the innermost line of all, if it is a library's.
     """
 
     own: CodePlace | None
@@ -42,11 +42,11 @@ class Running:
 
 
 class PeakPlace:
-    """Remembers what ran when the most memory of a recorder's device was in use.
+    """Remembers the lines that ran when a recorder's device used the most memory.
 
     Args:
-        recorder: of a machine; it is told of each new peak from now on.
-        script: a file whose code counts as the program's own, wherever it lies.
+        recorder: a machine's recorder, which reports each new peak from now on.
+        script: a file whose code counts as the program's own, wherever it is.
     """
 
     def __init__(self, recorder: Recorder, script: str) -> None:

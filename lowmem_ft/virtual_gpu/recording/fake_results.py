@@ -1,14 +1,14 @@
-"""What operators return on fake tensors, made here where torch's fake mode has shown how.
+"""Results of operators on fake tensors, made here once torch's fake mode has shown how.
 
 ``FakeTensorMode`` needs a tenth of a millisecond for an operator, most of it to find out that it has seen the call
-before. Here a view is made by its own kernel, without values. Everything else is asked of torch once for each *call*:
-the operator, the shapes, strides, types and devices of its tensors, and all other arguments. From then on its results
-are made as they were then.
+before. Here a view's own kernel makes it, without values. For everything else this module asks torch once for each
+*call*: the operator, the shapes, strides, types and devices of its tensors, and all other arguments. From then on it
+makes the call's results in the same way.
 
-Torch is asked each time where a call does not decide its results: where values or their number do, where an argument
-changes its shape or gives its storage away, for tensors of other classes or with values of torch's own, for arguments
-that are no plain values, and for operators from elsewhere, unless their author has said what counts
-(``operator_costs.py``).
+It asks torch each time for calls that do not determine their results: where these depend on values or their number,
+where an argument changes its shape or gives its storage away, for tensors of other classes or with values of torch's
+own, for arguments that are not plain values, and for operators from elsewhere, unless their author has declared the
+arguments that matter (``operator_costs.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
 aten = torch.ops.aten
 
 MOST_CALLS = 2**16
-"""So many are remembered in a process, a few hundred bytes each; then it begins anew."""
+"""Calls that a process remembers, a few hundred bytes each; at this number it forgets all and starts again."""
 
 _META = torch.device("meta")
 _PLAIN = frozenset(
@@ -49,7 +49,7 @@ _dispatch_keys: Callable[[Tensor], Any] = torch._C._dispatch_keys
 
 
 class SeenCall:
-    """A call whose results are known; there is one for all that are alike, so that more can be remembered by it."""
+    """A call with known results; equal calls share one object, which can therefore serve as a key for more."""
 
     __slots__ = ("is_sequence", "makers")
 
@@ -59,15 +59,18 @@ class SeenCall:
 
 
 Check = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-"""Operator, arguments and keyword arguments."""
+"""Function of operator, arguments and keyword arguments that raises where the device would."""
 
 _Maker = tuple[Any, ...]
-"""How to make one result: ``("argument", position)``, ``("keyword", name)``, ``("constant", value)`` or
-``("fresh", shape, stride, dtype, device)``."""
+"""Recipe of one result.
+
+One of ``("argument", position)``, ``("keyword", name)``, ``("constant", value)`` and
+``("fresh", shape, stride, dtype, device)``.
+"""
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors of arguments, lists within them included."""
+    """Yield the tensors of arguments, those within lists included."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, Tensor):
             yield value
@@ -80,8 +83,9 @@ class FakeResults:
 
     Args:
         mode: makes the results that are not known yet.
-        device_type: the device of the machine: machines with another make other results of the same call.
-        check: raises where the device would refuse a call, by what decides its results; equal ones refuse the same.
+        device_type: type of the machine's device: for another one, the same call has other results.
+        check: raises where the device would refuse a call, judging by what decides its results; equal checks refuse the
+            same calls.
     """
 
     def __init__(self, mode: FakeTensorMode, device_type: str, check: Check | None = None) -> None:
@@ -97,7 +101,7 @@ class FakeResults:
         )
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SeenCall | None]:
-        """What an operator returns, and what tells alike calls; None where the results are to be looked at each time.
+        """Return an operator's result, and the object that equal calls share; None where torch is asked each time.
 
         Args:
             func: the operator, as a dispatch mode sees it.
@@ -135,7 +139,7 @@ class FakeResults:
         )
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As torch's mode runs it in the end: by the kernel for meta tensors, in whose place fake ones stand."""
+        """Make a view as torch's mode finally does: with the kernel for meta tensors, which the fake ones pose as."""
         mode, device = self._mode, args[0].fake_device
         with _WithoutDispatch(), _KeepingKeys():
             mode.in_kernel_invocation = True
@@ -160,7 +164,7 @@ class FakeResults:
         return kwargs[maker[1]] if how == "keyword" else maker[1]
 
     def _fake(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        """``FakeTensor(mode, meta, device)``, with the attributes that it has given to the first."""
+        """Make ``FakeTensor(mode, meta, device)``, with the attributes that its constructor gave to the first one."""
         attributes = self._attributes.get(device)
         if attributes is None:
             self._attributes[device] = attributes = dict(vars(FakeTensor(self._mode, meta, device)))
@@ -199,7 +203,7 @@ class FakeResults:
     def _maker(
         self, item: Any, args: tuple[Any, ...], kwargs: dict[str, Any], storages: list[int]
     ) -> _Maker | None:
-        """How to make a result again; None if its arguments do not say. ``storages`` are taken; its own joins them."""
+        """Return how to make a result again; None if its arguments do not tell. Adds its storage to ``storages``."""
         if type(item) in (int, float, bool, type(None)):
             return "constant", item
         passed: list[_Maker] = [("argument", at) for at, value in enumerate(args) if value is item]
@@ -215,7 +219,7 @@ class FakeResults:
     def _key(
         self, operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...] | None:
-        """All that a call's results can depend on; None if it has arguments that nothing can be said of."""
+        """Return all that a call's results can depend on; None if an argument's influence is unknown."""
         key: list[Any] = [
             operator.name,
             torch.get_default_dtype(),
@@ -240,7 +244,7 @@ class FakeResults:
                 key += (value.shape, value.dtype, value.fake_device, _dispatch_keys(value).raw_repr())
                 key.append(value.stride() if value.layout is torch.strided else None)
             elif kind is float and is_pointwise:
-                key.append(float)  # which one it is decides values alone
+                key.append(float)  # its value only decides values
             elif kind in _PLAIN:
                 key.append(kind)  # 1, 1.0 and True are equal
                 key.append(value)
@@ -256,20 +260,20 @@ class FakeResults:
 
 _SEEN: dict[tuple[str, Check | None], dict[tuple[Any, ...], SeenCall]] = {}
 _NOT_DECIDED = SeenCall([], None)
-"""Torch is to be asked each time."""
+"""Marks a call for which torch has to be asked each time."""
 
 
 def _takes_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The check of a machine without a device of its own."""
+    """Accept every call, as on a machine without a device of its own."""
 
 
 class _Operator:
-    """What decides an operator's results."""
+    """The properties that decide how an operator's results are found."""
 
     __slots__ = ("as_view", "func", "irrelevant", "is_pointwise", "kind", "name")
 
     def __init__(self, func: Any) -> None:
-        self.func = func  # kept: operators are found by their id, as torch computes their hashes in Python
+        self.func = func  # kept: operators are found by id, as torch computes their hashes in Python
         self.kind: Literal["view", "by call", "other"] = _kind(func)
         self.as_view = SeenCall([], None)
         self.is_pointwise = self.kind == "by call" and torch.Tag.pointwise in func.tags
@@ -311,7 +315,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 def without_pinning(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any], bool]:
-    """An operator that asks for pinned memory as one that asks for any, and whether it did: fake tensors have none."""
+    """Return a call without its request for pinned memory, which fake tensors lack, and whether it made one."""
     if func is aten._pin_memory.default:
         if not args[0].is_cpu:
             raise RuntimeError(f"cannot pin '{class_of(args[0])}' only dense CPU tensors can be pinned")

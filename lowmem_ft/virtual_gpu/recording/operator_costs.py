@@ -1,7 +1,7 @@
-"""What operators of your own cost on a virtual GPU, where one operator runs several kernels.
+"""Costs on a virtual GPU of custom operators that run several kernels.
 
-A trace sees an operator once and counts its inputs and results. What lies between them only its author knows. The rest
-goes by torch's own registries: ``torch.library.register_fake`` gives the shape of the result, and
+A trace sees such an operator once and counts its inputs and results. Only its author knows what happens in between.
+The rest goes by torch's own registries: ``torch.library.register_fake`` gives the shape of the result, and
 ``torch.utils.flop_counter.register_flop_formula`` the floating-point operations.
 """
 
@@ -21,10 +21,10 @@ class OperatorCost:
     """Functions of an operator's own arguments.
 
     Args:
-        moved_bytes: read and written in device memory by all of its kernels together.
-        temporary_bytes: taken beside its results at the most, and given back when it returns.
+        moved_bytes: bytes that all of its kernels together read and write in device memory.
+        temporary_bytes: peak bytes that it takes in addition to its results, and gives back when it returns.
         launches: kernels that it runs one after the other.
-        irrelevant: arguments on which neither these nor the operator's fake rule depend; None: nobody has said.
+        irrelevant: arguments on which neither these nor the operator's fake rule depend; None: not declared.
     """
 
     moved_bytes: Callable[..., int]
@@ -44,7 +44,7 @@ def register_operator_cost(
     launches: Callable[..., int] | None = None,
     irrelevant: Collection[str] | None = None,
 ) -> None:
-    """Tell every virtual GPU of this process what an operator costs; a later call replaces an earlier one.
+    """Register an operator's cost with every virtual GPU of this process; a later call replaces an earlier one.
 
         register_operator_cost(
             torch.ops.mine.rotate.default,
@@ -56,14 +56,14 @@ def register_operator_cost(
     Args:
         operator: one overload of it.
         moved_bytes: called with the operator's arguments; bytes that its kernels read and write in device memory.
-        temporary_bytes: called likewise; bytes that it takes beside its results and gives back. None: it takes none.
-        launches: called likewise; how many kernels it runs, which the host issues one after the other. None: one.
+        temporary_bytes: called likewise; bytes that it takes in addition to its results and gives back. None: no bytes.
+        launches: called likewise; the number of kernels it runs, which the host issues one after the other. None: one.
         irrelevant: names of arguments, such as a seed, on which neither these functions nor the operator's fake rule
-            depend. Given, if only as ``()``, a trace does not call them again where all other arguments and the
-            shapes, strides, types and devices of the tensors are as before. None: it calls them each time.
+            depend. If given, even as ``()``, a trace does not call them again where all other arguments and the shapes,
+            strides, types and devices of the tensors are as before. None: it calls them each time.
 
     Raises:
-        UserError: if ``operator`` is no overload.
+        UserError: if ``operator`` is not an overload.
     """
     if not isinstance(operator, OpOverload):
         raise UserError(
@@ -79,7 +79,7 @@ def register_operator_cost(
 
 
 def registered_cost(operator: Any) -> OperatorCost | None:
-    """What :func:`register_operator_cost` was told of an operator."""
+    """Return the cost that :func:`register_operator_cost` has registered for an operator, if any."""
     return _COSTS.get(operator)
 
 

@@ -1,4 +1,4 @@
-"""The tensors that an optimizer keeps of its parameters, and whether a trace has seen all of them being made."""
+"""The tensors that an optimizer keeps for its parameters, and whether a trace has seen all of them being made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowmem_ft.virtual_gpu.recording.fake_results import tensors_in
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors in whose memory one lies: itself, or what a wrapper such as ``DTensor`` holds, however deep."""
+    """Yield the tensors whose memory one uses: itself, or those in a wrapper such as ``DTensor``, however deep."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -27,18 +27,18 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor]]:
-    """Each parameter of an optimizer with each tensor that it keeps of it, those in lists and dicts included."""
+    """Yield each parameter of an optimizer with each tensor kept for it, those in lists and dicts included."""
     for parameter, state in optimizer.state.items():
         for tensor in tensors_in((state,)):
             yield parameter, tensor
 
 
 def check_state(optimizer: Optimizer, booked_bytes: Callable[[Tensor], int | None]) -> None:
-    """See to it that an optimizer which has just stepped keeps what the trace has booked.
+    """Check that the trace has booked all the state that an optimizer keeps after a step.
 
     Args:
-        optimizer: it has stepped, and its gradients are still there.
-        booked_bytes: of the storage of a tensor; None: the trace does not know it.
+        optimizer: it has stepped, and its gradients still exist.
+        booked_bytes: returns the bytes booked for a tensor's storage; None if the trace does not know it.
 
     Raises:
         LostMemoryError: if the trace has missed memory of its state, or the state itself.
@@ -67,7 +67,7 @@ _REPORT = "This is an error of lowmem_ft and not of your program: please report 
 
 
 def _always_keeps_state(optimizer: Optimizer) -> bool:
-    """Of torch's own, all but SGD, which does with momentum; of others nobody knows."""
+    """Return whether it is one of torch's own except SGD, which keeps state with momentum alone; others are unknown."""
     return type(optimizer).__module__.startswith(torch.optim.__name__) and not isinstance(optimizer, SGD)
 
 

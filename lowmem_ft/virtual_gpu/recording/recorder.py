@@ -1,8 +1,8 @@
-"""Sees every operator of a program and writes down what memory it takes and what work it is.
+"""Recorder of every operator of a program: the memory it takes, and its work.
 
-The recorder lies on top of ``FakeTensorMode``: every operator passes through it after autograd and autocast have had
-their say, as a kernel launch would. A storage is born with the operator that first returns it and dies with its last
-reference, exactly when the caching allocator would get it back.
+The recorder sits on top of ``FakeTensorMode``: every operator passes through it after autograd and autocast, as a
+kernel launch would. A storage is born with the operator that first returns it and dies with its last reference, exactly
+when the caching allocator would get it back.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lowmem_ft.virtual_gpu.values.questions import Questions, asking_line
 
 aten = torch.ops.aten
 
-# Looked up once: each dot takes time, and a trace asks for them with every operator.
+# Looked up once: each dot takes time, and a trace needs them with every operator.
 _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
 _IS_PINNED, _COPY_EACH = aten.is_pinned.default, aten._foreach_copy_.default
@@ -62,22 +62,22 @@ _USUAL_TYPES = frozenset({FakeTensor, Tensor, torch.nn.Parameter})
 
 
 class Recorder(TorchDispatchMode):
-    """A timeline of the storages on one device (and on the host beside it), and a log of the work.
+    """A timeline of the storages on one device (and on its host), and a log of the work.
 
     Args:
-        device_type: the device whose storages count as its own; ``cpu`` makes the host the device.
-        attribution: says what the program is doing.
-        questions: answers for values that are not known; None: nobody hears of them.
+        device_type: type of the device whose storages count as its own; ``cpu`` makes the host the device.
+        attribution: tells what the program is doing.
+        questions: answers for values that are not known; None: its choices are reported nowhere.
         results: runs operators.
-        fake_mode: that it lies on.
+        fake_mode: the fake mode below the recorder.
         workspace_rule: buffers of kernels; None for devices without such rules.
-        workspaces: buffers of libraries; None as well.
+        workspaces: buffers of libraries; None likewise.
         check_streams: whether to look for races.
 
     Attributes:
         is_closed: whether the trace has ended.
-        checker: finds them; None: nobody looks.
-        orderings: is told what waits for what.
+        checker: finds races; None: races are not looked for.
+        orderings: receives the program's waits and events.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Recorder(TorchDispatchMode):
         self.orderings = Orderings(self)
         self._host_copies = HostCopies(self, self._questions.say)
 
-    # --- what others tell the recorder -------------------------------------------------------------------------------
+    # --- information from outside ------------------------------------------------------------------------------------
 
     def mark(self, tensor: Tensor, category: Category, module: str | None = None) -> None:
-        """Say what the storage of a tensor is for, and for which module; of a wrapper, the storages within."""
+        """Set the category and the module of a tensor's storage; for a wrapper, those of the storages within."""
         for index in map(self.index_of, plain_tensors(tensor)):
             if index is None:
                 continue
@@ -135,13 +135,13 @@ class Recorder(TorchDispatchMode):
             self._births.pop(index, None)
 
     def mark_shared(self, tensor: Tensor, category: Category) -> None:
-        """Say that the storage of a tensor is used in turn: whoever's parameters lie in it, it is no module's own."""
+        """Mark a tensor's storage as used in turn: it is no single module's, whichever parameters it holds."""
         self.mark(tensor, category, "")
         if (index := self.index_of(tensor)) is not None:
             self._tenants.share(index)
 
     def mark_place(self, tensor: Tensor, place: Place) -> None:
-        """Say that the storage of a tensor lies elsewhere than its device tells, as paged memory does."""
+        """Record that a tensor's storage is elsewhere than its device tells, as paged memory is."""
         index = self._index_of.get(tensor.untyped_storage()._cdata)
         if index is not None and self.timeline.allocations[index].place != place:
             allocation = self.timeline.allocations[index]
@@ -150,9 +150,9 @@ class Recorder(TorchDispatchMode):
             allocation.place = place
 
     def pin(self, tensor: Tensor) -> None:
-        """Say that torch's own allocator has pinned a new tensor's memory: a power of two of bytes.
+        """Record that torch's own allocator has pinned a new tensor's memory: a power of two of bytes.
 
-        What it has once taken it keeps for the next that asks for as much; that is not shown.
+        That allocator keeps what it has once taken for the next request of that size; the timeline does not show it.
         Source: pytorch 2.13, aten/src/ATen/core/CachingHostAllocator.h, ``allocate``.
         """
         self.mark_place(tensor, "pinned")
@@ -161,35 +161,36 @@ class Recorder(TorchDispatchMode):
             return
         one = self.timeline.allocations[index]
         if one.size_bytes:
-            # Of no bytes, too, where it is a power of two: traces of other lengths are alike but for sizes.
+            # Padding of 0 bytes is recorded, too, where the size is a power of two: traces of other lengths then differ
+            # in sizes alone.
             whole_bytes = 1 << (one.size_bytes - 1).bit_length()
             padding = dataclasses.replace(one, size_bytes=whole_bytes - one.size_bytes)
             self._padding[index] = self._malloc(padding)
             self._goes_with(tensor.untyped_storage(), self._padding[index])
 
     def index_of(self, tensor: Tensor) -> int | None:
-        """The number of the allocation that a tensor lies in; None if it is unknown."""
+        """Return the number of the allocation that holds a tensor; None if it is unknown."""
         return self._index_of.get(tensor.untyped_storage()._cdata)
 
     def booked_bytes(self, tensor: Tensor) -> int | None:
-        """The size of the allocation that a tensor lies in; None if it is unknown."""
+        """Return the bytes of the allocation that holds a tensor; None if it is unknown."""
         index = self.index_of(tensor)
         return None if index is None else self.timeline.allocations[index].size_bytes
 
     def place_of(self, tensor: Tensor) -> Place | None:
-        """Where a tensor lies; None if it is unknown."""
+        """Return the place of a tensor's memory; None if it is unknown."""
         index = self.index_of(tensor)
         return None if index is None else self.timeline.allocations[index].place
 
     def module_of(self, tensor: Tensor) -> str | None:
-        """The module that the storage of a tensor belongs to; None if it is unknown."""
+        """Return the module that a tensor's storage belongs to; None if it is unknown."""
         index = next(map(self.index_of, plain_tensors(tensor)), None)
         if index is None:
             return None
         return self._tenants.of(index) or self.timeline.allocations[index].module
 
     def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
-        """Record memory that no tensor stands for; the index by which ``timeline.free`` ends it."""
+        """Record memory that no tensor represents, and return the index by which ``timeline.free`` ends it."""
         module = self.attribution.module if category == "temporary" else ""
         index = self._malloc(self._allocation(size_bytes, category, module, place))
         if self.checker is not None:
@@ -197,13 +198,13 @@ class Recorder(TorchDispatchMode):
         return index
 
     def let_go(self, index: int) -> None:
-        """End what :meth:`hold` began."""
+        """End an allocation that :meth:`hold` began."""
         self._free(index)
 
     def stays(self, tensor: Tensor) -> None:
-        """Count a new tensor's memory once for each round that the present one stands for, as long as it lives.
+        """Count a new tensor's memory once for each round that the current one represents, as long as it lives.
 
-        Pinned memory fills whole pages; what the tensor asked for is noted.
+        Pinned memory fills whole pages; the bytes that the tensor requested are noted.
         """
         storage, times = tensor.untyped_storage(), self.alike.times
         index = self._index_of.get(storage._cdata)
@@ -225,23 +226,23 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, _release, self._reference, key).atexit = False
 
     def ask(self, dtype: torch.dtype) -> float | int | bool:
-        """What stands for a value that nobody knows."""
+        """Return a stand-in for an unknown value."""
         _, is_in_forward = self.attribution.moment
         return self._questions.answer(dtype, is_in_forward=is_in_forward)
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
+        """Start a new peak from the live bytes."""
         self.peak_bytes = self.live_bytes
 
-    # --- what the recorder sees --------------------------------------------------------------------------------------
+    # --- operators and storages --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:  # more often asked than all the rest together
+        if func is _DEVICE:  # more frequent than all others together
             return args[0].device
         if not _USUAL_TYPES.issuperset(types) and any(map(_dispatches_itself, types)):
-            return NotImplemented  # what a DTensor or the like makes of it comes here operator by operator
+            return NotImplemented  # the operators that a DTensor or the like makes of it come here
         if self._fake_mode.is_asked_for_shapes:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
@@ -259,13 +260,13 @@ class Recorder(TorchDispatchMode):
         for index in self._host_copies.indices(func, args):
             self.__torch_dispatch__(_TO_COPY, types, (index,), {"device": args[0].device})
         if func is _COPY_EACH and len({tensor.device for tensor in (*args[0], *args[1])}) > 1:
-            # As CUDA does between devices: one copy after the other.
+            # CUDA does the same between devices: one copy after the other.
             for pair in zip(*args[:2], strict=True):
                 self.__torch_dispatch__(_COPY, types, (*pair, *args[2:]), kwargs)
             return None
         called = func
         if func is _SUM and is_in_place_unwatched(func, args, kwargs):
-            func = aten.add_.Tensor  # what would be called: the timeline and the work are those of a run
+            func = aten.add_.Tensor  # what would be called: timeline and work are those of a run
         self.attribution.operator_begins(func, args)
         self.alike.operator_begins()
         result, seen = self._run(called, args, kwargs)
@@ -300,10 +301,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SeenCall | None]:
-        """The operator's result on fake tensors, and which call it was.
+        """Return the operator's result on fake tensors, and which call it was.
 
         Raises:
-            ModelError: if it cannot have one.
+            ModelError: if there is no rule for its result.
             RuntimeError: where the device would refuse the call.
         """
         try:
@@ -364,7 +365,7 @@ class Recorder(TorchDispatchMode):
             self._log_resizing(allocation, storage.nbytes())
         self._bear(func, args, tensor, storage, position)
         if index is not None:
-            self._end(index)  # of a resized one
+            self._end(index)  # the resized one
 
     def _bear(
         self, func: Any, args: tuple[Any, ...], tensor: Tensor, storage: torch.UntypedStorage, position: int
@@ -386,7 +387,7 @@ class Recorder(TorchDispatchMode):
         return index
 
     def _count_as(self, first: Tensor, total: Tensor) -> None:
-        """Let a sum's storage stand for that of its first operand, counted or not."""
+        """Let a sum's storage replace that of its first operand, counted or not."""
         take_as_much(total, first)
         index = self._index_of.pop(first.untyped_storage()._cdata, None)
         if index is not None:
@@ -405,7 +406,7 @@ class Recorder(TorchDispatchMode):
             self._tenants.move_in(to, allocations[to], allocations[origin])
 
     def _module_of_source(self, args: tuple[Any, ...], position: int) -> str:
-        """The module of the tensor that a result was made from: in an optimizer's step, the parameter's."""
+        """Return the module of the tensor that a result was made from: in an optimizer's step, the parameter's."""
         for argument in args:
             source: Any = argument
             if isinstance(argument, (list, tuple)) and argument:
@@ -415,7 +416,7 @@ class Recorder(TorchDispatchMode):
         return ""
 
     def _share_module(self, args: tuple[Any, ...]) -> None:
-        """What a parameter is updated with, such as a gradient that has come from the host, belongs to its module."""
+        """Attribute what updates a parameter, such as a gradient that has come from the host, to its module."""
         tensors = list(tensors_in(args))
         module = next(filter(None, map(self.module_of, tensors)), "")
         for index in map(self.index_of, tensors):
@@ -423,7 +424,7 @@ class Recorder(TorchDispatchMode):
                 one.module = one.module or module
 
     def storage_is_resized(self, storage: torch.UntypedStorage) -> None:
-        """As on CUDA: new memory is taken, what both can hold is copied, and the old memory is free."""
+        """Resize as CUDA does: allocate new memory, copy as much as both can hold, and free the old memory."""
         index = self._index_of.get(storage._cdata)
         if index is None or self.timeline.allocations[index].size_bytes == storage.nbytes():
             return
@@ -436,7 +437,7 @@ class Recorder(TorchDispatchMode):
         self._end(index)
 
     def _log_resizing(self, before: Allocation, size: int) -> None:
-        """The copy within the device by which a storage gets another size."""
+        """Log the copy within the device by which a storage gets another size."""
         size_copied = min(before.size_bytes, size) if before.place == "device" else 0
         if size_copied:
             copy = Work("kernel", self.work.position, self.stream, "resize_", num_bytes=2 * size_copied)
@@ -444,12 +445,12 @@ class Recorder(TorchDispatchMode):
             self.work.add(copy)
 
     def close(self) -> None:
-        """Write nothing more: what is freed from now on lived to the end of the trace."""
+        """Stop recording: storages freed from now on have lived to the end of the trace."""
         self._index_of.clear()
         self.is_closed = True
 
     def storage_is_gone(self, key: int) -> None:
-        """End the allocation of a storage, if it was seen."""
+        """End the allocation of a storage, if the recorder has seen it."""
         self._watched.pop(key, None)
         index = self._index_of.pop(key, None)
         if index is not None:
@@ -496,12 +497,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _dispatches_itself(kind: type) -> bool:
-    """Whether tensors of a class run operators in their own way, on tensors within them: a ``DTensor`` does."""
+    """Return whether tensors of a class run operators in their own way, on tensors within them: a ``DTensor`` does."""
     return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def _release(recorder: weakref.ref[Recorder], key: int, storage: object = None) -> None:
-    """Called when a storage goes. With a strong reference, storages and recorder would keep each other for ever."""
+    """Run when a storage is freed. With a strong reference, storages and recorder would keep each other for ever."""
     alive = recorder()
     if alive is not None:
         alive.storage_is_gone(key)

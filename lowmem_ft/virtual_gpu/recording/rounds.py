@@ -1,4 +1,4 @@
-"""How often to count what a program does in the loops that a trace does only a few rounds of."""
+"""Counts for work in loops of which a trace runs only a few rounds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ T = TypeVar("T")
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 _AROUND_ONE = 1, 1
-"""Rounds that are done before and after the one that stands for others."""
+"""Rounds that run before and after the one that represents others."""
 
 _AROUND_ONE_READ_AHEAD = 2, 3
-"""The same where items are made for another loop, which may read two of them ahead: what its rounds do for later items,
-and wait for in earlier ones, is then done for alike items."""
+"""The same where the items are made for another loop, which may read two of them ahead.
+
+What its rounds do for later items, and wait for in earlier ones, then happens for items that are alike.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +32,7 @@ class Round:
     """One round of a loop.
 
     Args:
-        times: how many rounds it stands for, those of loops around it included.
+        times: the number of rounds it represents, those of enclosing loops included.
         loop: number of the loop.
         around: the round that the loop is in; None for the whole program.
     """
@@ -46,21 +48,21 @@ class Round:
 
 
 class AlikeRounds:
-    """The loops of ``repetition.rounds``: which rounds are done, and how many each stands for.
+    """The loops of ``repetition.rounds``: which rounds run, and how many each represents.
 
-    Work on an item may go on after its round. A backward pass counts as its forward did: autograd's nodes carry the
-    sequence number they were born with. Items that come again count as they did before, together with all that is done
-    until the next one is there: with what an iterator that reads ahead does for later items, each round is whole.
+    Work on an item may continue after its round. A backward pass counts as its forward did: autograd's nodes carry the
+    sequence number with which they were created. Items that come again count as before, together with all that runs
+    until the next item: so each round is whole, with the work that an iterator which reads ahead does for later items.
 
     Args:
-        work: where rounds begin and end is logged.
+        work: the log, which receives the begin and end of each round.
     """
 
     def __init__(self, work: WorkLog) -> None:
         self._work = work
         self._program = Round()
-        self._round = self._program  # of what is made now
-        self._open: list[Round] = []  # of what is done now
+        self._round = self._program  # of newly made nodes and items
+        self._open: list[Round] = []  # of the work that runs now
         self._is_making = 0
         self._num_loops = 0
         self._loops = itertools.count()
@@ -70,13 +72,13 @@ class AlikeRounds:
 
     @property
     def times(self) -> int:
-        """How many rounds what is done now stands for."""
+        """Rounds that the current work represents."""
         return self._open[-1].times if self._open else 1
 
     def rounds(self, items: Iterable[T]) -> Iterator[T]:
-        """The first of a sequence, the second for all up to the last, and the last; all of an iterator.
+        """Yield the first item of a sequence, the second for all up to the last, and the last; all of an iterator.
 
-        Where another loop is given the items: the first two, the third for all up to the last three, and these.
+        If the items go to another loop: the first two, the third for all up to the last three, and these three.
         """
         self.operator_begins()
         around = self._round
@@ -91,7 +93,7 @@ class AlikeRounds:
             self._num_loops -= 1
 
     def operator_begins(self) -> None:
-        """Find out which round the program is in; called before each operator and each event."""
+        """Update the current round; called before each operator and each event."""
         if self._num_loops:
             return
         if torch._C._current_graph_task_id() == -1:
@@ -100,7 +102,7 @@ class AlikeRounds:
         self._learn_nodes()
         if self._round_of_node:
             node: Any = torch._C._current_autograd_node()
-            # A sum of gradients belongs to the node that ran before.
+            # The sum of gradients belongs to the node that ran before.
             if node is not None and node.name() != _ACCUMULATE_GRAD:
                 self._become(self._round_of_node.get(node._sequence_nr(), self._program))
 
@@ -133,7 +135,7 @@ class AlikeRounds:
 
     @contextlib.contextmanager
     def _making(self, around: Round) -> Iterator[None]:
-        """Loops in this block make items for a loop in ``around``, whose present round all their work belongs to."""
+        """Mark loops in a block as making items for a loop in ``around``, whose current round gets all their work."""
         self._become(around, is_done_in=False)
         self._is_making += 1
         try:
@@ -149,7 +151,7 @@ class AlikeRounds:
             self._log(its_round.path)
 
     def _log(self, path: list[Round]) -> None:
-        """Let the rounds of a path be those that are open in the log."""
+        """Make the rounds of a path the open ones in the log."""
         while self._open and self._open[-1] not in path:
             self._open.pop()
             self._work.end_round()
@@ -158,7 +160,7 @@ class AlikeRounds:
             self._work.begin_round(opened.loop, opened.times)
 
     def _learn_nodes(self) -> None:
-        """Those made since the last call belong to the present round."""
+        """Attribute autograd nodes made since the last call to the current round."""
         now = torch.autograd._get_sequence_nr()
         if self._round is not self._program:
             self._round_of_node.update(dict.fromkeys(range(self._last_sequence, now), self._round))

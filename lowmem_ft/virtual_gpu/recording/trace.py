@@ -1,4 +1,4 @@
-"""What a program took from a machine: enough to replay it on any GPU of the same kind."""
+"""A program's use of a machine, recorded: enough to replay it on any GPU of the same kind."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Trace:
 
     Args:
         timeline: every allocation.
-        work: every kernel and copy; marks say where steps and micro-batches lie.
+        work: every kernel and copy; marks separate steps and micro-batches.
         model: the model that was placed.
         is_quantized: whether some of its weights are held in 4 or 8 bits.
-        choices: what was decided while tracing.
-        assumed_largest: operators whose result was taken at its largest, as its size depends on values.
+        choices: decisions made while tracing.
+        assumed_largest: operators whose result was assumed at its largest, as its size depends on values.
     """
 
     timeline: Timeline
@@ -38,17 +38,17 @@ class Trace:
 
     @cached_property
     def step_ends(self) -> list[int]:
-        """For each optimizer step, the index of the entry of ``work`` at its end."""
+        """For each optimizer step, the index in ``work`` of the entry that ends it."""
         return self._moments(STEP_END)
 
     @cached_property
     def micro_batches(self) -> list[tuple[int, int]]:
-        """For each micro-batch, the indices of the entries at its begin and end; empty if nobody said."""
+        """For each micro-batch, the indices of the entries at its begin and end; empty if the program marked none."""
         return list(zip(self._moments(MICRO_BATCH_BEGIN), self._moments(MICRO_BATCH_END), strict=True))
 
     @cached_property
     def between_steps(self) -> list[int]:
-        """Numbers of events that the timeline has where one step is over and the next has not begun."""
+        """For each point between two steps, the number of events that the timeline had by then."""
         return [self.work[index].position for index in self._moments(BETWEEN_STEPS)]
 
     def _moments(self, name: str) -> list[int]:

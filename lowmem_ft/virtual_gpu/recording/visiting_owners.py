@@ -1,4 +1,4 @@
-"""Whose weights and state visit memory that several modules use in turn."""
+"""Owners of weights and state that visit memory which several modules use in turn."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from lowmem_ft.memory.timeline import Allocation
 
 
 class Tenants:
-    """By the index of an allocation, the module of what was copied into it last.
+    """Modules by the index of an allocation: the module of the data that was copied into it last.
 
-    What a step makes from it belongs to that module, as if it had been made from the module's own.
+    What a step makes from that data belongs to that module, as if it had been made from the module's own.
     """
 
     def __init__(self) -> None:
@@ -16,19 +16,19 @@ class Tenants:
         self._shared: set[int] = set()
 
     def share(self, index: int) -> None:
-        """Memory is used in turn: whoever's parameters lie in it, it is no module's own."""
+        """Mark memory as used in turn: it is no single module's, whichever parameters it holds."""
         self._shared.add(index)
 
     def is_shared(self, index: int) -> bool:
-        """Whether it is."""
+        """Return whether several modules use the memory in turn."""
         return index in self._shared
 
     def of(self, index: int) -> str:
-        """The module of its tenant; empty if there is none."""
+        """Return the module whose data the memory holds; empty if it holds no module's."""
         return self._module.get(index, "")
 
     def move_in(self, index: int, memory: Allocation, guest: Allocation) -> None:
-        """Weights that are copied to where weights go, or an optimizer's state to where nobody lives."""
+        """Note a copy of weights to memory for weights, or of an optimizer's state to memory without a module."""
         if memory.category == guest.category == "parameter" or (
             guest.category == "optimizer_state" and not memory.module
         ):

@@ -1,4 +1,4 @@
-"""What a program asked a GPU to do, in order: kernels, copies, events; ``clock.py`` says how long it takes."""
+"""A program's requests to a GPU, in order: kernels, copies, events; ``clock.py`` computes their time."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ class Work:
 
     Args:
         kind: ``kernel`` runs on a stream; ``copy`` moves bytes over the host link on a stream; ``collective`` exchanges
-            bytes with the other processes on a stream; ``record`` and ``wait``
-            put an event on a stream or a stream behind an event; ``synchronize`` lets the host wait for an event, or
-            for all streams if ``event`` is -1; ``host copy`` is one within host memory, which the host makes itself;
-            ``mark`` takes no time: it names a moment.
+            bytes with the other ranks on a stream; ``record`` puts an event on a stream and ``wait`` lets a stream wait
+            for one; ``synchronize`` lets the host wait for an event, or for all streams if ``event`` is -1; ``host
+            copy`` is a copy within host memory, which the host makes itself; ``mark`` takes no time: it names a moment.
         position: number of events that the timeline of memory had when it was issued.
-        stream: where it runs.
-        name: of the operator, or of the moment.
+        stream: the stream it runs on.
+        name: name of the operator, or of the moment.
         flops: floating-point operations.
-        dtype: of the operands of the products, such as ``bfloat16``; empty where there are none.
-        num_bytes: read and written in device memory; for a copy, moved over the host link, or within host memory; for
-            a collective, sent by each process.
-        event: of ``record``, ``wait``, ``synchronize``; of a round's begin: the number of its loop.
-        blocking: of a copy: whether the host waits for its end.
-        to_host: of a copy: its direction; each has a copy engine of its own.
-        times: how many entries like this one it stands for: its round is done so often, as a whole.
-        launches: of a kernel: how many of them CUDA runs one after the other, before they are rounded up.
+        dtype: type of the operands of the products, such as ``bfloat16``; empty where there are no products.
+        num_bytes: bytes read and written in device memory; for a copy, moved over the host link, or within host memory;
+            for a collective, sent by each rank.
+        event: the event of ``record``, ``wait`` or ``synchronize``; for the begin of a round, the number of its loop.
+        blocking: for a copy, whether the host waits for its end.
+        to_host: for a copy, its direction; each has a copy engine of its own.
+        times: the number of entries like this one that it represents: its round runs that often, as a whole.
+        launches: for a kernel, how many kernels CUDA runs one after the other, before rounding up.
     """
 
     kind: Literal["kernel", "copy", "collective", "record", "wait", "synchronize", "host copy", "mark"]
@@ -49,11 +48,11 @@ class Work:
 
     @property
     def num_launches(self) -> int:
-        """Of a kernel: as many as CUDA runs."""
+        """For a kernel, the number of kernels that CUDA runs."""
         return max(1, math.ceil(self.launches - _ROUNDING))
 
     def at(self, position: int) -> Work:
-        """The same at another place of the timeline; seven times as fast as ``dataclasses.replace``."""
+        """Return the same work at another position of the timeline; seven times as fast as ``dataclasses.replace``."""
         return Work(
             self.kind,
             position,
@@ -71,25 +70,25 @@ class Work:
 
 
 _ROUNDING = 1e-6
-"""Of sums of shares of a launch."""
+"""Rounding error allowed in sums of shares of a launch."""
 
 STEP_END = "step end"
 BETWEEN_STEPS = "between steps"
-"""Nothing of the step before is left: no gradients, no batch."""
+"""A moment when nothing of the step before is left: no gradients, no batch."""
 MICRO_BATCH_BEGIN, MICRO_BATCH_END = "micro-batch begin", "micro-batch end"
 ROUND_BEGIN, ROUND_END = "round begin", "round end"
-"""What is between them is one round of a loop, and done as often as ``times`` of the begin says; rounds may nest."""
+"""Begin and end of one round of a loop, which represents ``times`` of the begin; rounds may nest."""
 
 
 @dataclass
 class WorkLog:
-    """All work in the order in which the host issued it, beside the timeline of memory.
+    """All work in the order in which the host issued it, with positions in the timeline of memory.
 
     Args:
-        timeline: of memory.
+        timeline: the timeline of memory.
         entries: the log.
         num_host_waits: how often the host has waited for the device.
-        on_host_wait: told how many waits have just come, to see where in the program.
+        on_host_wait: called with the number of waits that have just come, to find where in the program they are.
     """
 
     timeline: Timeline
@@ -113,31 +112,31 @@ class WorkLog:
         self.entries.append(Work("mark", self.position, name=moment))
 
     def begin_round(self, loop: int, times: int) -> None:
-        """What follows is a round of a loop, and stands for this many, those of rounds around it included."""
+        """Begin a round of a loop that represents this many rounds, those of enclosing loops included."""
         self.entries.append(Work("mark", self.position, name=ROUND_BEGIN, event=loop, times=times))
 
     def end_round(self) -> None:
-        """The innermost round is over."""
+        """End the innermost round."""
         self.mark(ROUND_END)
 
     def record_event(self, event: int, stream: int) -> None:
-        """An event behind the stream's work so far."""
+        """Log an event after the stream's work so far."""
         self.entries.append(Work("record", self.position, stream, event=event))
 
     def wait_event(self, event: int, stream: int) -> None:
-        """The stream's further work waits for the event."""
+        """Let the stream's further work wait for the event."""
         self.entries.append(Work("wait", self.position, stream, event=event))
 
     def synchronize_event(self, event: int) -> None:
-        """The host waits for the event."""
+        """Let the host wait for the event."""
         self._host_waits(1)
         self.entries.append(Work("synchronize", self.position, event=event))
 
     def synchronize(self, *, waits: bool = True) -> None:
-        """The host waits for every stream.
+        """Let the host wait for every stream.
 
         Args:
-            waits: false where a number on the host is read, for which nobody waits.
+            waits: false where the host reads a number in its own memory, without waiting.
         """
         if not waits:
             return
