@@ -1,1 +1,1 @@
-"""A trace replayed on a GPU: its memory through the caching allocator, its time by the clock."""
+"""Replay of a trace on a GPU: its memory through the caching allocator, its time by the clock."""

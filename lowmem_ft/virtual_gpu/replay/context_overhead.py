@@ -1,4 +1,4 @@
-"""What a process holds on a GPU outside torch's allocator."""
+"""Device bytes that a process holds outside torch's allocator."""
 
 from __future__ import annotations
 
@@ -9,37 +9,43 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 _MIB = 2**20
 
 BITSANDBYTES_BYTES = 4 * _MIB
-"""Machine code that the driver loads with libbitsandbytes: 26 MB (0.50 for CUDA 12.8) hold some seven architectures, of
-which one is loaded. An estimate from the size of the file, not a measurement."""
+"""Bytes of machine code that the driver loads with libbitsandbytes.
+
+Its 26 MB (0.50 for CUDA 12.8) contain code for some seven architectures, of which one is loaded. An estimate from the
+size of the file, not a measurement.
+"""
 
 NCCL_BYTES_OF_TWO = 544 * 10**6
 NCCL_BYTES_OF_MORE = 688 * 10**6
-"""A communicator's channels and buffers, by the number of GPUs in it. Source: nccl issue 964, measured on A100."""
+"""Bytes of a communicator's channels and buffers, by the number of GPUs in it.
+
+Source: nccl issue 964, measured on A100.
+"""
 
 
 def allocator_cap(process_bytes: int, overhead: Mapping[str, int]) -> int:
-    """What torch's allocator may hold so that the whole process stays within a budget; below 0 if nothing is left.
+    """Return the bytes torch's allocator may hold for the process to stay within a budget; below 0 if none are left.
 
     Args:
-        process_bytes: of the budget.
-        overhead: what :func:`process_overhead_bytes` says.
+        process_bytes: the budget.
+        overhead: the result of :func:`process_overhead_bytes`.
     """
     return process_bytes - sum(overhead.values())
 
 
 def process_overhead_bytes(gpu: Gpu, *, uses_bitsandbytes: bool, num_processes: int) -> dict[str, int]:
-    """Bytes of a process on its GPU that no tensor accounts for, by what they are for.
+    """Return the bytes that a process holds on its GPU without a tensor, by purpose.
 
-    The context of the catalogue was read after training steps: kernels of torch and cuBLAS, which the driver loads
-    when they are first called, are in it.
+    The context in the catalogue was read after training steps: it includes the kernels of torch and cuBLAS, which the
+    driver loads when they are first called.
 
     Args:
         gpu: the GPU.
         uses_bitsandbytes: whether the run calls bitsandbytes' kernels.
-        num_processes: GPUs of the run; with more than one, NCCL holds one communicator.
+        num_processes: number of GPUs of the run; with more than one, NCCL holds one communicator.
 
     Returns:
-        A row for each part that is there.
+        An entry for each part that exists.
     """
     overhead = {"CUDA context": gpu.context_bytes}
     if uses_bitsandbytes:

@@ -1,1 +1,1 @@
-"""Deep models from traces of shallow ones: repeated layers, proved and extrapolated."""
+"""Traces of deep models from those of shallow ones: proof that layers repeat, and extrapolation."""
