@@ -1,4 +1,4 @@
-"""What of other libraries is patched, in a block, for programs to run on a GPU that is not there.
+"""Patches of other libraries, each for a block, that let programs run on a GPU that does not exist.
 
 torch
     ``cuda_names``, ``cuda_classes`` and ``cuda_refusals`` let ``cuda`` mean the virtual GPU; ``inference_mode``;

@@ -1,6 +1,6 @@
-"""bitsandbytes while tracing: its own Python runs on fake tensors, but for what needs an address or CUDA's runtime.
+"""bitsandbytes while tracing: its own Python runs on fake tensors, except where it needs an address or CUDA's runtime.
 
-Nothing here imports bitsandbytes: it acts once the program has.
+Nothing here imports bitsandbytes: the patches apply once the program has imported it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def bitsandbytes_on_virtual_gpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_a_machine_without_gpu() -> Iterator[None]:
-    """Where there is a GPU, bitsandbytes looks for CUDA's runtime when it is imported."""
+    """Let bitsandbytes be imported as without a GPU: with one, it looks for CUDA's runtime."""
     with _disable_current_modes(), activated(None):
         yield
 
@@ -43,7 +43,7 @@ def _adapt(undo: contextlib.ExitStack, bitsandbytes: Any) -> None:
 
     register_operator_steps()
 
-    # What bitsandbytes keeps for the whole process must not keep fake tensors.
+    # State that bitsandbytes keeps for the whole process must not keep fake tensors.
     replace(undo, functional, "name2qmap", {})
     replace(undo, functional.GlobalPageManager, "_instance", None)
     for parameter_class in (Params4bit, Int8Params):
@@ -57,7 +57,7 @@ def _adapt(undo: contextlib.ExitStack, bitsandbytes: Any) -> None:
 
 
 def _computed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run a function that reads the tensors it makes, such as a table's, on real ones; its result is fake again."""
+    """Run a function that reads the tensors it makes, such as a table's, on real ones, and return a fake one."""
 
     @functools.wraps(function)
     def on_real_tensors(*args: Any, **kwargs: Any) -> Tensor:
@@ -69,7 +69,7 @@ def _computed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Tensor:
-    """Managed memory, outside torch's pool; to torch it is a tensor of the CPU."""
+    """Return managed memory, which is outside torch's pool; to torch it is a tensor on the CPU."""
     buffer: Any = torch.empty(shape, dtype=dtype)
     buffer.is_paged = True
     buffer.page_deviceid = device.index
@@ -82,10 +82,10 @@ def _fill_paged(tensor: Tensor, value: float, device: Any = None, prefetch: bool
 
 
 def _prefetch_paged(tensor: Tensor, to_cpu: bool = False) -> None:
-    """Pages that fit stay on the device: what is not there has nothing to move."""
+    """Return at once: pages that fit stay on the device, and there is no need to move them."""
 
 
 def _synchronize(tensor: Tensor) -> None:
-    """After each parameter's update the host waits for the device."""
+    """Let the host wait for the device after each parameter's update."""
     if tensor.device.type == DEVICE_TYPE:
         active_gpu().recorder.orderings.synchronize()

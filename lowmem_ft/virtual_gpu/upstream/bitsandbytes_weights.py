@@ -1,6 +1,6 @@
 """4-bit and 8-bit weights on a virtual GPU: the tensors that bitsandbytes' layers hold on CUDA, as fake ones.
 
-Nothing here imports bitsandbytes: layers of it exist only where the program has.
+Nothing here imports bitsandbytes: its layers exist only where the program has imported it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def place_bitsandbytes(module: nn.Module, device: torch.device) -> list[Tensor]:
     """Quantise a layer's weight on the virtual device, as moving it to CUDA does.
 
     Args:
-        module: any; only bitsandbytes' quantised layers change. Their weight may be on meta, or hold values.
-        device: the virtual device, under its ``FakeTensorMode``.
+        module: any module; only bitsandbytes' quantised layers change. Their weight may be on meta, or hold values.
+        device: the virtual device, whose ``FakeTensorMode`` is active.
 
     Returns:
-        The tensors that the layer now holds beside its weight: scales and tables; empty if it is none of bitsandbytes'.
+        The tensors that the layer now holds in addition to its weight: scales and tables; empty for other layers.
     """
     bitsandbytes: Any = sys.modules.get("bitsandbytes")
     weight: Any = module._parameters.get("weight")
@@ -39,7 +39,7 @@ def place_bitsandbytes(module: nn.Module, device: torch.device) -> list[Tensor]:
 
 
 def statistics_of(parameter: Tensor) -> list[Tensor]:
-    """The scales and tables that a 4-bit parameter brings along; none for others."""
+    """Return the scales and tables of a 4-bit parameter; an empty list for other parameters."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
@@ -49,13 +49,13 @@ def statistics_of(parameter: Tensor) -> list[Tensor]:
 
 
 def accepting_fakes(new: Callable[..., Any]) -> Callable[..., Any]:
-    """A constructor of bitsandbytes' parameters that takes fake tensors too: layers may be built while tracing.
+    """Make a constructor of bitsandbytes' parameters take fake tensors too: layers may be built while tracing.
 
     Args:
         new: ``__new__`` of one of the classes.
 
     Returns:
-        What to put in its place.
+        The function to replace it.
     """
 
     @functools.wraps(new)
@@ -83,7 +83,7 @@ def _place_4bit(functional: Any, module: Any, weight: Any, device: torch.device)
 
 @torch.no_grad()
 def _quantized(functional: Any, weight: Any, values: Tensor) -> Any:
-    """A 4-bit parameter with the settings of ``weight``, made from values on the virtual device."""
+    """Return a 4-bit parameter with the settings of ``weight``, made from values on the virtual device."""
     packed, state = functional.quantize_4bit(
         values,
         blocksize=weight.blocksize,
@@ -104,7 +104,7 @@ def _place_int8(functional: Any, module: nn.Module, weight: Any, device: torch.d
 
 
 def _quantized_to_8bit(functional: Any, weight: Any, values: Tensor) -> Any:
-    """An 8-bit parameter like ``weight``, made from values on the virtual device."""
+    """Return an 8-bit parameter like ``weight``, made from values on the virtual device."""
     rows, scales, _ = functional.int8_vectorwise_quant(values.to(torch.float16))
     parameter = _fake_parameter(rows, like=weight)
     parameter.CB, parameter.SCB = rows, scales
@@ -112,7 +112,7 @@ def _quantized_to_8bit(functional: Any, weight: Any, values: Tensor) -> Any:
 
 
 def _fake_parameter(tensor: Tensor, *, like: nn.Parameter, requires_grad: bool = False) -> Any:
-    """A fake tensor that passes for bitsandbytes' parameter class, which libraries look for by type and by name."""
+    """Return a fake tensor that passes for bitsandbytes' parameter class, which libraries check by type and by name."""
     parameter: Any = nn.Parameter(tensor, requires_grad=requires_grad)
     own = vars(parameter)
     own.update({name: value for name, value in vars(like).items() if name not in own})
@@ -129,7 +129,7 @@ def _fake_class(parameter_class: type) -> type:
 
 
 def _to(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """``to`` that makes no new parameter where nothing moves; it quantises one that holds plain values yet."""
+    """Move without making a new parameter where nothing moves; quantise one that still holds plain values."""
     moved = torch.Tensor.to(self, *args, **kwargs)
     functional = sys.modules["bitsandbytes.functional"]
     if not self.is_floating_point() or moved.device.type == "meta" or moved.dtype != self.dtype:
@@ -141,7 +141,7 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Tensor:
-    """With storages of its own: PEFT copies a 4-bit layer for DoRA."""
+    """Copy with storages of its own, for PEFT copies a 4-bit layer for DoRA."""
     copied = _fake_parameter(
         torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device), like=self
     )
@@ -161,7 +161,7 @@ def _copied_state(state: Any) -> Any:
 
 
 def _detach(self: Any) -> Tensor:
-    """Of the same class, as ``Module.to`` asks for."""
+    """Detach into the same class, as ``Module.to`` requires."""
     alias: Any = torch.Tensor.detach(self)
     own = vars(alias)
     own.update({name: value for name, value in vars(self).items() if name not in own})

@@ -1,7 +1,7 @@
-"""Classes of torch that make something of a device: on the virtual GPU they make something virtual.
+"""Classes of torch that construct an object for a device: for the virtual GPU they construct a virtual one.
 
 ``torch.Generator("cuda")``, ``torch.Stream(device="cuda")`` and ``torch.cuda.FloatTensor(3)`` are calls of classes, and
-stay so for whoever asks ``isinstance``.
+remain classes for programs that check ``isinstance``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TENSORS = {
 
 
 class VirtualGenerator(_Generator):
-    """A generator of the host by another name: it can be seeded and its state saved, but nothing is drawn."""
+    """A generator of the host under another name: it can be seeded and its state saved, but it draws no numbers."""
 
     def __init__(self) -> None:
         _virtual_generators[_address(self)] = self
@@ -47,11 +47,11 @@ class VirtualGenerator(_Generator):
 
 
 _virtual_generators: weakref.WeakValueDictionary[int, VirtualGenerator] = weakref.WeakValueDictionary()
-"""By address: an operator that is given one sees another object that stands for it."""
+"""Generators by address, as an operator gets another Python object for the one passed to it."""
 
 
 def device_of_generator(generator: torch.Generator) -> torch.device:
-    """The device for which a generator draws, as an operator sees it."""
+    """Return the device for which a generator draws, given the generator as an operator sees it."""
     return _virtual_generators.get(_address(generator), generator).device
 
 
@@ -61,7 +61,7 @@ def _address(generator: Any) -> int:
 
 @contextlib.contextmanager
 def classes_of_cuda() -> Iterator[None]:
-    """Let a program make generators, streams, events and typed tensors of the virtual GPU in a block."""
+    """Let a program make generators, streams, events and typed tensors for the virtual GPU in a block."""
     with contextlib.ExitStack() as undo:
         generator = _chosen_by_device(torch.Generator, VirtualGenerator, "cpu")
         replace(undo, torch, "Generator", generator)
@@ -83,7 +83,7 @@ def _is_virtual(device: Any) -> bool:
 
 
 def _chosen_by_device(real: Any, virtual: type, default: Any) -> type:
-    """A class that makes something real or virtual, by the device it is given, and is the type of both."""
+    """Return a class that makes a real or a virtual object, depending on the device, and is the type of both."""
 
     class Chooses(type):
         def __call__(cls, device: Any = default, **options: Any) -> Any:
@@ -96,7 +96,7 @@ def _chosen_by_device(real: Any, virtual: type, default: Any) -> type:
 
 
 def _typed_tensor(dtype: torch.dtype) -> type:
-    """``torch.cuda.FloatTensor`` and the like: of sizes, or of values."""
+    """Return ``torch.cuda.FloatTensor`` or the like, which takes sizes or values."""
 
     class OfType(type):
         def __call__(cls, *content: Any) -> Tensor:
@@ -113,7 +113,7 @@ def _typed_tensor(dtype: torch.dtype) -> type:
 
 
 def _typed(to_type: Callable[..., Any], typed: dict[str, Any]) -> Callable[..., Any]:
-    """``Tensor.type``, which takes such a class or its name."""
+    """Wrap ``Tensor.type``, which takes such a class or its name."""
 
     def with_type(self: Tensor, dtype: Any = None, non_blocking: bool = False, **options: Any) -> Any:
         if isinstance(dtype, str):

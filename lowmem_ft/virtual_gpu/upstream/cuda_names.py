@@ -1,9 +1,9 @@
-"""``cuda`` means the virtual GPU while a block runs: programs that name it, or ask whether it is there, run unchanged.
+"""``cuda`` means the virtual GPU in a block, so that programs that name it, or check for it, run unchanged.
 
 Three kinds of names lead there: functions and classes of ``torch.cuda``, the autocast state, and devices that tensors
 and arrays are moved to. (Devices that tensors are *made* on pass through
-:class:`~lowmem_ft.virtual_gpu.upstream.fake_tensor_patches.FakeMode`.) The
-tensors themselves say ``vgpu``: only code that looks at ``tensor.is_cuda`` or ``tensor.device.type`` sees a difference.
+:class:`~lowmem_ft.virtual_gpu.upstream.fake_tensor_patches.FakeMode`.) The tensors themselves report ``vgpu``: only
+code that looks at ``tensor.is_cuda`` or ``tensor.device.type`` sees a difference.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ _MAKE_OF_VALUES = (
     *((torch, name) for name in ("tensor", "as_tensor", "asarray")),
     (Tensor, "new_tensor"),
 )
-"""They copy an array to the device by ``Tensor.to`` in C++, which asks CUDA itself for the index of ``cuda``."""
+"""Functions that copy an array to the device by ``Tensor.to`` in C++, which asks CUDA itself for ``cuda``'s index."""
 
 _OURS = ("stands_for", "register_host_memory", "host_may_use")
-"""What a virtual device has and CUDA lacks: for foundation/devices.py, host/pinned_memory.py, streamed weights."""
+"""Attributes that CUDA lacks: for foundation/devices.py, host/pinned_memory.py, streamed weights."""
 
 _REMEMBER_ANSWERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
-"""Modules that ask once whether there is a GPU, and remember."""
+"""Modules that check once whether there is a GPU, and cache the answer."""
 
 
 @contextlib.contextmanager
 def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
-    """Let ``cuda`` mean the virtual GPU in a block; afterwards it means what it meant.
+    """Let ``cuda`` mean the virtual GPU in a block; afterwards it means the same as before.
 
     Args:
         backend: the module of the virtual device.
@@ -85,7 +85,7 @@ def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
             replace(undo, torch, name, _of_virtual_device(getattr(torch, name)))
         replace(undo, Tensor, "to", _moved(Tensor.to))
         replace(undo, Tensor, "cuda", _to_virtual_device)
-        _device_constructors()  # or torch would remember the block's functions for `with torch.device(...)`
+        _device_constructors()  # else torch would cache the block's functions for `with torch.device(...)`
         for owner, name in _MAKE_OF_VALUES:
             replace(undo, owner, name, _made(existing(owner, name)))
         replace(undo, DeviceMesh, "__init__", _of_devices(DeviceMesh.__init__))
@@ -98,7 +98,7 @@ def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
 
 
 def on_virtual_device(device: Any) -> Any:
-    """The virtual device if a CUDA device is named; everything else as it is.
+    """Return the virtual device if a CUDA device is named; return everything else as it is.
 
     Raises:
         UserError: for a second CUDA device.
@@ -119,7 +119,7 @@ def _lend_functions(undo: contextlib.ExitStack, module: ModuleType, backend: Vir
 
 
 def _lend_to_accelerator(undo: contextlib.ExitStack, backend: VirtualBackend) -> None:
-    """``torch.accelerator`` asks an allocator of the device, which a device in Python has not."""
+    """Replace functions of ``torch.accelerator``, which query the device's allocator: a device in Python has none."""
     for module in (torch.accelerator, torch.accelerator.memory):
         for name in (*_OF_ACCELERATOR, "get_memory_info"):
             if hasattr(module, name):
@@ -128,7 +128,7 @@ def _lend_to_accelerator(undo: contextlib.ExitStack, backend: VirtualBackend) ->
 
 @contextlib.contextmanager
 def _no_flex_attention() -> Iterator[None]:
-    """FlexAttention is a kernel written in Triton for each program, by torch.compile."""
+    """Refuse FlexAttention: torch.compile writes its kernel in Triton for each program."""
     import torch.nn.attention.flex_attention as module
 
     validate = existing(module, "_validate_device")
@@ -148,7 +148,7 @@ def _no_flex_attention() -> Iterator[None]:
 
 
 def _of_virtual_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of ``torch`` about the autocast state of a device type, which is CUDA if none is given."""
+    """Wrap a function of ``torch`` about the autocast state of a device type, which is CUDA if none is given."""
 
     @functools.wraps(function)
     def ask(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _of_devices(make: Callable[..., None]) -> Callable[..., None]:
-    """``DeviceMesh``, whose device type FSDP2 compares with that of tensors."""
+    """Wrap ``DeviceMesh``, whose device type FSDP2 compares with that of tensors."""
 
     @functools.wraps(make)
     def make_mesh(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +194,7 @@ def _of_devices(make: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _another_process_to_dtensor() -> Iterator[None]:
-    """Let DTensor make its keeper of random states anew in a block: it is of one device, and kept for good."""
+    """Let DTensor make its RNG tracker again in a block: it belongs to one device, and DTensor keeps it for good."""
     before, dtensor_random._rng_tracker = dtensor_random._rng_tracker, None
     try:
         yield
@@ -203,22 +203,22 @@ def _another_process_to_dtensor() -> Iterator[None]:
 
 
 def _to_virtual_device(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
-    """``Tensor.cuda``."""
+    """Move as ``Tensor.cuda`` does."""
     return self.to("cuda" if device is None else torch.device(device), non_blocking=non_blocking, **kwargs)
 
 
 def _record_stream(self: Tensor, stream: Any) -> None:
-    """``Tensor.record_stream``, which takes torch's own streams only."""
+    """Record as ``Tensor.record_stream`` does, which takes torch's own streams only."""
     active_gpu().recorder.orderings.record_stream(self, stream.id)
 
 
 def _sleep(cycles: int) -> None:
-    """``torch.cuda._sleep``: a kernel that takes no memory; that it holds up its stream is not modelled."""
+    """Stand for ``torch.cuda._sleep``, a kernel without memory; the delay of its stream is not modelled."""
 
 
 @contextlib.contextmanager
 def _another_process_to_accelerate() -> Iterator[None]:
-    """Let accelerate choose its device anew in a block: it does so once in a process, and keeps it."""
+    """Let accelerate choose its device again in a block: it does so once in a process, and keeps it."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     shared = [existing(state, "_shared_state") for state in (PartialState, AcceleratorState, GradientState)]
@@ -234,7 +234,7 @@ def _another_process_to_accelerate() -> Iterator[None]:
 
 
 def _forget_answers() -> None:
-    """Let libraries ask again whether there is a GPU."""
+    """Let libraries check again whether there is a GPU."""
     for module in filter(None, map(loaded_module, _REMEMBER_ANSWERS)):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):

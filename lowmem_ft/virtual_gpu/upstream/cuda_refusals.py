@@ -1,4 +1,4 @@
-"""What of ``torch.cuda`` a virtual GPU does not have, and what to do without it."""
+"""Parts of ``torch.cuda`` that a virtual GPU does not have, and what to do without them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _ANNOTATIONS = ("range_push", "range_pop", "mark", "range_start", "range_end")
 
 @contextlib.contextmanager
 def cuda_without_hardware() -> Iterator[None]:
-    """Let what is not there say so in a block; marks for profilers are taken, and lead nowhere."""
+    """Let missing parts raise in a block; marks for profilers are accepted and ignored."""
     with contextlib.ExitStack() as undo:
         for module_name, table in _REFUSED.items():
             module = importlib.import_module(module_name)
@@ -92,7 +92,7 @@ def cuda_without_hardware() -> Iterator[None]:
 
 
 def _refusal(real: Any, name: str, way_out: str) -> Any:
-    """A function, or a class that nothing is an instance of, that only refuses."""
+    """Return a function, or a class without instances, that only raises."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UserError(f"A virtual GPU has no {name}. {way_out}")

@@ -1,7 +1,7 @@
 """Mixture-of-experts layers of transformers on a virtual machine, computed as they would be on a real one.
 
-transformers multiplies all experts at once with ``grouped_mm`` unless told otherwise, and one after the other where the
-GPU is older than Ampere. It asks ``device.type == "cuda"``, which the virtual device is not.
+transformers multiplies all experts at once with ``grouped_mm`` by default, and one after the other where the GPU is
+older than Ampere. It checks ``device.type == "cuda"``, which the virtual device is not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AMPERE = (8, 0)
 
 @contextlib.contextmanager
 def experts_as_if_real() -> Iterator[None]:
-    """Let transformers choose between its ways to multiply experts as with real tensors, while a block runs."""
+    """Let transformers choose among its ways to multiply experts as with real tensors, in a block."""
     original = existing(moe, "_can_use_grouped_mm")
 
     @functools.wraps(original)

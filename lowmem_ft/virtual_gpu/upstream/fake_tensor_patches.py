@@ -1,6 +1,6 @@
-"""What keeps torch and transformers from treating fake tensors otherwise than real ones.
+"""Patches that keep torch and transformers from treating fake tensors differently from real ones.
 
-Each patch holds for the length of a ``with`` block.
+Each patch lasts for a ``with`` block.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _PINNED = "was pinned elsewhere"
-"""Noted of a real tensor."""
+"""Attribute set on a real tensor."""
 
 _TAKE_A_STORAGE = frozenset({aten.set_.source_Storage, aten.set_.source_Storage_storage_offset})
-"""Torch's cache of what operators return on fake tensors goes by arguments: it would keep the storage for ever."""
+"""Operators not to cache: torch's cache of fake results, keyed by arguments, would keep the storage for ever."""
 
 
 class FakeMode(FakeTensorMode):
     """Fake tensors whose known values never leave the host: ``torch.tensor([4], device="vgpu")`` copies nothing.
 
     Args:
-        device_of: where to make what a program asks to have on a device; None: there.
+        device_of: maps the device that a program names to the one to make a tensor on; None: the named one.
     """
 
     def __init__(self, device_of: Callable[[Any], Any] | None = None) -> None:
@@ -57,14 +57,14 @@ class FakeMode(FakeTensorMode):
         super().__exit__(*exception)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: tensors note their mode, and a copy of one stays on this machine."""
+        """Return itself: tensors hold their mode, and a copy of a tensor stays on this machine."""
         return self
 
     @property
     def is_asked_for_shapes(self) -> bool:
-        """Whether a library has entered it once more, to learn what an operator returns: a run would compute nothing.
+        """True if a library has entered the mode again, to learn what an operator returns: a run would compute nothing.
 
-        DTensor does so for the whole tensor before it computes with this process's part.
+        DTensor does so for the whole tensor before it computes this rank's part.
         """
         return self._times_entered > 1
 
@@ -81,12 +81,12 @@ class FakeMode(FakeTensorMode):
 
     @property
     def avoid_device_init(self) -> bool:
-        """As without a device: tensors are filled on the host and then copied."""
+        """True, as without a device: tensors are filled on the host and then copied."""
         return True
 
 
 def _refuse_real_memory(storage: torch.UntypedStorage) -> None:
-    """Before torch writes what has no values into memory that has some, or the other way round."""
+    """Raise before torch writes a tensor without values into memory that has some, or the other way round."""
     if storage.device.type != "meta":
         raise UserError(
             "A trace follows storages that its tensors have, and one tensor after another, got one of "
@@ -99,11 +99,11 @@ def _refuse_real_memory(storage: torch.UntypedStorage) -> None:
 def fake_tensors_in_disguise(
     read_values: Callable[[Tensor], Tensor], list_values: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """All of the patches below.
+    """Apply all of the patches below.
 
     Args:
-        read_values: what a program gets that reads a whole fake tensor.
-        list_values: what it gets that reads one as a list.
+        read_values: returns the values for a program that reads a whole fake tensor.
+        list_values: returns them for one that reads a tensor as a list.
     """
     with contextlib.ExitStack() as undo:
         import_utils = loaded_module("transformers.utils.import_utils")
@@ -124,18 +124,18 @@ def fake_tensors_in_disguise(
 
 
 def _never(tensor: Any) -> bool:
-    """Transformers takes other paths when it meets a fake tensor: masks in full, and so other attention kernels."""
+    """Answer no: for a fake tensor, transformers builds masks in full, and so takes other attention kernels."""
     return False
 
 
 def _itself(tensor: Tensor) -> Tensor:
-    """What ``share_memory_`` is for a tensor of CUDA; on the host no other process sees a trace."""
+    """Return the tensor, as ``share_memory_`` does for one on CUDA; on the host no other process sees a trace."""
     return tensor
 
 
 def _swap_tensors(first: Tensor, second: Tensor) -> None:
-    """Torch refuses, as fake tensors are weakly referenced; ``Module.to`` puts moved parameters in place by it."""
-    # For CUDA a module says `parameter.data = moved`.
+    """Swap fake tensors, which torch refuses as they are weakly referenced; ``Module.to`` moves parameters by it."""
+    # For CUDA a module assigns `parameter.data = moved`.
     if sys._getframe(1).f_code.co_name == "_apply":
         _take_place(first, second)
         return
@@ -147,7 +147,7 @@ def _swap_tensors(first: Tensor, second: Tensor) -> None:
 
 
 def _take_place(tensor: Tensor, moved: Tensor) -> None:
-    """Let a tensor be what another is, and keep its own attributes and hooks."""
+    """Turn a tensor into another one, but keep its own attributes and hooks."""
     hooks = {name: getattr(tensor, name) for name in _HOOKS}
     torch._C._swap_tensor_impl(tensor, moved)
     vars(tensor).update(vars(moved))
@@ -157,7 +157,7 @@ def _take_place(tensor: Tensor, moved: Tensor) -> None:
 
 
 def _deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
-    """``copy.deepcopy``, which would copy what a fake tensor notes of its values as if that were one, too."""
+    """Copy a fake tensor and its known values, which ``copy.deepcopy`` would copy as if they were fake, too."""
     if id(tensor) in memo:
         return memo[id(tensor)]
     constant, tensor.constant = tensor.constant, None
@@ -178,9 +178,10 @@ _data: Any = Tensor.data
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """``tensor.data = data`` between the host and the device, which torch allows for CUDA and not for others.
+    """Assign ``tensor.data = data`` between the host and the device, which torch allows for CUDA and not for others.
 
-    The tensor keeps its attributes and its hooks. On CUDA a graph would be told, and a gradient stay where it was.
+    The tensor keeps its attributes and its hooks. On CUDA, a graph would notice, and a gradient would stay where it
+    was.
 
     Raises:
         UserError: for a tensor with a gradient, or one that a graph or a view holds.
@@ -206,7 +207,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def _of(read_values: Callable[[Tensor], Tensor], numpy: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.numpy`` of what is read."""
+    """Wrap ``Tensor.numpy``, so that it returns the values read."""
 
     @functools.wraps(numpy)
     def of_values(self: Tensor, *, force: bool = False) -> Any:
@@ -227,7 +228,7 @@ def _of(read_values: Callable[[Tensor], Tensor], numpy: Callable[..., Any]) -> C
 
 
 def _list_of(list_values: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
-    """``FakeTensor.tolist``, which asks for one element after the other."""
+    """Wrap ``FakeTensor.tolist``, which reads one element after the other."""
 
     def tolist(self: Tensor) -> Any:
         values = list_values(self)
@@ -238,7 +239,7 @@ def _list_of(list_values: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]
 
 
 def _of_number(format_tensor: Callable[[Tensor, str], str]) -> Callable[[Tensor, str], str]:
-    """``f"{loss:.3f}"``, which torch does for tensors of no subclass only."""
+    """Wrap the formatting of ``f"{loss:.3f}"``, which torch supports for plain tensors only."""
 
     @functools.wraps(format_tensor)
     def format_number(self: Tensor, format_spec: str) -> str:
@@ -250,7 +251,7 @@ def _of_number(format_tensor: Callable[[Tensor, str], str]) -> Callable[[Tensor,
 
 
 def _where_traced(pin_memory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``Tensor.pin_memory`` in other threads, such as a data loader's: they have real tensors, which are but noted."""
+    """Wrap ``Tensor.pin_memory``: in other threads, such as a data loader's, tensors are real and get a mark."""
 
     @functools.wraps(pin_memory)
     def pin(self: Tensor, *args: Any) -> Tensor:
@@ -264,12 +265,12 @@ def _where_traced(pin_memory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def was_pinned_elsewhere(tensor: Tensor) -> bool:
-    """Whether another thread has pinned a tensor that a program uses."""
+    """Return whether another thread has pinned a tensor that a program uses."""
     return _PINNED in vars(tensor)
 
 
 def _computed_for_real(worker_loop: Callable[..., None]) -> Callable[..., None]:
-    """Processes of a data loader are forked from this one, and would make fake tensors, which cannot be sent."""
+    """Let a data loader's processes make real tensors: as forks, they would make fake ones, which cannot be sent."""
 
     @functools.wraps(worker_loop)
     def work(*args: Any, **kwargs: Any) -> None:
@@ -281,7 +282,7 @@ def _computed_for_real(worker_loop: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _foreach_takes_fake_tensors() -> Iterator[None]:
-    """Torch's multi-tensor operators are for a list of types; a fake tensor stands for one of them."""
+    """Let torch's multi-tensor operators take fake tensors, whose type is not in their list."""
     modules = map(loaded_module, ("torch.utils._foreach_utils", "torch.optim.optimizer"))
     lists = [existing(module, "_foreach_supported_types") for module in modules]
     for supported in lists:

@@ -1,6 +1,6 @@
-"""Flash attention on the virtual GPU: the package flash-attn without having it installed, and torch's own by documents.
+"""Flash attention on the virtual GPU: the package flash-attn without an installation, and torch's own for documents.
 
-Their kernels are one code, with the same outputs, saved tensors and buffers.
+Both have the same kernels, with the same outputs, saved tensors and buffers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowmem_ft.virtual_gpu.active import active_gpu
 
 _NAME = "flash_attention_2"
 _FORWARD = "_flash_attention_forward"
-"""What calls the kernels. Falcon, GPT-Neo and GPT-J import it only where the package is installed."""
+"""Function that calls the kernels. Falcon, GPT-Neo and GPT-J import it only if the package is installed."""
 
 _AMPERE = (8, 0)
 _EVERYWHERE = (-1, -1)
@@ -32,7 +32,7 @@ _EVERYWHERE = (-1, -1)
 
 @contextlib.contextmanager
 def flash_attention_as_on_cuda() -> Iterator[None]:
-    """Let models run with flash_attention_2 while a block runs, and torch's kernel check what it is given."""
+    """Let models use flash_attention_2 in a block, and let torch's kernel check its inputs."""
     can_dispatch = existing(PreTrainedModel, "_flash_attn_can_dispatch")
     lazy_imports = existing(upstream, "_lazy_imports")
     forward = existing(upstream, _FORWARD)
@@ -66,8 +66,8 @@ def flash_attention_as_on_cuda() -> Iterator[None]:
         replace(undo, varlen, "varlen_attn", checked_varlen_attn)
         replace(undo, PreTrainedModel, "_flash_attn_can_dispatch", flash_attn_can_dispatch)
         replace(undo, upstream, "_lazy_imports", virtual_imports)
-        undo.callback(setattr, upstream, "_loaded_implementation", None)  # ours is not to be used elsewhere
-        replace(undo, upstream, "_loaded_implementation", None)  # nor what it has loaded here
+        undo.callback(setattr, upstream, "_loaded_implementation", None)  # ours must not be used elsewhere
+        replace(undo, upstream, "_loaded_implementation", None)  # nor one loaded elsewhere be used here
         yield
 
 
@@ -82,7 +82,7 @@ def flash_attn_func(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> Tensor:
-    """``flash_attn.flash_attn_func`` on fake tensors: B x T x H x D."""
+    """Compute ``flash_attn.flash_attn_func`` on fake tensors: B x T x H x D."""
     return _run(
         (q_BTHD, k_BSHD, v_BSHD), None, None, None, None, dropout_p, softmax_scale, causal, window_size
     )
@@ -103,7 +103,7 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> Tensor:
-    """``flash_attn.flash_attn_varlen_func`` on fake tensors: documents end to end, T x H x D."""
+    """Compute ``flash_attn.flash_attn_varlen_func`` on fake tensors: documents end to end, T x H x D."""
     longest = int(max_seqlen_q), int(max_seqlen_k)
     return _run(
         (q_THD, k_SHD, v_SHD),

@@ -1,6 +1,6 @@
-"""Beam search while tracing: it takes all of its steps, and what it returns is as long as they make it.
+"""Beam search while tracing: it takes all of its steps, and its result is as long as they make it.
 
-Whether a better beam is possible nobody knows, nor at which step the best one ended: its length is what the result is
+A trace knows neither whether a better beam is possible nor at which step the best one ended, whose length the result is
 cut to.
 """
 
@@ -22,7 +22,7 @@ _QUESTION, _UPDATE = "_beam_search_has_unfinished_sequences", "_update_finished_
 
 @contextlib.contextmanager
 def beam_search_to_its_length() -> Iterator[None]:
-    """Let ``generate(num_beams=...)`` take all of its steps in a block; without beams it does."""
+    """Let ``generate(num_beams=...)`` take all of its steps in a block, as it does without beams."""
     generation = loaded_module("transformers.generation.utils")
     with contextlib.ExitStack() as undo:
         if generation is not None:
@@ -42,9 +42,9 @@ def _yes_if_unknown(has_unfinished: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def _with_lengths(update: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Of unknown beams, each is the one that ends here.
+    """Let each unknown beam be one that ends here.
 
-    ``beam_indices`` holds, for each token generated, the beam that it came from, and -1 where there is none yet.
+    ``beam_indices`` holds, for each token generated, the beam that it came from, and -1 where no token exists yet.
     """
 
     @functools.wraps(update)

@@ -1,6 +1,6 @@
-"""``torch.inference_mode`` on a virtual machine: as ``no_grad``, which takes the same memory.
+"""``torch.inference_mode`` on a virtual machine: it works as ``no_grad``, which takes the same memory.
 
-In inference mode composite operators reach a trace whole, and torch has no kernels of the virtual device for them.
+In inference mode, composite operators reach a trace whole, and torch has no kernels for them on the virtual device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowmem_ft.upstream.patches import replace
 
 @contextlib.contextmanager
 def inference_mode_as_no_grad() -> Iterator[None]:
-    """Let ``inference_mode`` switch off gradients in a block, and no more; tensors made in it are ordinary ones."""
+    """Let ``inference_mode`` only switch off gradients in a block; tensors made in it are ordinary ones."""
     running: list[tuple[bool, contextlib.AbstractContextManager[Any]]] = []
 
     def enter(self: inference_mode) -> None:

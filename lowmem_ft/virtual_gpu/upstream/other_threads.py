@@ -1,4 +1,4 @@
-"""What a program does with a virtual GPU in threads of its own: seen by nobody there, and so refused."""
+"""Refusal of a virtual GPU in threads that the program starts, as the trace cannot see their work."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lowmem_ft.virtual_gpu.values.questions import asking_line
 _QUESTIONS = frozenset({torch.ops.prim.device.default, torch.ops.aten.is_pinned.default})
 
 _blocks: list[tuple[int, list[str]]] = []
-"""Of those that have begun: the thread, and what was refused in others."""
+"""Active blocks: the thread of each, and the calls refused in other threads."""
 
 
 def refuse_in_other_threads(what: object) -> None:
-    """Refuse it, unless this is the thread in which the innermost block has begun.
+    """Raise, unless this is the thread in which the innermost block has begun.
 
     Raises:
         UserError: otherwise.
@@ -37,10 +37,10 @@ def refuse_in_other_threads(what: object) -> None:
 
 @contextlib.contextmanager
 def followed_thread() -> Iterator[None]:
-    """Let a virtual GPU's operators, waits and reads be those of this thread in a block, which torch's modes follow.
+    """Let a virtual GPU follow the operators, waits and reads of this thread in a block, as torch's modes do.
 
     Raises:
-        UserError: in another thread, and again at the end of the block: nobody else may hear of it.
+        UserError: in another thread, and again at the end of the block, as the first error may go unnoticed.
     """
     dispatch = FakeTensor.__torch_dispatch__
 

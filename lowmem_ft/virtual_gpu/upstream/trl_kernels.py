@@ -1,7 +1,7 @@
 """TRL's heads on the virtual GPU, as its Triton kernels compute them: each tile of logits read and written in place.
 
-Without Triton, or on a device that is not called ``cuda``, TRL writes the same steps in torch: half a dozen float32
-copies of a tile, and a score for every position. A GPU under Linux, where torch brings Triton, never runs those.
+Without Triton, or on a device not named ``cuda``, TRL computes the same steps in torch: half a dozen float32
+copies of a tile, and a score for every position. A GPU under Linux, where torch includes Triton, never runs those.
 Sources: TRL 1.16.0, ``kernels/chunked_logprob.py``, ``kernels/chunked_divergence.py``, ``trainer/utils.py``.
 """
 
@@ -26,15 +26,15 @@ _KERNELS = {
     "trl.kernels.chunked_divergence": ("_stats_kernel", "_jsd_kernel", "_backward_kernel"),
 }
 _ASKS = (*_KERNELS, "trl.trainer.utils", "trl.trainer.distillation_trainer")
-"""Modules that ask whether a device has Triton."""
+"""Modules that check whether a device has Triton."""
 
 _WRITES = "_backward_kernel"
-"""It leaves the gradient of the logits where they were."""
+"""Kernel that overwrites the logits with their gradient."""
 
 
 @contextlib.contextmanager
 def trl_kernels_as_on_cuda() -> Iterator[None]:
-    """Let TRL's heads take their way over Triton on the virtual device in a block, imported before or in it."""
+    """Let TRL's heads use Triton on the virtual device in a block, whether imported before or in it."""
     _register_cost()
     with contextlib.ExitStack() as undo:
         for name in _ASKS:
@@ -73,11 +73,11 @@ def _adapt(undo: contextlib.ExitStack, kernels: tuple[str, ...], module: Any) ->
 
 
 class _Launcher:
-    """What stands for a Triton kernel: on virtual tensors it is one pass over its tiles, on others the kernel itself.
+    """Stands for a Triton kernel: on virtual tensors, one pass over its tiles; on others, the kernel itself.
 
     Args:
-        kernel: of TRL's.
-        writes: whether the first tile is written too.
+        kernel: one of TRL's kernels.
+        writes: whether it writes the first tile, too.
     """
 
     def __init__(self, kernel: Any, *, writes: bool) -> None:
@@ -102,7 +102,7 @@ def _kernel(tile_TV: Tensor, others: list[Tensor], passes: int) -> None:
 
 @_kernel.register_fake
 def _makes_nothing(tile_TV: Tensor, others: list[Tensor], passes: int) -> None:
-    """What is written is the tile itself."""
+    """Return nothing: the kernel writes the tile itself."""
 
 
 @functools.cache

@@ -14,17 +14,17 @@ from torch import Tensor
 from lowmem_ft.upstream.patches import existing, loaded_module, replace
 
 _IN_THIS_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
-"""The environment variable by which transformers reads weights in the thread that asks, where the trace sees it."""
+"""Environment variable that makes transformers read weights in the calling thread, where the trace sees it."""
 
 _SAVERS = (("transformers.modeling_utils", "PreTrainedModel"), ("peft.peft_model", "PeftModel"))
 
 
 @contextlib.contextmanager
 def checkpoints_without_values(say: Callable[[str], None]) -> Iterator[None]:
-    """Let models be loaded from local checkpoints in a block, and saved to nowhere.
+    """Let models be loaded from local checkpoints in a block, without ever saving any.
 
     Args:
-        say: is told when something is not saved.
+        say: called when something is not saved.
     """
     with contextlib.ExitStack() as undo:
         loading = loaded_module("transformers.core_model_loading")
@@ -42,7 +42,7 @@ def checkpoints_without_values(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _materialize_shape(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-    """In place of transformers' function that reads a tensor, or a slice of a file, and moves it."""
+    """Replace transformers' function that reads a tensor, or a slice of a file, and moves it."""
     from transformers.modeling_utils import str_to_torch_dtype
 
     if not isinstance(tensor, Tensor):
