@@ -1,1 +1,1 @@
-"""What a trace knows of values, and what a program is told that asks for one nobody knows."""
+"""Values that a trace knows, and answers to a program that asks for an unknown one."""

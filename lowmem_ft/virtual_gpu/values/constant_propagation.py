@@ -1,12 +1,12 @@
-"""Integers, booleans and single numbers that a trace really computes, beside its fake tensors.
+"""Integers, booleans and single numbers that a trace really computes, in addition to its fake tensors.
 
 Programs look at their token ids, positions and masks: whether a batch is padded, where packed documents begin, how many
-labels there are. Such tensors are small and come from the host, so their values are computed on the side, and so are
-single floating-point numbers, such as an optimizer's step counter. An operator's result is known if all its tensors
-are. Everything else is unknown but for what ``finite_values.py`` says of all numbers; what the program gets that reads
-it none the less stands in ``questions.py``.
+labels there are. Such tensors are small and come from the host, so the trace computes their values on the side, and
+also single floating-point numbers, such as an optimizer's step counter. An operator's result is known if all its
+tensors are. Everything else is unknown, except for what ``finite_values.py`` derives for all numbers; ``questions.py``
+answers programs that read it none the less.
 
-A result whose *size* depends on unknown values has the largest size it could have: memory is not underestimated.
+A result whose *size* depends on unknown values has the largest size it could have, so memory is not underestimated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowmem_ft.virtual_gpu.values.questions import asking_line
 aten = torch.ops.aten
 
 MOST_ELEMENTS = 2**21
-"""Above it values are not computed: masks of tokens x tokens would cost more than the rest of the trace."""
+"""Elements above which values are not computed: masks of tokens x tokens would cost more than the rest of the trace."""
 
 _YES_OR_NO = (aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
 _NAME = "_known_values"
@@ -34,18 +34,18 @@ _NOT_COPIED = ("device", "pin_memory", "layout")
 
 
 class _UnknownError(Exception):
-    """A tensor's values are not known."""
+    """The values of a tensor are not known."""
 
 
 def known_values(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor on the CPU, or None if the trace does not have them."""
+    """Return the values of a tensor on the CPU, or None if the trace does not have them."""
     if not isinstance(tensor, FakeTensor):
         return tensor if tensor.device.type == "cpu" else None
     return getattr(tensor, _NAME, None)
 
 
 def set_values(tensor: Tensor, values: Tensor | None) -> None:
-    """Say what a fake tensor holds."""
+    """Set the values of a fake tensor."""
     setattr(tensor, _NAME, values)
 
 
@@ -59,7 +59,7 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         result: what it returned; each integer or boolean tensor in it gets its values.
     """
     if type(result) is FakeTensor and result.is_floating_point() and result.dim():
-        return  # as most are
+        return  # as most results are
     made = _written(func, args) if result is None else _flat(result)
     results = [item for item in made if isinstance(item, FakeTensor)]
     if not results:
@@ -69,7 +69,7 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
             _set_if_uniform(func, args, results)
         return
     if any(isinstance(value, torch.UntypedStorage) for value in args):
-        for tensor in results:  # in memory that has none: its values would lie at no address
+        for tensor in results:  # in memory without values: its own would have no address
             set_values(tensor, None)
         return
     if args and type(args[0]) is FakeTensor and known_values(args[0]) is None:
@@ -87,7 +87,7 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
 
 
 def _set_if_uniform(func: Any, args: tuple[Any, ...], results: list[FakeTensor]) -> None:
-    """All elements alike, or unknown, as after an in-place operator."""
+    """Set the results to one value for all elements, or to unknown, as after an in-place operator."""
     is_one = len(results) == 1 and not results[0].is_floating_point()
     value = uniform_value(func, args, results[0], known_values) if is_one else None
     for tensor in results:
@@ -95,7 +95,7 @@ def _set_if_uniform(func: Any, args: tuple[Any, ...], results: list[FakeTensor])
 
 
 def _filled(tensor: FakeTensor, value: bool | int | float) -> Tensor:
-    """In the memory of one element if a tensor is large."""
+    """Return a tensor of one value; a large one uses the memory of one element."""
     with unset_fake_temporarily():
         if tensor.numel() <= MOST_ELEMENTS:
             return torch.full(tensor.shape, value, dtype=tensor.dtype)
@@ -103,7 +103,7 @@ def _filled(tensor: FakeTensor, value: bool | int | float) -> Tensor:
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    """The tensors that an operator without a result writes to, such as those of ``_foreach_add_``."""
+    """Return the tensors that an operator without a result writes to, such as those of ``_foreach_add_``."""
     arguments = zip(func._schema.arguments, args, strict=False)
     return [
         item
@@ -120,18 +120,18 @@ def _is_kept(tensor: Tensor) -> bool:
 
 
 def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator returns for the known values of its arguments; raises if one is unknown."""
+    """Return an operator's result for the known values of its arguments; raise if one is unknown."""
     kwargs = {name: value for name, value in kwargs.items() if name not in _NOT_COPIED}
     generator = kwargs.get("generator")
     if isinstance(generator, torch.Generator) and generator.device.type != "cpu":
-        kwargs["generator"] = torch.Generator()  # of no use here, but the operator asks for one
+        kwargs["generator"] = torch.Generator()  # of no use here, but the operator takes one
     real_args, real_kwargs = _known_or_raise(args), _known_or_raise(kwargs)
     with unset_fake_temporarily():
         return func(*real_args, **real_kwargs)
 
 
 def read_value(func: Any, tensor: Tensor) -> float | int | bool | None:
-    """What ``tensor.item()`` answers, or None if that is unknown."""
+    """Return the answer of ``tensor.item()``, or None if it is unknown."""
     values = known_values(tensor)
     if values is None:
         return None
@@ -140,14 +140,14 @@ def read_value(func: Any, tensor: Tensor) -> float | int | bool | None:
 
 
 def read_values(tensor: Tensor, instead: float | int | bool) -> Tensor:
-    """What ``tensor.numpy()`` answers, as a real tensor: its values if they are known, else ``instead``."""
+    """Return a real tensor for ``tensor.numpy()``: the values if they are known, else ``instead``."""
     values = known_values(tensor)
     with unset_fake_temporarily():
         return torch.full(tensor.shape, instead, dtype=tensor.dtype) if values is None else values
 
 
 def result_of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """The result of an operator whose output's size depends on values, and whether that size is known.
+    """Return the result of an operator whose size depends on values, and whether that size is known.
 
     Raises:
         ModelError: if it is unknown and the operator has no rule here.
@@ -163,10 +163,10 @@ def result_of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def answer_from_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> float | int | bool | None:
-    """What an operator answers to the program itself, such as ``torch.equal``; None if nobody knows if it is so.
+    """Return an operator's answer to the program itself, such as ``torch.equal``; None if yes or no is unknown.
 
     Raises:
-        ModelError: if it answers other than yes or no, from unknown values.
+        ModelError: if its answer is neither yes nor no and depends on unknown values.
     """
     try:
         return run_on_values(func, args, kwargs)
@@ -177,7 +177,7 @@ def answer_from_values(
 
 
 def depends_on_values(call: str) -> ModelError:
-    """The error for a call that a program makes, and whose result nobody can know."""
+    """Return the error for a call by the program whose result depends on unknown values."""
     return ModelError(
         f"The program calls {call}, whose result depends on values that a trace does not have, at {asking_line()}. "
         "Rewrite that part with operators of fixed shape (masks in place of boolean indexing, scatter in place of "
@@ -218,7 +218,7 @@ def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
 
 
 def _index(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
-    """By a boolean mask: every element that the mask covers, or as many as it is known to pick."""
+    """Index by a boolean mask: every element that the mask covers, or as many as it is known to pick."""
     numbers: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in _MASKS:

@@ -1,7 +1,7 @@
-"""What a program does with an answer, by its bytecode: whether one answer raises, and which loop asks.
+"""A program's use of an answer, by its bytecode: whether one answer raises, and which loop asks.
 
-Python's bytecode differs from version to version; what is read here (conditional jumps, raises, backward jumps) has
-kept its names since 3.10.
+Python's bytecode differs from version to version; the parts used here (conditional jumps, raises, backward jumps) have
+kept their names since 3.10.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Loop:
     first: int
     last: int
     is_bounded: bool
-    """A ``for`` loop ends with what it goes through; a ``while`` loop with an answer."""
+    """True for a ``for`` loop, which ends with its items; a ``while`` loop ends with an answer."""
 
 
 def answer_that_passes(code: CodeType, offset: int) -> bool | None:
-    """The truth value that a check waits for, as in ``assert ok`` or ``if not ok: raise``; None where none raises.
+    """Return the answer that passes a check, as in ``assert ok`` or ``if not ok: raise``; None if there is no check.
 
     Args:
-        code: of the function that asks.
-        offset: of the instruction that asks: a call, or the test of a condition itself.
+        code: code of the function that asks.
+        offset: offset of the instruction that asks: a call, or the test of a condition itself.
     """
     instructions, _ = _instructions(code)
     index = _index_at(code, offset)
@@ -55,19 +55,19 @@ def answer_that_passes(code: CodeType, offset: int) -> bool | None:
 
 
 def returns_answer(code: CodeType, offset: int) -> bool:
-    """Whether a function returns what it is told, so that its caller decides."""
+    """Return whether a function returns the answer, so that its caller decides."""
     instructions, _ = _instructions(code)
     return instructions[_skipped(instructions, _index_at(code, offset) + 1)].opname == "RETURN_VALUE"
 
 
 def innermost_loop(code: CodeType, offset: int) -> Loop | None:
-    """The smallest loop of a function around an instruction."""
+    """Return the smallest loop of a function around an instruction."""
     around = [loop for loop in _loops(code) if loop.first <= offset <= loop.last]
     return min(around, key=lambda loop: loop.last - loop.first, default=None)
 
 
 def _index_at(code: CodeType, offset: int) -> int:
-    """Of the instruction that an offset lies in: it may name a cache behind it."""
+    """Return the index of the instruction at an offset, which may point into the cache after it."""
     _, index_of = _instructions(code)
     return bisect.bisect_right(list(index_of), offset) - 1
 
@@ -100,7 +100,7 @@ def _skipped(instructions: list[dis.Instruction], index: int) -> int:
 
 
 def _passed_on(instructions: list[dis.Instruction], index: int) -> int:
-    """How many instructions only pass an answer on: negated, or under a name that is tested at once."""
+    """Return how many instructions only pass an answer on: negated, or under a name that is tested at once."""
     name, argument = instructions[index].opname, instructions[index].argval
     if name in _BETWEEN or name == "UNARY_NOT":
         return 1
@@ -120,19 +120,19 @@ def _is_conditional_jump(opname: str) -> bool:
 
 
 def _sides(code: CodeType, index: int) -> tuple[int, int]:
-    """Where a conditional jump goes, and where the program goes on if it is not taken."""
+    """Return the targets of a conditional jump: taken, and not taken."""
     instructions, index_of = _instructions(code)
     target = index_of[instructions[index].argval]
     return _skipped(instructions, target), _skipped(instructions, index + 1)
 
 
 class _Way:
-    """Where a function goes after one answer.
+    """The path of a function after one answer.
 
     Args:
-        code: of the function.
-        other: where it goes after the other answer. A test that can lead there too is part of the same condition, as
-            the second one of ``a and b``.
+        code: code of the function.
+        other: index of its next instruction after the other answer. A test that can lead there too is part of the same
+            condition, like the second one of ``a and b``.
     """
 
     def __init__(self, code: CodeType, other: int) -> None:
@@ -142,9 +142,9 @@ class _Way:
         self._known: dict[int, bool] = {}
 
     def raises(self, index: int) -> bool:
-        """Whether the function goes straight from an instruction to a ``raise``."""
+        """Return whether the function goes straight from an instruction to a ``raise``."""
         if index not in self._known:
-            self._known[index] = False  # of a loop
+            self._known[index] = False  # the answer within a loop
             self._known[index] = self._raises(index)
         return self._known[index]
 
@@ -164,7 +164,7 @@ class _Way:
         return False
 
     def _is_other(self, index: int) -> bool:
-        """Whether it is the other way, or one like it: Python repeats a ``return`` that many ways lead to."""
+        """Return whether it is the other path, or equal to it: Python repeats a ``return`` that many paths lead to."""
         if index == self._other:
             return True
         mine, others = (

@@ -1,9 +1,9 @@
-"""What a trace knows of numbers that it does not know: they are finite, and each equals itself.
+"""Facts about unknown numbers: they are finite, and each equals itself.
 
 Checks for overflow (``isfinite``, ``isnan``, ``isinf``, ``x != x``) reach a trace as comparisons, with infinity or of a
-tensor with itself. Their answers are the same for every element: a *uniform* tensor, of which one element stands for
-all, whatever its size. Some operators are uniform though only one of their tensors is known: what is or-ed with True is
-True, which is how ``generate`` learns that it has reached its length.
+tensor with itself. Their answers are the same for every element: a *uniform* tensor, of which one element represents
+all, whatever its size. Some results are uniform though only one of the operator's tensors is known: anything or-ed with
+True is True, which is how ``generate`` learns that it has reached its length.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ _MAY_BE_UNIFORM = frozenset({*_ASKS_IF_FINITE, *_COMPARISONS, *_AND, *_OR, *_NOT
 def uniform_value(
     func: Any, args: tuple[Any, ...], result: Tensor, known: Callable[[Tensor], Tensor | None]
 ) -> Number | None:
-    """What each element of an operator's boolean or integer result is, or None if that is unknown.
+    """Return the value of each element of an operator's boolean or integer result, or None if that is unknown.
 
     Args:
         func: the operator.
         args: its arguments.
         result: what it returned.
-        known: the values of a tensor on the CPU, if they are known.
+        known: returns the values of a tensor on the CPU, if they are known.
     """
     if func not in _MAY_BE_UNIFORM:
         return None
@@ -94,7 +94,7 @@ def uniform_value(
 
 
 def _of_all(argument: Any, known: Callable[[Tensor], Tensor | None]) -> Number | None:
-    """The value that all elements of an argument have; None if they differ, are unknown or are none."""
+    """Return the value that all elements of an argument have; None if they differ or are unknown, or if it is empty."""
     if not isinstance(argument, Tensor):
         return argument
     values = known(argument)
@@ -109,7 +109,7 @@ def _of_all(argument: Any, known: Callable[[Tensor], Tensor | None]) -> Number |
 def _compared(
     rule: Callable[[Number, Number], bool], one: Any, other: Any, known: Callable[[Tensor], Tensor | None]
 ) -> bool | None:
-    """A tensor with itself, or a finite number with one that is not."""
+    """Compare a tensor with itself, or a finite number with one that is not."""
     if one is other:
         return rule(0, 0)
     limit = _limit(other, known)
@@ -120,7 +120,7 @@ def _compared(
 
 
 def _limit(argument: Any, known: Callable[[Tensor], Tensor | None]) -> float | None:
-    """An infinity or NaN, if that is what an argument holds."""
+    """Return an argument's value if it is an infinity or NaN."""
     if isinstance(argument, Tensor) and (argument.dim() or not argument.is_floating_point()):
         return None
     value = _of_all(argument, known)
@@ -128,7 +128,7 @@ def _limit(argument: Any, known: Callable[[Tensor], Tensor | None]) -> float | N
 
 
 def _joined(is_or: bool, values: list[Number | None]) -> bool | None:
-    """True or anything is True, False and anything is False: one operand decides, or both are known."""
+    """Apply "or" (or "and"): True or anything is True, False and anything is False; else both have to be known."""
     if any(value is not None and bool(value) == is_or for value in values):
         return is_or
     return None if not all(isinstance(value, bool) for value in values) else not is_or

@@ -1,12 +1,12 @@
-"""What a program gets that asks for a value nobody knows, by rules that its author can rely on.
+"""Answers to a program that asks for an unknown value, by rules that its author can rely on.
 
 - Numbers are finite (``finite_values.py``).
 - A check passes: where one answer leads straight to a ``raise``, as in ``assert`` and ``if bad: raise``, the program
   gets the other.
-- Else the answer is no, and the report says which line asked: the program may go another way on a GPU.
+- Otherwise the answer is no, and the report names the line that asked: the program may take another path on a GPU.
 - Numbers read as 0.0, integers as 1.
 
-A ``while`` loop that only such an answer can end is stopped, with its line.
+A ``while`` loop that only such an answer can end is stopped, with an error that names its line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.values.control_flow import answer_that_passes, innermost_loop, returns_answer
 
 MOST_ROUNDS = 1000
-"""A ``while`` loop that has asked for one unknown value so often will not end by it."""
+"""Times that a ``while`` loop may ask for one unknown value: more will not end it."""
 
 _HERE, _PACKAGE = (f"{folder}{os.sep}" for folder in Path(__file__).parents[1:3])
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -39,22 +39,22 @@ _LIBRARIES = (
 _MACHINERY = (_HERE, _TORCH + "_compile.py", _TORCH + "_ops.py", _TORCH + "_dynamo" + os.sep)
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
 _COMPARES = _TORCH + "testing" + os.sep
-"""``torch.testing.assert_close`` and the like do nothing but raise."""
+"""Folder of ``torch.testing``, whose ``assert_close`` and the like only raise."""
 
 _LONGEST_SOURCE = 60
 
 _Asked = dict[tuple[int, int, int], int]
-"""How often a call of a function has asked, by the first instruction of its loop and the line that asked."""
+"""Number of times a call of a function has asked, by the first instruction of its loop and the line that asked."""
 
 
 class Questions:
     """Answers for values that are not known.
 
     Args:
-        say: is told of each line that gets an answer which may be wrong.
+        say: called with each line that gets an answer which may be wrong.
 
     Attributes:
-        say: the same.
+        say: the same function.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -62,14 +62,14 @@ class Questions:
         self._asked_in: dict[int, _Asked] = {}
 
     def answer(self, dtype: torch.dtype, *, is_in_forward: bool = False) -> float | int | bool:
-        """What stands for one value.
+        """Return a stand-in for one value.
 
         Args:
-            dtype: of the tensor that holds it.
+            dtype: type of the tensor that holds it.
             is_in_forward: whether a module's forward asks, so that shapes may follow from it.
 
         Raises:
-            UserError: in a loop without end.
+            UserError: in an infinite loop.
         """
         self._count_round()
         passing = _passing_answer()
@@ -98,7 +98,7 @@ class Questions:
             frame = next(frames, None)
 
     def _count(self, frame: FrameType, place: tuple[int, int, int]) -> None:
-        if not frame.f_trace_opcodes:  # another call; a flag of debuggers is all that can be left on a frame
+        if not frame.f_trace_opcodes:  # another call; a debugger's flag is all that fits on a frame
             frame.f_trace_opcodes = True
             self._asked_in[id(frame)] = {}
         asked = self._asked_in.setdefault(id(frame), {})
@@ -112,7 +112,7 @@ class Questions:
 
 
 def asking_frames() -> Iterator[FrameType]:
-    """The calls that are running, from the one that asks outwards; not those of this package and of torch's modes."""
+    """Yield the running calls, from the one that asks outwards, without those of this package and of torch's modes."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -122,7 +122,7 @@ def asking_frames() -> Iterator[FrameType]:
 
 
 def asking_line() -> str:
-    """The line of the user's program that asks, and the line of the library in between."""
+    """Return the line of the user's program that asks, with the line of the library in between."""
     asking: FrameType | None = None
     for frame in asking_frames():
         asking = asking or frame
@@ -134,12 +134,12 @@ def asking_line() -> str:
 
 @functools.cache
 def is_of_library(file: str) -> bool:
-    """Whether code lies in this package, in an installed one, or comes with Python."""
+    """Return whether code is in this package, in an installed one, or comes with Python."""
     return file.startswith(_LIBRARIES)
 
 
 def shown_file(file: str) -> str:
-    """A file for people: one of a package without the folder of all packages, another as seen from here."""
+    """Return a file's name for people: relative to the packages' folder or to the working directory where possible."""
     path = Path(file)
     for folder in (Path(_TORCH).parent, Path.cwd()):
         if path.is_relative_to(folder):
