@@ -35,7 +35,7 @@ class Host(Protocol):
         ...
 
     def limit(self, file_bytes: int) -> HostLimit | None:
-        """Return the host memory that the machine or the container leaves, apart from those files; None: no limit."""
+        """Return the host memory that the machine or the container has left, ignoring those files; None: no limit."""
         ...
 
 

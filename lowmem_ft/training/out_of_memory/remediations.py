@@ -123,7 +123,7 @@ def _remediations_for(recipe: Recipe, half: Half) -> Iterator[Remediation]:
 
 
 def _at_no_cost(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    """Yield changes with the same mathematics and speed, some in other types; a master keeps the bits that they drop."""
+    """Yield changes with the same mathematics and speed, some in other types; masters keep the bits that they drop."""
     training = recipe.training
     if recipe.loss.chunk_tokens is None:
         yield Remediation(settings={"loss.chunk_tokens": CHUNK_TOKENS}, why="keeps no logits")

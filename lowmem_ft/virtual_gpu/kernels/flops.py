@@ -158,6 +158,6 @@ def _attention(
 
 
 def _is_given(call: dict[str, Any], argument: str) -> bool:
-    """Return whether an argument is a tensor with elements: None and, in a backward pass, empty mean no offsets."""
+    """Return whether an argument is a tensor with elements; in a backward pass, absent offsets are empty tensors."""
     value = call.get(argument)
     return isinstance(value, torch.Tensor) and value.numel() > 0

@@ -28,10 +28,10 @@ _CHUNK_ELEMENTS = 65536
 _MOST_CHUNKS = 2240
 _MOST_TENSORS = (770, 448, 336, 252, 210)
 _MOST_TENSORS_WITH_SCALARS = (672, 448, 336, 252, 210)
-"""Tensors that a launch takes, by the number of lists.
+"""Most tensors in a launch, by the number of lists; above, the elements of a chunk and the most chunks.
 
 Source: ``cuda/MultiTensorApply.cuh``, as compiled with CUDA 13, which torch's wheels use; before that, a launch took a
-seventh of both.
+seventh of each.
 """
 
 _MOST_JOINED = 128

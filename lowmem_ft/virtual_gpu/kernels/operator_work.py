@@ -23,7 +23,7 @@ _READ_ROWS = frozenset(
 """Operators that read as many bytes as they write, however large the table is."""
 
 LEAST_HOST_COPY_BYTES = 2**20
-"""Bytes from which a copy within host memory counts: weights and state stored there, not the numbers of a batch."""
+"""Bytes from which a copy within host memory counts: pieces of data kept there, not the numbers of a batch."""
 
 ADD_TO_WIDER = frozenset({aten.addmm.dtype, aten.addmm.dtype_out})
 """Products whose first argument, to which they are added, has another type than the factors."""

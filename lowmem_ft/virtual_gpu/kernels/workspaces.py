@@ -282,8 +282,7 @@ def _embedding_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator
     """Beyond 3072 tokens, sum the gradient over sorted indices, through partial sums in float32.
 
     Source: pytorch, aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu. The sort itself takes as
-    much
-    again as its keys and values: an upper bound.
+    much again as its keys and values: an upper bound.
     """
     indices, grad_output = call["indices"], call["grad_output"]
     yield from _contiguous_copies(grad_output)

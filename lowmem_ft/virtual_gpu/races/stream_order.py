@@ -1,9 +1,9 @@
-"""The order of a program's streams, events and memory, by the numbers that a virtual GPU gives them.
+"""Order of a program's streams, events and memory, identified by the numbers that a virtual GPU gives them.
 
-Memory of the device is judged as torch's caching allocator hands it out: what is freed may be given to the next
-allocation of the same stream's pool, in the order of that stream and whoever else has used it, unless
-``Tensor.record_stream`` has named those others. Which block an allocation gets is the allocator's luck. So whoever uses
-a new one has to come after the last uses of all blocks that its pool had back by then.
+Device memory is judged by how torch's caching allocator hands it out: a freed block may go to the next allocation from
+the same stream's pool, in the order of that stream. Other streams that have used the block are not waited for, unless
+``Tensor.record_stream`` has named them. Which block an allocation gets is the allocator's luck. So a stream that uses
+a new allocation has to come after the last uses of all blocks that its pool had back by then.
 
 Source: pytorch, c10/cuda/CUDACachingAllocator.cpp.
 """
@@ -25,11 +25,11 @@ from lowmem_ft.virtual_gpu.races.happens_before import (
 )
 
 Pool = tuple[int, bool]
-"""Stream, and whether it is that of small blocks."""
+"""A stream, and True for its pool of small blocks."""
 
 
 class StreamOrder:
-    """Judges each access to memory as a program makes it.
+    """Checks each access to memory as a program makes it.
 
     Streams, events and allocations are the recorder's numbers; a stream of None is the host.
     """
@@ -45,44 +45,44 @@ class StreamOrder:
 
     @property
     def conflicts(self) -> list[Conflict]:
-        """What has been found; the index of its memory is the allocation's."""
+        """The conflicts found so far; the index of a conflict's memory is the allocation's."""
         return self._judge.conflicts
 
     # --- orderings ----------------------------------------------------------------------------------------------------
 
     def record_event(self, event: int, stream: int) -> None:
-        """The event stands behind all that the stream has been given."""
+        """Record an event after all that the stream has been given."""
         self._events[event] = self._judge.record(self._agent(stream))
 
     def wait_event(self, event: int, stream: int | None) -> None:
-        """A stream, or the host, goes on after the event; one that was never recorded is over, as CUDA has it."""
+        """Let a stream, or the host, continue after an event; one that was never recorded is over, as in CUDA."""
         self._judge.wait(self._agent(stream), self._events.get(event, {}))
 
     def wait_stream(self, other: int, stream: int | None) -> None:
-        """A stream, or the host, goes on after all that another stream has been given."""
+        """Let a stream, or the host, continue after all that another stream has been given."""
         self._judge.wait(self._agent(stream), self._judge.record(self._agent(other)))
 
     def synchronize(self) -> None:
-        """The host goes on after all that every stream has been given."""
+        """Let the host continue after all that every stream has been given."""
         for stream in list(self._agents):
             if stream is not None:
                 self.wait_stream(stream, None)
 
     def clock(self, stream: int | None) -> Clock:
-        """What a stream, or the host, knows to be over."""
+        """Return how much of every agent's work a stream, or the host, knows to be over."""
         return self._judge.clock(self._agent(stream))
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def allocated(self, index: int, num_bytes: int, stream: int | None) -> None:
-        """Memory is taken from a stream's pool, or, with None, from the host's."""
+        """Take memory from a stream's pool, or, with None, from the host's."""
         self._memories[index] = memory = Memory(self._judge, index=index)
         if stream is not None:
             pool = self._pool_of[index] = stream, num_bytes <= SMALL_SIZE
             memory.before = self._last_uses.get(pool, {})
 
     def freed(self, index: int) -> None:
-        """Memory is given back: to its pool, or, if it was the host's, once nothing on the device uses it any more."""
+        """Give memory back: to its pool, or, if it was the host's, once nothing on the device uses it any more."""
         memory = self._memories.pop(index, None)
         pool = self._pool_of.pop(index, None)
         if memory is None or pool is None:
@@ -90,18 +90,18 @@ class StreamOrder:
         clocks = [self._judge.record(self._agent(stream)) for stream in self._recorded.pop(index, ())]
         last = dict(self._last_uses.get(pool, {}))
         for use in memory.accesses:
-            # The allocator itself waits for the streams that it was told of.
+            # The allocator itself waits for the streams that record_stream has named.
             is_awaited = any(clock.get(use.agent, 0) >= use.epoch for clock in clocks)
             if not is_awaited and (use.agent not in last or last[use.agent].epoch <= use.epoch):
                 last[use.agent] = use
         self._last_uses[pool] = last
 
     def record_stream(self, index: int, stream: int) -> None:
-        """``Tensor.record_stream``."""
+        """Note a ``Tensor.record_stream``."""
         self._recorded.setdefault(index, set()).add(stream)
 
     def access(self, index: int, stream: int | None, span: Span, *, writes: bool, what: object) -> None:
-        """A stream, or the host, reads or writes memory."""
+        """Note that a stream, or the host, reads or writes memory."""
         memory = self._memories.get(index)
         if memory is not None:
             self._judge.access(self._agent(stream), memory, span, writes=writes, what=what)

@@ -235,7 +235,7 @@ class Attribution:
         return None
 
     def _outside_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Count the closure that computes the loss outside the step: a forward and a backward. Lightning has one."""
+        """Count a closure for the loss as outside the step: it runs a forward and a backward. Lightning has one."""
 
         @functools.wraps(closure)
         def call() -> Any:

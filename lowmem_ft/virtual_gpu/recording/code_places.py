@@ -23,7 +23,7 @@ class CodePlace:
     function: str
 
     def __str__(self) -> str:
-        """Return it for people: files of packages without the packages' folder, others relative to the working one."""
+        """Return it as text: files of packages without the packages' folder, others relative to the working one."""
         within = "" if self.function == "<module>" else f" in {self.function}"
         return f"{shown_file(self.file)}:{self.line}{within}"
 

@@ -1,7 +1,7 @@
 """Costs on a virtual GPU of custom operators that run several kernels.
 
 A trace sees such an operator once and counts its inputs and results. Only its author knows what happens in between.
-The rest goes by torch's own registries: ``torch.library.register_fake`` gives the shape of the result, and
+The rest comes from torch's own registries: ``torch.library.register_fake`` gives the shape of the result, and
 ``torch.utils.flop_counter.register_flop_formula`` the floating-point operations.
 """
 

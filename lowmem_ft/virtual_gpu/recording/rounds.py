@@ -61,8 +61,8 @@ class AlikeRounds:
     def __init__(self, work: WorkLog) -> None:
         self._work = work
         self._program = Round()
-        self._round = self._program  # of newly made nodes and items
-        self._open: list[Round] = []  # of the work that runs now
+        self._round = self._program  # round of new nodes and items
+        self._open: list[Round] = []  # rounds of the running work
         self._is_making = 0
         self._num_loops = 0
         self._loops = itertools.count()

@@ -34,7 +34,7 @@ def allocator_cap(process_bytes: int, overhead: Mapping[str, int]) -> int:
 
 
 def process_overhead_bytes(gpu: Gpu, *, uses_bitsandbytes: bool, num_processes: int) -> dict[str, int]:
-    """Return the bytes that a process holds on its GPU without a tensor, by purpose.
+    """Return the bytes that a process holds on its GPU outside of tensors, by purpose.
 
     The context in the catalogue was read after training steps: it includes the kernels of torch and cuBLAS, which the
     driver loads when they are first called.

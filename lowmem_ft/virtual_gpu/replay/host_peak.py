@@ -1,4 +1,4 @@
-"""The peak of host memory beside a GPU, and what it is made of."""
+"""The peak of host memory of a process with a GPU, and its parts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from lowmem_ft.memory.category import Place
 from lowmem_ft.memory.timeline import Timeline
 
 ON_HOST: tuple[Place, ...] = ("host", "pinned")
-"""Where tensors count for it."""
+"""Places whose tensors count as host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostOutside:
-    """Host memory that no tensor of a trace stands for.
+    """Host memory that no tensor of a trace represents.
 
     Args:
-        process_bytes: the interpreter with its libraries, all the time.
-        loading_bytes: of weights on their way, while the model loads.
-        saving_bytes: of weights on their way, while files are written.
+        process_bytes: bytes of the interpreter with its libraries, at all times.
+        loading_bytes: bytes of weights in transit while the model loads.
+        saving_bytes: bytes of weights in transit while files are written.
     """
 
     process_bytes: int = 0
@@ -36,7 +36,7 @@ class HostTensors:
 
     @classmethod
     def of(cls, timeline: Timeline) -> HostTensors:
-        """Those of a trace."""
+        """Return the peaks of the tensors in a trace."""
         position = {True: -1, False: -1}
         most = {True: 0, False: 0}
         is_load = True
@@ -52,7 +52,7 @@ class HostTensors:
         )
 
     def peak_with(self, outside: HostOutside) -> dict[str, int]:
-        """What the host holds at the peak of the whole process, by part; a part without bytes is missing."""
+        """Return the bytes on the host at the peak of the whole process, by part; parts without bytes are left out."""
         loading = {**self.in_load, "process": outside.process_bytes, "loading": outside.loading_bytes}
         running = {**self.in_run, "process": outside.process_bytes, "saving": outside.saving_bytes}
         peak = max(loading, running, key=lambda parts: sum(parts.values()))
@@ -60,7 +60,7 @@ class HostTensors:
 
 
 def _by_category(timeline: Timeline, position: int) -> dict[str, int]:
-    """Bytes on the host after an event, by what they are for."""
+    """Return the bytes on the host after an event, by purpose."""
     by_category: dict[str, int] = {}
     for index in timeline.alive_at(position):
         allocation = timeline.allocations[index]

@@ -1,4 +1,4 @@
-"""``torch.cuda.memory_stats`` of a trace: its timeline so far, through the caching allocator."""
+"""``torch.cuda.memory_stats`` of a trace: its timeline so far, replayed through the caching allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_SEGMENTS = ("segment", "reserved_bytes", "inactive_split", "inactive_split_b
 
 @dataclass
 class _Counter:
-    """One number over time, by torch's names."""
+    """One number over time, with torch's names."""
 
     current: int = 0
     peak: int = 0
@@ -33,12 +33,12 @@ class _Counter:
 
 @dataclass
 class MemoryCounters:
-    """Counters of the caching allocator for a timeline that grows; each question replays what is new.
+    """Counters of the caching allocator for a growing timeline; each query replays what is new.
 
-    What is cached inside split segments is counted when somebody asks, so its peak is that of the questions.
+    The bytes cached inside split segments are counted at each query, so their peak is that of the queries.
 
     Args:
-        timeline: of the trace.
+        timeline: the trace's timeline.
         config: settings of the allocator.
     """
 
@@ -55,7 +55,7 @@ class MemoryCounters:
         }
 
     def stats(self) -> dict[str, int]:
-        """All counters, by the names that ``torch.cuda.memory_stats`` gives them."""
+        """Return all counters, by the names that ``torch.cuda.memory_stats`` gives them."""
         self._catch_up()
         self._count_segments()
         stats = {
@@ -68,13 +68,13 @@ class MemoryCounters:
         return {**stats, "num_alloc_retries": 0, "num_ooms": 0, "max_split_size": -1}
 
     def reset_peaks(self) -> None:
-        """Start new peaks from what is there now."""
+        """Start new peaks from the current values."""
         self._catch_up()
         for counter in self._counters.values():
             counter.peak = counter.current
 
     def reset_sums(self) -> None:
-        """Count what is allocated and freed anew."""
+        """Reset the counts of allocations and frees."""
         self._catch_up()
         for counter in self._counters.values():
             counter.allocated = counter.freed = 0

@@ -1,4 +1,4 @@
-"""A trace as a GPU with other workspaces would have made it."""
+"""A trace as it would be on a GPU with other workspaces."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lowmem_ft.virtual_gpu.recording.trace import Trace
 
 
 def with_workspaces(trace: Trace, cublas_bytes: int) -> Trace:
-    """The trace with cuBLAS's workspaces of another size, which shifts what the caching allocator puts beside them.
+    """Change the size of cuBLAS's workspaces in a trace, which shifts what the caching allocator puts next to them.
 
     Args:
-        trace: of a GPU.
-        cublas_bytes: of each of cuBLAS's workspaces there.
+        trace: a GPU's trace.
+        cublas_bytes: bytes of each of cuBLAS's workspaces on the other GPU.
 
     Returns:
-        The trace itself where its workspaces are so large.
+        The new trace; the same one if its workspaces have that size.
     """
     allocations = trace.timeline.allocations
     others = {size for size in CUBLAS_WORKSPACES_BYTES if size != cublas_bytes}

@@ -1,4 +1,4 @@
-"""What is the same for a trace on every GPU, computed once: its replay without limits, and its log made ready."""
+"""Results of a trace that are the same on every GPU, computed once: its replay without limits, its prepared log."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPeaks:
-    """What tensors alone say of a run, the same on every GPU that runs it.
+    """Peaks that depend on the tensors alone, the same on every GPU.
 
     Args:
         allocated_bytes: the peak on the device.
-        by_category: what is alive at that moment, by what it is for.
+        by_category: live bytes at that moment, by purpose.
         by_phase: the peak of each phase.
-        phase: of the allocation that made the peak.
-        module: of that allocation; empty if outside any.
+        phase: phase of the allocation that made the peak.
+        module: module of that allocation; empty if outside any.
         pinned_bytes: the peak of pinned host memory.
         disk_bytes: the peak of files that are mapped as memory.
     """
@@ -44,13 +44,13 @@ class TensorPeaks:
     def of(
         cls, timeline: Timeline, allocated: Sequence[int], sizes: Sequence[int], peak_at: int | None
     ) -> TensorPeaks:
-        """The peaks of a timeline.
+        """Return the peaks of a timeline.
 
         Args:
             timeline: the allocations.
             allocated: bytes on the device after each event.
             sizes: bytes that each allocation counts for.
-            peak_at: position of the event that made the peak; None if there is none.
+            peak_at: position of the event that made the peak; None if there is no peak.
         """
         at_peak = None if peak_at is None else allocation_at(timeline, peak_at)
         return cls(
@@ -65,10 +65,10 @@ class TensorPeaks:
 
 
 class Replays:
-    """Replays of one trace, each made when it is first asked for.
+    """Replays of one trace, each made on first use.
 
     Args:
-        trace: what is replayed; not changed from here on.
+        trace: the trace to replay; not changed from here on.
         allocator: settings of the caching allocator.
     """
 
@@ -79,17 +79,17 @@ class Replays:
 
     @property
     def unlimited(self) -> Replay:
-        """By an allocator that gets all it asks for."""
+        """Replay by an allocator that gets all the memory it requests."""
         return self._without_limits[0]
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """The most that such an allocator holds in the long run."""
+        """Peak bytes that such an allocator holds in the long run."""
         return self._without_limits[1]
 
     @cached_property
     def _without_limits(self) -> tuple[Replay, int]:
-        """As traced, and the peak in the long run, which goes other ways only once the traced steps are over."""
+        """Replay as traced, and the peak in the long run, which differs only after the traced steps."""
         replaying = Replaying(self.trace.timeline, CachingAllocator(self.allocator))
         if self.settled is self.trace.timeline:
             replaying.run()
@@ -101,7 +101,7 @@ class Replays:
 
     @cached_property
     def tensor_peaks(self) -> TensorPeaks:
-        """The peaks of such an allocator's blocks, and what they hold."""
+        """Peaks of such an allocator's blocks, and their contents."""
         unlimited = self.unlimited
         return TensorPeaks.of(
             self.trace.timeline,
@@ -112,28 +112,28 @@ class Replays:
 
     @cached_property
     def settled(self) -> Timeline:
-        """The timeline with as many steps as the allocator needs to ask for no more."""
+        """The timeline with as many steps as the allocator needs until it requests no more memory."""
         return with_repeated_step(self.trace)
 
     @cached_property
     def clock(self) -> Clock:
-        """The log of work, to be timed on a GPU."""
+        """The log of work, ready to be timed on a GPU."""
         return Clock(self.trace.work)
 
     @cached_property
     def host_tensors(self) -> HostTensors:
-        """What waits beside the GPU."""
+        """Peaks of the tensors on the host."""
         return HostTensors.of(self.trace.timeline)
 
     def within(self, capacity_bytes: int, allowed_bytes: int | None) -> Replay:
-        """By an allocator with limits, in the long run; this one depends on the GPU and is not kept."""
+        """Return the replay by an allocator with limits, in the long run; it depends on the GPU and is not cached."""
         allocator = CachingAllocator(
             self.allocator, capacity_bytes=capacity_bytes, allowed_bytes=allowed_bytes
         )
         return replay(self.settled, allocator)
 
     def peak_live_bytes(self, *places: Place) -> int:
-        """The most that tensors alone take in some places together."""
+        """Return the peak bytes of tensors alone in some places together."""
         if places not in self._peaks:
             self._peaks[places] = max(self.trace.timeline.live_bytes(places), default=0)
         return self._peaks[places]

@@ -1,4 +1,4 @@
-"""More optimizer steps than were traced: the caching allocator needs some until it asks for no more memory."""
+"""Optimizer steps beyond the traced ones: the caching allocator needs some until it requests no more memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 
 NUM_REPETITIONS = 2
-"""Of the last traced step. In the recipes tried, what is reserved stands still from the third step on."""
+"""Repetitions of the last traced step. In the recipes tried, reserved memory is constant from the third step on."""
 
 
 def with_repeated_step(trace: Trace) -> Timeline:
-    """The trace's timeline with its last step repeated, where that step leaves behind what it found.
+    """Return the trace's timeline with its last step repeated, if that step leaves behind what it found.
 
     Args:
-        trace: with marks between its steps.
+        trace: a trace with marks between its steps.
 
     Returns:
-        The longer timeline; the trace's own if there is no such step.
+        The longer timeline; the trace's own if it has no such step.
     """
     quiet = trace.between_steps
     if len(quiet) < 2:
@@ -46,7 +46,7 @@ def with_repeated_step(trace: Trace) -> Timeline:
 def _repeat(
     longer: Timeline, original: Timeline, first: int, last: int, alive: dict[int, int]
 ) -> dict[int, int]:
-    """Append the step once more; ``alive`` says who stands for what the step found, and so does the result."""
+    """Append the step once more; ``alive`` and the result map what the step found to the current allocations."""
     stands_for = dict(alive)
     for kind, index in original.events[first:last]:
         if kind == "malloc":

@@ -1,4 +1,4 @@
-"""A trace in numbers: its memory through the caching allocator of a GPU, its time on that GPU's clock."""
+"""Estimates from a trace: its memory through the caching allocator of a GPU, its time on that GPU's clock."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ NOT_MODELLED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a trace does not contain and an estimate needs.
+    """Facts that a trace does not contain and an estimate needs.
 
     Args:
         outside_bytes: device memory outside torch's allocator, by what holds it.
-        host: host memory of the process beside what the trace shows.
+        host: host memory of the process in addition to what the trace shows.
         tokens_per_step: tokens of one optimizer step, without padding; 0 if unknown.
-        micro_batches_per_step: as the run would have them; None: as traced.
+        micro_batches_per_step: number in the run; None: as traced.
         allocator: settings of the caching allocator.
-        largest_in_heap_bytes: of a block without a GPU; the C library asks the system for larger ones one by one.
-        heap_share: of the tensors in the heap, what it keeps of freed ones on top.
+        largest_in_heap_bytes: largest block in the heap without a GPU; the C library requests larger ones from the
+            system one by one.
+        heap_share: bytes of freed tensors that the heap keeps, as a share of those of live tensors in it.
         allowed_bytes: the most that the caching allocator lets itself hold, as
-            ``torch.cuda.set_per_process_memory_fraction`` sets it; None: all there is.
-        processes: of which the trace is the first; None: there is one.
-        sends_at_the_end: whether they exchange nothing in the micro-batches before a step's last one.
-        not_modelled: what is left out, beside what always is.
+            ``torch.cuda.set_per_process_memory_fraction`` sets it; None: the whole memory.
+        processes: the ranks, of which the trace is the first; None: there is one process.
+        sends_at_the_end: whether ranks exchange nothing in the micro-batches before a step's last one.
+        not_modelled: parts that this estimate leaves out, in addition to those that every estimate does.
     """
 
     outside_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class Surroundings:
 
 
 def allocator_config_of_environment() -> AllocatorConfig:
-    """The settings that torch would read in this environment.
+    """Return the settings that torch would read in this environment.
 
     Raises:
         UserError: if they cannot be read.
@@ -80,13 +81,13 @@ def allocator_config_of_environment() -> AllocatorConfig:
 
 
 def allocator_config_of_runs(gpu: Gpu | None) -> AllocatorConfig:
-    """The same for a recipe, whose run has a setting of its own where the environment has none.
+    """Return the settings for a recipe, whose run has one of its own where the environment has none.
 
     Args:
-        gpu: where it would run; None: a processor, whose memory no such allocator manages.
+        gpu: the GPU it would run on; None: a processor, whose memory no such allocator manages.
 
     Raises:
-        UserError: as above.
+        UserError: if they cannot be read.
     """
     return AllocatorConfig.parse(
         allocator_setting(SETTING_OF_RUNS if gpu is None or gpu.segments_grow else "")
@@ -101,23 +102,23 @@ def estimate_on_gpu(
     trace_seconds: float = 0.0,
     replays: Replays | None = None,
 ) -> MemoryEstimate:
-    """What a traced program needs on a GPU.
+    """Estimate what a traced program needs on a GPU.
 
-    The allocator may take all it wants. Only if that is more than there is, or than it allows itself, and the tensors
-    alone are not, is it replayed once more within those limits, where it has to give cached memory back and try again,
-    as torch does before it fails.
+    The allocator may take as much as it wants. If that is more than the GPU has, or than the allocator may hold, and
+    the tensors alone fit, the trace is replayed once more within those limits, where the allocator has to give cached
+    memory back and try again, as torch does before it fails.
 
     Args:
-        trace: of a GPU of this kind.
+        trace: the trace of a program on a GPU of this kind.
         gpu: the GPU.
-        budget: what the process is judged against; the device's is at most its memory.
-        surroundings: what the trace does not contain.
-        trace_seconds: how long tracing took, for the record.
-        replays: those of the trace by the same allocator, to share them between GPUs; None: fresh ones.
+        budget: the limits for the process; the device's is at most its memory.
+        surroundings: facts that the trace does not contain.
+        trace_seconds: seconds that tracing took, for the record.
+        replays: those of the trace by the same allocator, to share them between GPUs; None: new ones.
 
     Returns:
         The estimate. It fits if no request fails and the upper end of the process's range stays within the budget (see
-        ``memory/uncertainty.py``). Of a program that runs out of memory, what it would have needed.
+        ``memory/uncertainty.py``). For a program that runs out of memory, it tells what the program would have needed.
     """
     outside, others = sum(surroundings.outside_bytes.values()), gpu.held_by_others_bytes
     available, allowed = gpu.available_bytes, surroundings.allowed_bytes
@@ -133,7 +134,7 @@ def estimate_on_gpu(
     reserved_peak = replays.reserved_peak_bytes if held is None else held.peak_bytes
 
     def process_peak(of_torch: int) -> int:
-        """With managed memory, which moves to the host where the device is full: it takes what is left."""
+        """Add managed memory, which moves to the host where the device is full: it takes what is left."""
         return min(of_torch + replays.peak_live_bytes("managed"), max(limit, of_torch))
 
     uncertainty = uncertainty_on_gpu(
@@ -175,14 +176,14 @@ def estimate_on_gpu(
 
 @dataclass(frozen=True)
 class _Held:
-    """The most that a caching allocator holds, and how often it gives all its cache back before that is enough."""
+    """The most that a caching allocator holds, and how often it has to empty its cache to stay within that."""
 
     peak_bytes: int
     num_retries: int = 0
 
 
 def _held_by_allocator(replays: Replays, capacity_bytes: int, allowed_bytes: int | None) -> _Held | None:
-    """What the allocator holds where there is so much, and it may take so much; None if it runs out of memory."""
+    """Return what the allocator holds with this capacity and this limit of its own; None if it runs out of memory."""
     most = capacity_bytes if allowed_bytes is None else min(capacity_bytes, allowed_bytes)
     if replays.reserved_peak_bytes <= most:
         return _Held(replays.reserved_peak_bytes)
@@ -201,9 +202,9 @@ def _end_of_range(
     *,
     upper: bool,
 ) -> int | None:
-    """What the process takes if all is as much larger, or smaller, as it may be; None if memory runs out then.
+    """Return the process's bytes at one end of the uncertainty range; None if memory runs out there.
 
-    To need a hundredth more is to have a hundredth less.
+    Needing a hundredth more is the same as having a hundredth less.
     """
     sign = 1 if upper else -1
     factor = 1 + sign * uncertainty.reserved_share
@@ -217,14 +218,14 @@ def _end_of_range(
 def estimate_on_cpu(
     trace: Trace, name: str, budget: BudgetVerdict, surroundings: Surroundings, trace_seconds: float = 0.0
 ) -> MemoryEstimate:
-    """What a traced program needs on a machine without a GPU: its tensors, exactly, and what the heap keeps beside.
+    """Estimate a traced program on a machine without a GPU: its tensors, exactly, and what the heap keeps in addition.
 
     Args:
-        trace: of a machine without a GPU.
-        name: of the machine's processor.
+        trace: the trace of a program on a machine without a GPU.
+        name: name of the machine's processor.
         budget: the limits.
-        surroundings: what the trace does not contain.
-        trace_seconds: how long tracing took, for the record.
+        surroundings: facts that the trace does not contain.
+        trace_seconds: seconds that tracing took, for the record.
 
     Returns:
         The estimate; what the heap keeps of freed tensors counts as reserved, and there is no clock.
@@ -261,7 +262,7 @@ def estimate_on_cpu(
 
 
 def _kept_by_heap(timeline: Timeline, position: int | None, surroundings: Surroundings) -> int:
-    """Bytes that a process without a GPU holds beside its tensors at their peak: gaps between those in the heap."""
+    """Return the bytes that a process without a GPU holds in gaps between the heap's tensors at their peak."""
     alive = [] if position is None else timeline.alive_at(position)
     tensors = (timeline.allocations[index] for index in alive)
     sizes = (tensor.size_bytes for tensor in tensors if tensor.place == "device")
@@ -270,7 +271,7 @@ def _kept_by_heap(timeline: Timeline, position: int | None, surroundings: Surrou
 
 
 def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTime | None:
-    """The time of one optimizer step once everything runs; None if the trace has no step."""
+    """Return the time of one optimizer step in the steady state; None if the trace has no step."""
     trace = replays.trace
     step_ends = trace.step_ends
     if not step_ends:
@@ -293,14 +294,14 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
 
 
 def _sent_bytes(trace: Trace, first: int, last: int) -> int:
-    """What the process sends to others in a stretch of the log."""
+    """Return the bytes that the rank sends to others in a stretch of the log."""
     return sum(
         entry.num_bytes * entry.times for entry in trace.work[first:last] if entry.kind == "collective"
     )
 
 
 def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:
-    """What they exchange over, and what they would at the least."""
+    """Add the link that ranks exchange data over, and the bytes that they would send at the least."""
     link, ideal = link_between(gpu, processes.num_machines), 0
     if processes.strategy == "fsdp2":
         timeline = trace.timeline
@@ -315,7 +316,7 @@ def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """A device and the peaks on it that tensors alone do not tell."""
+    """A device, and its peaks that do not follow from the tensors alone."""
 
     limit: DeviceLimit
     reserved_peak_bytes: int

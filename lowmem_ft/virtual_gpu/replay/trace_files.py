@@ -1,4 +1,4 @@
-"""Traces as columns of numbers and a table of words, for a file that needs no pickle."""
+"""Traces as columns of numbers and a table of words, for files without pickle."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _WORK_NUMBERS = ("position", "flops", "num_bytes")
 
 
 def arrays_of(trace: Trace, repetition: Repetition | None, **notes: Any) -> dict[str, NDArray[Any]]:
-    """A trace, and what was shown with it, as arrays.
+    """Return a trace, and the repetition proved with it, as arrays.
 
     Args:
-        trace: to be kept.
-        repetition: how deeper models follow from it; None: it is of all layers.
-        notes: JSON values to keep beside it.
+        trace: the trace to keep.
+        repetition: how deeper models follow from it; None: the trace has all layers.
+        notes: JSON values to keep with it.
 
     Returns:
         Arrays for ``numpy.savez``; :func:`trace_of` reads them.
@@ -68,10 +68,10 @@ def arrays_of(trace: Trace, repetition: Repetition | None, **notes: Any) -> dict
 
 
 def trace_of(arrays: Arrays) -> tuple[Trace, Repetition | None, dict[str, Any]]:
-    """What :func:`arrays_of` was given.
+    """Return the arguments that :func:`arrays_of` made the arrays from.
 
     Raises:
-        KeyError, TypeError, ValueError, IndexError: if the arrays are not from there.
+        KeyError, TypeError, ValueError, IndexError: if :func:`arrays_of` has not made the arrays.
     """
     header = json.loads(arrays[_HEADER].tobytes())
     words = [dict(zip(_ALLOCATION_WORDS, each, strict=True)) for each in header["allocation_words"]]
@@ -100,7 +100,7 @@ def trace_of(arrays: Arrays) -> tuple[Trace, Repetition | None, dict[str, Any]]:
 
 
 def _encoded(items: Iterable[Any], names: Sequence[str]) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
-    """What items say by some names, each once, and for each item its place among them."""
+    """Return the distinct values of some attributes of the items, and for each item their index."""
     places: dict[tuple[Any, ...], int] = {}
     codes = [places.setdefault(tuple(getattr(item, name) for name in names), len(places)) for item in items]
     return list(places), np.array(codes, np.int64)

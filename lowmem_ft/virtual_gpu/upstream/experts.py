@@ -31,8 +31,8 @@ def experts_as_if_real() -> Iterator[None]:
             is_there = compute_capability(weight.device) >= _AMPERE
         else:
             is_there = original(input, weight, offs)
-        # torch's own grouped_mm takes other types than bfloat16, one expert after the other and into one output as
-        # transformers' fallback does; its rule for fake tensors does not.
+        # For types other than bfloat16, torch's own grouped_mm computes one expert after the other, into one output, as
+        # transformers' fallback does; its rule for fake tensors does not take them.
         return is_there and weight.dtype == torch.bfloat16
 
     with contextlib.ExitStack() as undo:

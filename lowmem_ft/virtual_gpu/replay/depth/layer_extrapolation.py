@@ -1,11 +1,11 @@
 """The trace of a deep model from that of a shallow one, where it is exact.
 
-Decoder layers repeat, and so does what they allocate. A trace is cut into *sweeps*, in each of which the part of one
-layer is copied for the layers that are missing. What an allocation lives until is kept relative: an activation that
-dies in the backward part of its own layer does so in every copy.
+Decoder layers repeat, and so does what they allocate. A trace is cut into *sweeps*; in each of them, the part of one
+layer is copied for the missing layers. The end of an allocation's life is kept relative: an activation that dies in the
+backward part of its own layer does so in every copy.
 
-Whether the program really is that regular is not taken on trust, see ``repetition_proof.py``. What lies outside all
-layers and grows with their number (a stack of all gradients' norms) grows linearly.
+``repetition_proof.py`` proves that the program really is that regular. An allocation outside all layers that grows with
+their number (a stack of all gradients' norms) grows linearly.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class GrowingSize(NamedTuple):
     """An allocation's bytes in the short trace, and those that each further period adds.
 
     Args:
-        size_bytes: in the short trace.
-        more_bytes: that a period adds, to what was asked for where that is told.
-        asked_bytes: what was asked for of memory in whole pages; 0: of another kind.
+        size_bytes: bytes in the short trace.
+        more_bytes: bytes that each further period adds, to ``asked_bytes`` if that is not 0, else to ``size_bytes``.
+        asked_bytes: bytes requested, for memory in whole pages; 0 for other memory.
     """
 
     size_bytes: int
@@ -49,7 +49,7 @@ class GrowingSize(NamedTuple):
     asked_bytes: int = 0
 
     def grown(self, allocation: Allocation, extra: int) -> Allocation:
-        """The allocation in a model with so many further periods."""
+        """Return the allocation in a model with ``extra`` further periods."""
         if not self.asked_bytes:
             return dataclasses.replace(allocation, size_bytes=self.size_bytes + extra * self.more_bytes)
         asked_bytes = self.asked_bytes + extra * self.more_bytes
@@ -58,12 +58,12 @@ class GrowingSize(NamedTuple):
 
 
 class GrowingWork(NamedTuple):
-    """The work behind a birth where it grows: entries that get larger, or entries that are put in.
+    """The work that follows a birth where it grows: entries that get larger, or entries that are inserted.
 
     Args:
         costs: bytes and operations of each entry in the short trace.
         more: bytes, operations and launches that each further period adds to them.
-        added: entries that each further period adds, by the number of the entry before which they come.
+        added: entries that each further period adds, with the index of the entry before which they come.
     """
 
     costs: tuple[tuple[int, int], ...]
@@ -71,7 +71,7 @@ class GrowingWork(NamedTuple):
     added: tuple[tuple[int, tuple[Work, ...]], ...] = ()
 
     def grown(self, entries: Sequence[Work], extra: int) -> list[Work]:
-        """The work of a model with so many further periods."""
+        """Return the work of a model with ``extra`` further periods."""
         if self.more:
             return [
                 dataclasses.replace(
@@ -91,19 +91,19 @@ class GrowingWork(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """What two traces have shown of a program: how any number of layers follows from the shorter one.
+    """Result of a proof from two traces: how a trace with any number of layers follows from the shorter one.
 
-    It holds for other traces of the same structure too, where nothing that grows is of another size. Where layers
-    repeat in two stretches, ``more`` is how many periods each of them has beyond the short trace.
+    It also holds for other traces of the same structure, if everything that grows has the same size there. Where layers
+    repeat in two stretches, ``more`` is the number of periods that each of them has beyond the short trace.
 
     Args:
-        layers: how they repeat.
-        structure: of the short trace, see :func:`~lowmem_ft.virtual_gpu.replay.depth.sweeps.structure_of`.
+        layers: how the layers repeat.
+        structure: structure of the short trace, see :func:`~lowmem_ft.virtual_gpu.replay.depth.sweeps.structure_of`.
         is_relative: for each birth, whether the layer in whose turn it dies is as far from its own in every copy.
         goes_with: for each birth and each stretch, whether that layer moves on as the stretch gets longer.
-        sizes: of births that are larger in deeper models.
-        work: behind births where there is more of it in deeper models.
-        parameters: that a period has, and those of them that are trained.
+        sizes: sizes of births that are larger in deeper models.
+        work: work after births that have more of it in deeper models.
+        parameters: parameters that a period has, and those of them that are trained.
     """
 
     layers: Layers
@@ -115,7 +115,7 @@ class Repetition:
     parameters: tuple[int, int]
 
     def holds_for(self, short: Trace) -> bool:
-        """Whether another short trace of the same structure differs from that this was shown with only where it may."""
+        """Return whether another short trace of the same structure differs from the proved one only where it may."""
         allocations = short.timeline.allocations
         if any(
             (allocations[birth].size_bytes, allocations[birth].asked_bytes)
@@ -127,17 +127,17 @@ class Repetition:
         return all(costs_of(work_behind(sweeps, birth)) == work.costs for birth, work in self.work.items())
 
     def extend(self, short: Trace, more: Sequence[int]) -> Trace:
-        """The trace of a deeper model.
+        """Return the trace of a deeper model.
 
         Args:
-            short: one that this holds for.
-            more: periods, of each stretch.
+            short: a trace that this holds for.
+            more: further periods of each stretch.
 
         Returns:
             The trace. Frees between two allocations are in the order of birth.
 
         Raises:
-            NotRegularError: if an allocation would die where there is nothing.
+            NotRegularError: if an allocation would die at a point that the extended trace lacks.
         """
         sweeps = Sweeps.of(short, self.layers)
         return self.extended(sweeps, more).trace(sweeps, self)
@@ -146,15 +146,15 @@ class Repetition:
         """Raise what :meth:`extend` would raise, without the trace.
 
         Raises:
-            NotRegularError: as there.
+            NotRegularError: as :meth:`extend` does.
         """
         self.extended(Sweeps.of(short, self.layers), more)
 
     def extended(self, sweeps: Sweeps, more: Sequence[int]) -> Extended:
-        """What :meth:`extend` does, up to the trace itself.
+        """Return the deeper model that :meth:`extend` makes a trace of.
 
         Raises:
-            NotRegularError: as there.
+            NotRegularError: as :meth:`extend` does.
         """
         turns = list(_turns(sweeps, self.layers, more))
         lengths = [len(turn.part) for turn in turns]
@@ -165,7 +165,7 @@ class Repetition:
     def _deaths(
         self, sweeps: Sweeps, more: Sequence[int], turns: list[_Turn], source: Integers, shift: Integers
     ) -> Integers:
-        """For each birth of the extended model, the one before which it dies."""
+        """Return, for each birth of the extended model, the birth before which it dies."""
         dies_before = sweeps.dies_before[source]
         dies_last = dies_before == len(sweeps.dies_before)
         dies_at_birth = (dies_before != ALIVE) & ~dies_last
@@ -196,7 +196,7 @@ class Repetition:
 
 
 class _Turn(NamedTuple):
-    """A layer of the extended model (or ``OUTSIDE``), the layer here that it is like, and that one's births."""
+    """A layer of the extended model (or ``OUTSIDE``), the layer here that it copies, and that layer's births."""
 
     segment: int
     source: int
@@ -205,7 +205,7 @@ class _Turn(NamedTuple):
 
 
 def _turns(sweeps: Sweeps, layers: Layers, more: Sequence[int]) -> Iterator[_Turn]:
-    """The turns of a model in which the repeated periods stand so many times more, in order."""
+    """Yield, in order, the turns of a model with more of the repeated periods."""
     for number, segment in enumerate(sweeps.segments):
         if not segment.is_sweep:
             yield _Turn(number, OUTSIDE, OUTSIDE, segment.parts[OUTSIDE])
@@ -217,7 +217,7 @@ def _turns(sweeps: Sweeps, layers: Layers, more: Sequence[int]) -> Iterator[_Tur
 
 
 def _visited(segment: Segment, layers: Layers, more: Sequence[int]) -> list[tuple[int, int]]:
-    """The layers that a sweep passes through in the deeper model, and those here that they are like."""
+    """Return the layers that a sweep visits in the deeper model, and the layers here that they copy."""
     first, last = min(segment.parts), max(segment.parts)
     visited: list[tuple[int, int]] = []
     for source in range(first, last + 1):
@@ -234,14 +234,14 @@ def _visited(segment: Segment, layers: Layers, more: Sequence[int]) -> list[tupl
 
 @dataclass(frozen=True)
 class Extended:
-    """A deeper model: for each birth the one here that it is like, how many layers on it is, and where it dies.
+    """A deeper model: for each birth, the birth here that it copies, its distance in layers, and its end.
 
     Args:
-        extra: periods more than here, of all stretches together.
-        turns: in order.
-        source: for each birth, the one here that it is like.
+        extra: further periods, of all stretches together.
+        turns: the turns, in order.
+        source: for each birth, the birth here that it copies.
         shift: layers between the two.
-        dies_before: for each birth, the one before which it dies.
+        dies_before: for each birth, the birth before which it dies.
     """
 
     extra: int
@@ -251,7 +251,7 @@ class Extended:
     dies_before: Integers
 
     def allocations(self, sweeps: Sweeps, shown: Repetition) -> list[Allocation]:
-        """Those of the extended model."""
+        """Return the allocations of the extended model."""
         prefix = f"{shown.layers.stack}."
         here = list(sweeps.trace.timeline.allocations)
         for birth, size in shown.sizes.items():
@@ -266,7 +266,7 @@ class Extended:
         return result
 
     def work_behind(self, sweeps: Sweeps, shown: Repetition) -> list[list[Work]]:
-        """The work behind each birth of the shallow model, as that of the extended one has it."""
+        """Return the work after each birth of the shallow model, grown as in the extended model."""
         starts, entries = sweeps.work_starts, sweeps.trace.work
         behind = [entries[start:stop] for start, stop in itertools.pairwise(starts)]
         for birth, growing in shown.work.items():
@@ -274,7 +274,11 @@ class Extended:
         return behind
 
     def refuse_difference(self, sweeps: Sweeps, real: Sweeps, shown: Repetition) -> None:
-        """Against a real one: the same births with the same sizes, purposes, deaths and work."""
+        """Compare with a real deeper model: the same births with the same sizes, purposes, deaths and work.
+
+        Raises:
+            NotRegularError: if they differ.
+        """
         turns = [(turn.segment, turn.layer, len(turn.part)) for turn in self.turns]
         theirs = [
             (number, layer, len(part))
@@ -302,7 +306,7 @@ class Extended:
             raise NotRegularError("what a layer does, or what lies outside the layers, does not repeat")
 
     def trace(self, sweeps: Sweeps, shown: Repetition) -> Trace:
-        """The extended model's trace."""
+        """Return the trace of the extended model."""
         num_births = len(self.source)
         dead = np.flatnonzero(self.dies_before != ALIVE)
         dead = dead[np.argsort(self.dies_before[dead], kind="stable")]
@@ -314,7 +318,7 @@ class Extended:
         indices[is_birth], indices[~is_birth] = np.arange(num_births), dead
         kinds = map(("free", "malloc").__getitem__, is_birth.tolist())
         events = list(map(Event, kinds, indices.tolist()))
-        # What a birth is followed by comes after the deaths that follow it, too.
+        # Work that follows a birth comes after the deaths that follow the birth, too.
         positions = (np.arange(num_births) + 1 + num_dead[1:]).tolist()
         work = sweeps.trace.work[: sweeps.work_starts[0]]
         work = [entry.at(0) for entry in work]
@@ -348,15 +352,15 @@ def _renumbered(allocation: Allocation, old: str, new: str) -> Allocation:
 
 
 def work_behind(sweeps: Sweeps, birth: int) -> list[Work]:
-    """The work that follows a birth."""
+    """Return the work that follows a birth."""
     return sweeps.trace.work[sweeps.work_starts[birth] : sweeps.work_starts[birth + 1]]
 
 
 def cost_of(entry: Work) -> tuple[object, ...]:
-    """What two entries of work have in common that are the same at another place."""
+    """Return the properties that equal entries of work share, wherever they are in a trace."""
     return entry.kind, entry.name, entry.flops, entry.num_bytes, entry.stream
 
 
 def costs_of(entries: Sequence[Work]) -> tuple[tuple[int, int], ...]:
-    """Bytes and operations of each entry."""
+    """Return the bytes and operations of each entry."""
     return tuple((entry.num_bytes, entry.flops) for entry in entries)

@@ -1,7 +1,7 @@
-"""What two short traces show of a program: that its layers repeat, and how deeper models follow.
+"""Proof from two short traces that a program's layers repeat, and how deeper models follow.
 
 The shorter trace, extended by a period, must be the longer one, event for event: the same births with the same sizes,
-deaths, purposes and work. Where layers repeat in two stretches, the longer trace has a period more of each.
+deaths, purposes and work. Where layers repeat in two stretches, the longer trace has one more period of each.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lowmem_ft.virtual_gpu.replay.depth.sweeps import (
 
 
 def extend(short: Trace, longer: Trace, layers: Layers, more: Sequence[int]) -> Trace:
-    """The trace of a deeper model.
+    """Return the trace of a deeper model.
 
     Args:
-        short: of the model with ``n`` layers: the lead and at least three periods.
-        longer: of the model with one period more of each stretch.
+        short: trace of the model with ``n`` layers: the lead and at least three periods.
+        longer: trace of the model with one more period of each stretch.
         layers: how the layers repeat.
-        more: periods that each stretch is to have beyond the shorter trace.
+        more: periods that each stretch gets beyond the shorter trace.
 
     Returns:
         The trace. Frees between two allocations are in the order of birth.
@@ -52,11 +52,11 @@ def extend(short: Trace, longer: Trace, layers: Layers, more: Sequence[int]) -> 
 
 
 def prove(short: Trace, longer: Trace, layers: Layers) -> Repetition:
-    """Show that the layers of a program repeat.
+    """Prove that the layers of a program repeat.
 
     Args:
-        short: of the model with ``n`` layers: the lead and at least three periods.
-        longer: of the model with one period more of each stretch.
+        short: trace of the model with ``n`` layers: the lead and at least three periods.
+        longer: trace of the model with one more period of each stretch.
         layers: how the layers repeat.
 
     Returns:
@@ -88,10 +88,10 @@ def prove(short: Trace, longer: Trace, layers: Layers) -> Repetition:
 
 
 def _each(growth: int, layers: Layers) -> int:
-    """What a period adds, of what a period of each stretch adds together: alike, as all of them have the same weights.
+    """Return one period's share of the growth by a period of each stretch: equal, as all have the same weights.
 
     Raises:
-        NotRegularError: if they cannot be alike.
+        NotRegularError: if the shares cannot be equal.
     """
     share, rest = divmod(growth, len(layers.pivots))
     if rest:
@@ -100,7 +100,7 @@ def _each(growth: int, layers: Layers) -> int:
 
 
 def _partners(base: Sweeps, proof: Sweeps, layers: Layers) -> Integers:
-    """For each birth, the one of the longer trace that it is like; -1 if that trace has no such turn."""
+    """Return, for each birth, its equivalent in the longer trace; -1 if that trace has no such turn."""
     partners = np.full(len(base.dies_before), -1)
     once_more = (1,) * len(layers.pivots)
     for segment, other in zip(base.segments, proof.segments, strict=True):
@@ -117,7 +117,7 @@ def _partners(base: Sweeps, proof: Sweeps, layers: Layers) -> Integers:
 def _ends_of_lives(
     base: Sweeps, proof: Sweeps, partners: Integers, layers: Layers
 ) -> dict[str, NDArray[np.bool_]]:
-    """By what the layer in whose turn a birth dies goes, where there are more layers."""
+    """Find out what the layer in whose turn a birth dies moves with, if there are more layers."""
     num_births = len(base.dies_before)
     is_relative, goes_with = np.zeros(num_births, bool), np.zeros((num_births, len(layers.pivots)), bool)
     here = base.places
@@ -147,7 +147,7 @@ def _ends_of_lives(
 
 
 def _stretches_passed(base: Sweeps, proof: Sweeps, death: int, other: int, layers: Layers) -> int | None:
-    """How many stretches, each a period longer, lie before the place of a death; None if it is another place."""
+    """Return how many stretches, each a period longer, precede a death; None if it is at another place."""
     here, there = base.places, proof.places
     if other == ALIVE or (there.segment[other], there.ordinal[other]) != (
         here.segment[death],
@@ -159,9 +159,9 @@ def _stretches_passed(base: Sweeps, proof: Sweeps, death: int, other: int, layer
 
 
 def _is_met_first(base: Sweeps, birth: int, layers: Layers) -> bool:
-    """Whether a birth dies where a pass meets a layer, whoever's turn that is.
+    """Return whether a birth dies where a pass reaches a layer, whichever birth's turn that is.
 
-    What goes at one moment for all layers, as a list of their norms does, goes so in the extended model too.
+    Allocations that die at one moment for all layers, as a list of their norms does, do so in the extended model too.
     """
     here, death = base.places, base.dies_before[birth]
     source, segment = int(here.layer[birth]), base.segments[here.segment[birth]]
@@ -180,7 +180,7 @@ def _is_met_first(base: Sweeps, birth: int, layers: Layers) -> bool:
 
 
 def _growing_births(base: Sweeps, partners: Integers, layers: Layers) -> Iterator[tuple[int, int]]:
-    """Births that are not copied, and those of the longer trace that they are like."""
+    """Yield births that are not copied, with their equivalents in the longer trace."""
     for birth, (layer, partner) in enumerate(
         zip(base.places.layer.tolist(), partners.tolist(), strict=False)
     ):
@@ -226,7 +226,7 @@ def _growing_work(
 def _added_work(
     work: list[Work], longer: list[Work], layers: Layers
 ) -> Sequence[tuple[int, tuple[Work, ...]]]:
-    """What a period adds, and before which entry."""
+    """Return the entries that a period adds, and the index of the entry before which they come."""
     stretches = len(layers.pivots)
     here, there = [*map(cost_of, work)], [*map(cost_of, longer)]
     num_added, start = len(longer) - len(work), _num_equal(here, there)
@@ -251,7 +251,7 @@ def _added_work(
 
 
 def _num_equal(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many entries at the beginning are the same."""
+    """Return how many entries at the beginning are equal."""
     return next(
         (index for index, (here, there) in enumerate(zip(one, other, strict=False)) if here != there),
         min(len(one), len(other)),

@@ -18,26 +18,26 @@ from lowmem_ft.virtual_gpu.recording.trace import Trace
 Integers = NDArray[np.int64]
 
 OUTSIDE = -1
-"""In place of a layer's number: what lies outside all layers."""
+"""Stands for a layer's number where births are outside all layers."""
 
 ALIVE = -1
-"""In place of the birth before which an allocation dies: it lives on."""
+"""Stands for the birth before which an allocation dies if it lives to the end."""
 
 
 class NotRegularError(Exception):
-    """The traces do not repeat layer by layer; trace the whole model instead."""
+    """The traces do not repeat layer by layer. Trace the whole model instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """How a stack of layers repeats: in one stretch, or in two where the last layers are of another kind.
+    """The way a stack of layers repeats: in one stretch, or in two where the last layers are of another kind.
 
     Args:
         stack: qualified name of the list of layers, such as ``model.layers``.
-        lead: layers at the beginning that are unlike the rest.
-        period: layers after which the rest repeats.
-        tail: the first of the last layers, if these are treated otherwise, as those that stay on the device where the
-            others are streamed; None: there are no such layers.
+        lead: layers at the beginning that differ from the others.
+        period: layers after which the others repeat.
+        tail: the first of the last layers, if the program treats these differently, for example keeps them on the
+            device while it streams the others; None: there are no such layers.
     """
 
     stack: str
@@ -47,28 +47,28 @@ class Layers:
 
     @property
     def pivots(self) -> tuple[int, ...]:
-        """Of each stretch, the first layer of the period that is repeated: the second, as the first is at an edge."""
+        """First layer, in each stretch, of the period to repeat: the second one, as the first is at an edge."""
         first = self.lead + self.period
         return (first,) if self.tail is None else (first, self.tail + self.period)
 
     @property
     def afters(self) -> tuple[int, ...]:
-        """Of each stretch, the first layer behind that period."""
+        """First layer, in each stretch, after that period."""
         return tuple(pivot + self.period for pivot in self.pivots)
 
     def is_repeated(self, layer: int) -> bool:
-        """Whether copies of a layer stand for those that are missing."""
+        """Return whether copies of a layer represent missing ones."""
         return any(pivot <= layer < pivot + self.period for pivot in self.pivots)
 
     def moved(self, layer: int, more: Sequence[int]) -> int:
-        """Where a layer stands in a model of which each stretch has so many periods more; of a repeated one, itself."""
+        """Return a layer's number in a model with more periods in each stretch; a repeated layer keeps its own."""
         return layer + self.period * sum(
             extra for after, extra in zip(self.afters, more, strict=True) if layer >= after
         )
 
 
 Part = range
-"""Births in a row, by their numbers: of one layer's turn, or of what lies outside the layers."""
+"""Numbers of consecutive births: those of one layer's turn, or those outside the layers."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Segment:
 
     @property
     def is_sweep(self) -> bool:
-        """Whether it passes through layers."""
+        """True if it passes through layers."""
         return OUTSIDE not in self.parts
 
     @property
@@ -94,13 +94,13 @@ class Segment:
 
     @property
     def goes_up(self) -> bool:
-        """Whether layers are visited from the first to the last; a single one is neither."""
+        """True if layers are visited from the first to the last; False for a single layer."""
         return self.first < self.last
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where births stand: segment, layer and number in the layer's turn; behind all of them, what follows the last."""
+    """Positions of births: segment, layer and number in the layer's turn; the last element is the trace's end."""
 
     segment: Integers
     layer: Integers
@@ -112,12 +112,13 @@ class Sweeps:
     """A trace as segments.
 
     Args:
-        trace: what is cut.
-        segments: in order.
-        num_layers: that it passes through.
-        dies_before: for each birth, the one before which it dies, which is their number for those after the last;
-            ``ALIVE`` if it does not.
-        work_starts: for each birth, how much of the work comes before what follows it, and all of it at the end.
+        trace: the trace that is cut.
+        segments: its segments, in order.
+        num_layers: layers that it passes through.
+        dies_before: for each birth, the birth before which it dies, or the number of births if it dies after the last;
+            ``ALIVE`` if it does not die.
+        work_starts: for each birth, the number of work entries before those that follow it; the number of all at the
+            end.
     """
 
     trace: Trace
@@ -128,10 +129,10 @@ class Sweeps:
 
     @classmethod
     def of(cls, trace: Trace, layers: Layers) -> Sweeps:
-        """Cut a trace.
+        """Cut a trace into segments.
 
         Raises:
-            NotRegularError: if there are too few layers in it, or something that cannot be copied.
+            NotRegularError: if it has too few layers, or something that cannot be copied.
         """
         events = trace.timeline.events
         if any(kind == "empty_cache" for kind, _ in events):
@@ -151,7 +152,7 @@ class Sweeps:
 
     @cached_property
     def places(self) -> Places:
-        """Where each birth stands."""
+        """Position of each birth."""
         parts = [
             (number, layer, part)
             for number, segment in enumerate(self.segments)
@@ -166,9 +167,9 @@ class Sweeps:
 
 
 def structure_of(trace: Trace) -> str:
-    """A digest of everything in a trace but for numbers of bytes and operations: what happens, in which order.
+    """Return a digest of everything in a trace except numbers of bytes and operations: the events and their order.
 
-    Traces with the same structure are cut alike.
+    Traces with the same structure are cut in the same way.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -185,7 +186,7 @@ def structure_of(trace: Trace) -> str:
 
 
 def _labels(allocations: Sequence[Allocation], stack: str) -> list[int]:
-    """The layer of each allocation, or ``OUTSIDE``."""
+    """Return the layer of each allocation, or ``OUTSIDE``."""
     pattern = re.compile(re.escape(stack) + r"\.(\d+)(?:\.|$)")
     labels: dict[str, int] = {}
     for allocation in allocations:
@@ -196,10 +197,10 @@ def _labels(allocations: Sequence[Allocation], stack: str) -> list[int]:
 
 
 def _without_gaps(labels: list[int], allocations: Sequence[Allocation]) -> list[int]:
-    """What is allocated between two neighbouring layers goes with the first of them, as it repeats too.
+    """Attribute allocations between two neighbouring layers to the first of them, as they repeat too.
 
-    So does what is allocated within one layer's turn; between two turns of a layer, as between the forward pass and
-    the backward pass of the last one, the phase changes.
+    The same goes for allocations within one layer's turn. Between two turns of a layer, as between the forward and the
+    backward pass of the last one, the phase changes.
     """
     result = list(labels)
     last = None
@@ -216,7 +217,7 @@ def _without_gaps(labels: list[int], allocations: Sequence[Allocation]) -> list[
 
 
 def _segments(labels: Sequence[int]) -> Iterator[Segment]:
-    """The segments of a row of births, by the layer of each."""
+    """Yield the segments of a sequence of births, given the layer of each."""
     starts = [birth for birth, label in enumerate(labels) if birth == 0 or label != labels[birth - 1]]
     parts: dict[int, Part] = {}
     for start, stop in zip(starts, [*starts[1:], len(labels)], strict=True):
@@ -230,7 +231,7 @@ def _segments(labels: Sequence[int]) -> Iterator[Segment]:
 
 
 def _continues(visited: list[int], label: int) -> bool:
-    """Whether a sweep through some layers goes on with another: with the next one, in the same direction."""
+    """Return whether a sweep continues with a layer: with the next one, in the same direction."""
     if OUTSIDE in (label, visited[-1]):
         return False
     step = label - visited[-1]

@@ -1,1 +1,1 @@
-"""The clock: how long a recorded log of work takes on a GPU."""
+"""The clock: seconds that a recorded log of work takes on a GPU."""

@@ -1,8 +1,8 @@
-"""How long a log of work takes on a GPU: the host issues it in order, streams run it, events hold them back.
+"""Time that a log of work takes on a GPU: the host issues it in order, streams run it, events hold them back.
 
-A kernel takes the longer of its arithmetic and its memory traffic, a copy the bytes over the host link. An operator
-that runs several kernels costs the host a launch each. The log is recorded once and replayed for every GPU. A round
-that stands for several is replayed as often, so that copies run beside computing as they do in the program;
+A kernel takes the longer of its arithmetic and its memory traffic, a copy the time of its bytes on the host link. An
+operator that runs several kernels costs the host a launch each. The log is recorded once and replayed for every GPU. A
+round that represents several is replayed as often, so that copies overlap with computation as they do in the program;
 ``logged_rounds.py`` says how exact that is.
 """
 
@@ -29,32 +29,45 @@ Bound = Literal["compute", "memory bandwidth", "kernel launches", "host copies",
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
 
 MATMUL_EFFICIENCY = 0.7
-"""Of the dense peak, for the shapes of language models: 0.73 on H100 (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark",
-2024), 0.64 to 0.69 on B200 (arXiv 2604.23466). The best shapes reach 0.86 on A100, 0.80 on H100, 0.78 on B200
-(S. Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS)."""
+"""Share of the dense peak that products reach for the shapes of language models.
+
+0.73 on H100 (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark", 2024), 0.64 to 0.69 on B200 (arXiv 2604.23466). The best
+shapes reach 0.86 on A100, 0.80 on H100, 0.78 on B200 (S. Bekman, "Machine Learning Engineering", maximum achievable
+matmul FLOPS).
+"""
 
 BANDWIDTH_EFFICIENCY = 0.8
-"""Of the memory's bandwidth. Long contiguous copies reach 0.85 to 0.93 (BabelStream), strided reads and reductions
-0.6 to 0.8."""
+"""Share of the memory's bandwidth that kernels reach.
+
+Long contiguous copies reach 0.85 to 0.93 (BabelStream), strided reads and reductions 0.6 to 0.8.
+"""
 
 HOST_LINK_EFFICIENCY = 0.8
-"""Of the link's rate after line coding, from pinned memory: 12 to 13 GB/s of 15.75 on PCIe 3.0 x16, 25 of 31.5 on 4.0
-(NVIDIA's bandwidthTest)."""
+"""Share of the host link's rate after line coding that copies from pinned memory reach.
+
+12 to 13 GB/s of 15.75 on PCIe 3.0 x16, 25 of 31.5 on 4.0 (NVIDIA's bandwidthTest).
+"""
 
 HOST_SECONDS_PER_OPERATOR = 8e-6
-"""Python, dispatcher, autograd and launch of one operator in eager mode. Without the launch, a 30-layer Llama of tiny
-tensors on a CPU takes 4.3 microseconds an operator forward and 3.2 backward (torch 2.13, AMD EPYC, one thread,
-2026-11-21); a launch takes 3 to 4 more. Slower hosts take twice as long."""
+"""Seconds on the host for one operator in eager mode: Python, dispatcher, autograd and launch.
+
+Without the launch, a 30-layer Llama of tiny tensors on a CPU takes 4.3 microseconds an operator forward and 3.2
+backward (torch 2.13, AMD EPYC, one thread, 2026-11-21); a launch takes 3 to 4 more. Slower hosts take twice as long.
+"""
 
 HOST_SECONDS_PER_FURTHER_LAUNCH = 5e-6
-"""Of each kernel but the first that an operator runs: its launch, and what comes before it, which is little in C++ and
-2.7 to 3.7 microseconds in the formats' arithmetic, written in Python (chunks of 512 elements on an Intel Xeon,
-2026-11-23)."""
+"""Seconds on the host for each kernel of an operator after the first: its launch, and the preparation.
+
+The preparation takes little in C++, and 2.7 to 3.7 microseconds in the formats' arithmetic, which is written in Python
+(chunks of 512 elements on an Intel Xeon, 2026-11-23).
+"""
 
 HOST_COPY_RATE = 10e9
-"""Bytes a second that a copy within host memory, or from and to a file whose pages are there, achieves. An Intel Xeon
-(2 cores, torch 2.13.0, 2026-11-23) copies 6 to 10 GB a second with one thread, 7 to 16 with two: the larger rates from
-memory, the lower ones to it. What a disk takes beside that is not known."""
+"""Bytes a second of a copy within host memory, or from and to a file whose pages are in memory.
+
+An Intel Xeon (2 cores, torch 2.13.0, 2026-11-23) copies 6 to 10 GB a second with one thread, 7 to 16 with two: the
+larger rates are of copies from memory, the lower ones of copies to it. The time that a disk adds is not known.
+"""
 
 Seconds = NDArray[np.float64]
 
@@ -64,8 +77,8 @@ class Span:
     """The time from the end of one piece of work to the end of another.
 
     Args:
-        seconds: in all.
-        shares: what they went into, by what would make it faster; they sum to 1.
+        seconds: seconds in all.
+        shares: shares of the time by what would shorten it; they sum to 1.
     """
 
     seconds: float
@@ -73,19 +86,19 @@ class Span:
 
     @property
     def bound_by(self) -> Bound:
-        """What takes the largest share."""
+        """The bound with the largest share."""
         return max(BOUNDS, key=self.shares.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """When each entry of a log ran, in seconds from the log's beginning.
+    """Time at which each entry of a log ran, in seconds from the log's beginning.
 
     Args:
-        starts: of each entry, on its stream; of ``synchronize`` on the host; the last time, where it is done often.
-        ends: of each entry, likewise.
-        spent: seconds of each entry that the busiest stream spent computing, on memory traffic and on copies or
-            collectives or on waiting for one. What it did besides was waiting for the host.
+        starts: start of each entry, on its stream; of ``synchronize``, on the host; the last one, if an entry repeats.
+        ends: end of each entry, likewise.
+        spent: for each entry, the seconds that the busiest stream spent computing, on memory traffic and on copies or
+            collectives or on waiting for one. The rest of its time it waited for the host.
     """
 
     starts: Seconds
@@ -93,13 +106,13 @@ class Times:
     spent: dict[Bound, Seconds]
 
     def between(self, first: int, last: int) -> Span:
-        """The time of the entries from ``first`` up to and without ``last``: of a step, given its bounds in the log.
+        """Return the time of the entries from ``first`` up to and without ``last``, for example those of a step.
 
-        Work that ran on from before ``first`` is not part of it.
+        It leaves out the time of work from before ``first`` that was still running.
 
         Args:
             first: index of an entry.
-            last: index of a later one, or the number of entries.
+            last: index of a later entry, or the number of entries.
 
         Returns:
             The time, and what bounds it.
@@ -113,7 +126,7 @@ class Times:
 
 
 def time_of(entries: Sequence[Work], gpu: Gpu) -> Times:
-    """When each entry of a log runs on a GPU.
+    """Compute when each entry of a log runs on a GPU.
 
     Products of float32 matrices use TF32 where torch is set to allow it now.
 
@@ -128,10 +141,10 @@ def time_of(entries: Sequence[Work], gpu: Gpu) -> Times:
 
 
 class Clock:
-    """A log made ready for replays on many GPUs.
+    """A log prepared for replays on many GPUs.
 
     Args:
-        entries: the log, in the order of issue; it is read once.
+        entries: the log, in the order of issue; the constructor reads it once.
     """
 
     def __init__(self, entries: Sequence[Work]) -> None:
@@ -148,11 +161,11 @@ class Clock:
         self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
 
     def times_on(self, gpu: Gpu, link: Link | None = None) -> Times:
-        """When each entry of the log runs on a GPU.
+        """Compute when each entry of the log runs on a GPU.
 
         Args:
             gpu: the GPU.
-            link: to the other processes; None: that of cards in one machine.
+            link: link to the other ranks; None: that of GPUs in one machine.
 
         Returns:
             The start and end of each entry.
@@ -189,7 +202,7 @@ class Clock:
         return Times(starts=starts, ends=ends, spent=spent)
 
     def _busiest_stream(self, durations: Seconds) -> int:
-        """The stream that computes; side streams carry copies, and kernels on the way."""
+        """Return the stream that computes; side streams carry copies, and kernels on the way."""
         streams = self._streams[self._is_kernel]
         if not len(streams):
             return 0
@@ -198,13 +211,13 @@ class Clock:
 
     @cached_property
     def _cuts(self) -> list[int]:
-        """Where other entries begin than kernels that follow others on their stream, which are replayed together."""
+        """Indices that cut the log into runs of kernels on one stream, replayed together, and other entries."""
         together = self._is_kernel[1:] & self._is_kernel[:-1] & (self._streams[1:] == self._streams[:-1])
         return [0, *(np.flatnonzero(~together) + 1).tolist(), len(self._entries)] if self._entries else []
 
     @cached_property
     def _program(self) -> LoggedRound:
-        """Runs of kernels, and every other entry by itself, in their rounds."""
+        """The log in its rounds: runs of kernels, and every other entry by itself."""
         return rounds_of(self._entries, itertools.pairwise(self._cuts))
 
     @cached_property
@@ -217,14 +230,14 @@ class Clock:
 
 
 def matmul_rate(gpu: Gpu, dtype: str) -> float:
-    """Operations a second that matrix products of a type achieve.
+    """Return the operations a second that matrix products of a type reach.
 
     A type that the hardware lacks runs on the units for float32, as bfloat16 does before compute capability 8.0.
     float32 is TF32 where torch is set to allow it. Tensor cores multiply int8 twice as fast as float16.
 
     Args:
         gpu: the GPU.
-        dtype: of the operands, such as ``bfloat16``.
+        dtype: type of the operands, such as ``bfloat16``.
 
     Returns:
         The rate.
@@ -236,20 +249,21 @@ def matmul_rate(gpu: Gpu, dtype: str) -> float:
 
 
 def host_link_rate(gpu: Gpu) -> float:
-    """Bytes a second that copies between pinned host memory and a GPU achieve, each way."""
+    """Return the bytes a second that copies between pinned host memory and a GPU reach, each way."""
     return pcie_rate(gpu) * HOST_LINK_EFFICIENCY
 
 
 @dataclass(frozen=True, kw_only=True)
 class _KernelRuns:
-    """Operators that follow each other on one stream, run by run: when the host issues them, wherever they run.
+    """Runs of operators on one stream: when the host issues each kernel, wherever it runs.
 
     Args:
-        bounds: of each run, its first entry and the one after its last.
+        bounds: for each run, its first entry and the one after its last.
         kernels: the entries of all runs.
-        launches: of each entry, the kernels that it is.
-        first_issued: of each entry, when its first kernel is issued, counted from when the host begins the run.
-        last_issued: its last kernel, likewise.
+        launches: for each entry, the number of its kernels.
+        first_issued: for each entry, the time at which its first kernel is issued, from the moment the host begins the
+            run.
+        last_issued: the time for its last kernel, likewise.
     """
 
     bounds: list[tuple[int, int]]
@@ -260,7 +274,7 @@ class _KernelRuns:
 
     @classmethod
     def of(cls, bounds: list[tuple[int, int]], kernels: NDArray[np.int64], launches: Seconds) -> _KernelRuns:
-        """The runs of a log."""
+        """Return the runs of a log."""
         host_seconds = HOST_SECONDS_PER_OPERATOR + HOST_SECONDS_PER_FURTHER_LAUNCH * (launches - 1)
         last_issued = _within_runs(np.add, host_seconds, bounds)
         first_issued = last_issued - host_seconds + HOST_SECONDS_PER_OPERATOR
@@ -273,10 +287,10 @@ class _KernelRuns:
         )
 
     def done_and_held(self, durations: Seconds) -> tuple[Seconds, Seconds]:
-        """Of each entry: the work up to its end, and how much later than this the host lets the run be so far.
+        """Return, for each entry, the work up to its end, and how much later than this it ends because of the host.
 
-        An operator starts when its first kernel is issued and the one before has ended. It ends no sooner than its last
-        kernel, a like share of its work, is issued and done.
+        An operator starts when its first kernel is issued and the previous operator has ended. It ends no sooner than
+        its last kernel, which has an equal share of its work, is issued and done.
         """
         done = _within_runs(np.add, durations, self.bounds)
         earliest_ends = np.maximum(
@@ -286,7 +300,7 @@ class _KernelRuns:
 
 
 def _within_runs(operation: np.ufunc, values: Seconds, bounds: list[tuple[int, int]]) -> Seconds:
-    """The values accumulated, in each run by itself."""
+    """Accumulate the values, in each run separately."""
     result = values.copy()
     for first, last in bounds:
         if last - first > 1:
@@ -299,11 +313,11 @@ class _Replay:
 
     Args:
         entries: the log.
-        durations: of each entry.
-        runs: of its kernels.
+        durations: seconds of each entry.
+        runs: runs of its kernels.
         main: the stream whose stalls count.
         copying: the streams that carry copies.
-        exchanging: the others that carry collectives, and copies perhaps.
+        exchanging: the other streams that carry collectives, and perhaps copies.
     """
 
     def __init__(
@@ -315,7 +329,7 @@ class _Replay:
         copying: set[int],
         exchanging: set[int],
     ) -> None:
-        # Lists: numbers of an array are slow one by one.
+        # Lists: access to single numbers of an array is slow.
         self._starts, self._ends, self.copy_stalls, self.exchange_stalls = (
             [0.0] * len(entries) for _ in range(4)
         )
@@ -328,7 +342,7 @@ class _Replay:
             *(column[lasts].tolist() for column in (self._done, self._held, runs.last_issued)), strict=True
         )
         self._of_run = dict(zip((first for first, _ in runs.bounds), of_runs, strict=True))
-        self._begun: dict[int, tuple[float, float]] = {}  # of each run: host and stream
+        self._begun: dict[int, tuple[float, float]] = {}  # times of host and stream, for each run
         self._main = main
         self._stalls = dict.fromkeys(copying, self.copy_stalls)
         self._stalls.update(dict.fromkeys(exchanging, self.exchange_stalls))
@@ -349,7 +363,7 @@ class _Replay:
         }
 
     def go_through(self, logged: LoggedRound) -> None:
-        """A round, as often as it is done."""
+        """Replay a round as often as it repeats."""
         entries, steps, stream_ready = self._entries, self._steps, self._stream_ready
         for repetition in range(logged.times):
             if repetition:
@@ -363,7 +377,7 @@ class _Replay:
                     steps[entry.kind](part[0], entry, stream_ready.get(entry.stream, 0.0))
 
     def times(self) -> tuple[Seconds, Seconds]:
-        """The start and end of each entry."""
+        """Return the start and end of each entry."""
         starts, ends = np.array(self._starts), np.array(self._ends)
         bounds = np.array(self._runs.bounds, dtype=np.int64).reshape(-1, 2)
         begun = np.array([self._begun.get(first, (0.0, 0.0)) for first in bounds[:, 0].tolist()]).reshape(
@@ -403,7 +417,7 @@ class _Replay:
             self._hold_host(index, end, entry.stream)
 
     def _copy_on_host(self, index: int, entry: Work, ready: float) -> None:
-        """The host is busy; the main stream may run dry meanwhile."""
+        """Keep the host busy; the main stream may run out of work meanwhile."""
         self._starts[index] = self._host
         has_work_until = max(self._host, self._stream_ready.get(self._main, 0.0))
         self._host += self._durations[index]
@@ -411,7 +425,7 @@ class _Replay:
         self._ends[index] = self._host
 
     def _exchange(self, index: int, entry: Work, ready: float) -> None:
-        """Collectives of one communicator run one after the other, in the order of their issue, on whatever stream."""
+        """Run collectives of one communicator one after the other, in the order of their issue, on whatever stream."""
         self._host += HOST_SECONDS_PER_OPERATOR
         start = max(self._host, ready, self._exchange_ready)
         end = start + self._durations[index]
@@ -437,7 +451,7 @@ class _Replay:
         self._ends[index] = self._host
 
     def _hold_host(self, index: int, until: float, source: int) -> None:
-        """The host waits for a stream; the main stream runs dry meanwhile, unless it is what the host waits for."""
+        """Let the host wait for a stream; the main stream may run out of work, unless the host waits for that one."""
         if source != self._main and source in self._stalls:
             has_work_until = max(self._host, self._stream_ready.get(self._main, 0.0))
             self._stalls[source][index] += max(0.0, until - has_work_until)
@@ -445,7 +459,7 @@ class _Replay:
 
 
 def _encode(words: list[str]) -> tuple[list[str], NDArray[np.int64]]:
-    """Distinct words, and for each word its place among them."""
+    """Return the distinct words, and for each word its index among them."""
     places: dict[str, int] = {}
     codes = [places.setdefault(word, len(places)) for word in words]
     return list(places), np.array(codes, dtype=np.int64)

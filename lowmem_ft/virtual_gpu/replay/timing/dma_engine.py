@@ -6,14 +6,14 @@ from bisect import bisect_right
 
 
 class DmaEngine:
-    """Carries what is ready, and of that what was issued first; a copy that still waits for an event holds nobody up.
+    """Carries copies that are ready, the first issued first; a copy that still waits for an event delays no other.
 
-    Streams have queues of their own on NVIDIA's GPUs, and the engine is taken to turn to those that can go on; this has
-    not been held against a GPU. A large copy that one issued before it overtakes goes on when that is through.
+    Streams have queues of their own on NVIDIA's GPUs, and the engine is assumed to serve those that can continue; this
+    has not been checked against a GPU. A large copy resumes when a copy issued earlier, which overtakes it, is done.
     """
 
     def __init__(self) -> None:
-        # When it is free: from each of these moments until the one beside it.
+        # Free times: from each of these moments until the one with the same index in the other list.
         self._starts = [0.0]
         self._stops = [float("inf")]
 
@@ -21,11 +21,11 @@ class DmaEngine:
         """Give a copy the first free times from a moment on.
 
         Args:
-            ready: when it may begin.
-            seconds: that it takes in all.
+            ready: the moment from which it may begin.
+            seconds: seconds that it takes in all.
 
         Returns:
-            When it begins, and when it is done.
+            The moments at which it begins and at which it is done.
         """
         index = bisect_right(self._stops, ready)
         start = at = max(ready, self._starts[index])
@@ -37,13 +37,13 @@ class DmaEngine:
         return start, at + seconds
 
     def forget(self, moment: float) -> None:
-        """Let go of what was free before a moment, before which no copy will be ready any more."""
+        """Forget free times before a moment, as no later copy will be ready before it."""
         if self._stops[0] <= moment:  # rarely
             num_over = bisect_right(self._stops, moment)
             del self._starts[:num_over], self._stops[:num_over]
 
     def _take(self, index: int, start: float, stop: float) -> int:
-        """Use a part of a free time; the number of the next one."""
+        """Use a part of a free time, and return the index of the next one."""
         is_rest_before, is_rest_behind = self._starts[index] < start, stop < self._stops[index]
         if is_rest_before and is_rest_behind:
             self._starts.insert(index + 1, stop)

@@ -1,13 +1,13 @@
-"""The rounds of a log of work: what is done how often, and which events follow each other from round to round.
+"""Rounds of a log of work: how often each part repeats, and which events follow each other from round to round.
 
-A trace does a few rounds of a loop, and one of them stands for others. Replayed as often as that, it takes what the
-others took: the same kernels and copies, behind the same events. What one round waits for in the rounds before it are
-events of their own there. They are found by counting: the fifth event that a round records follows the fifth of the
-round before.
+A trace runs a few rounds of a loop, and one of them represents others. Replayed as often as that, it takes the time of
+those others: the same kernels and copies, behind the same events. The events of earlier rounds that a round waits for
+are different ones in each round. They are found by counting: the fifth event that a round records follows the fifth of
+the round before.
 
-Exact, but for the rounding of sums of seconds: rounds that wait for events of the two rounds before them at most, and
-that record as many events as these do. A wait for a round further back, or for one that records others, is a wait for
-the event that was traced, which is long past: the stream is held up by too little then, if by anything at all.
+This is exact, except for the rounding of sums of seconds, for rounds that wait for events of at most the two rounds
+before them and record as many events as these do. A wait for a round further back, or for one that records another
+number of events, becomes a wait for the traced event, which is long past: the stream then waits too briefly, if at all.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _NUM_ROUNDS_BACK = 2
 
 @dataclass
 class LoggedRound:
-    """A stretch of a log that is done several times, one after the other.
+    """A stretch of a log that repeats several times in a row.
 
     Args:
-        times: how often, each time that the round around it is done.
-        parts: what it consists of, in order: a range of entries, or a round of a loop in it.
-        events: that it records, in order.
-        follow: before it is done again, each of these first events becomes the second: a round later they are that.
+        times: repetitions, each time that the enclosing round runs.
+        parts: its parts, in order: a range of entries, or a round of an inner loop.
+        events: events that it records, in order.
+        follow: pairs of events; before each repetition, the first takes the time of the second, its successor a round
+            later.
     """
 
     times: int = 1
@@ -40,11 +41,12 @@ class LoggedRound:
 
 
 def rounds_of(entries: Sequence[Work], ranges: Iterable[tuple[int, int]]) -> LoggedRound:
-    """The whole log as one round.
+    """Return the whole log as one round.
 
     Args:
         entries: the log.
-        ranges: first entry and the one after the last of what is replayed together; marks are by themselves.
+        ranges: for each part that is replayed together, its first entry and the one after its last; marks are parts of
+            their own.
     """
     open_rounds = [LoggedRound()]
     counts, loops = [1], [-1]
@@ -71,7 +73,7 @@ def rounds_of(entries: Sequence[Work], ranges: Iterable[tuple[int, int]]) -> Log
 
 
 def _following(before: Iterable[list[int]], events: list[int]) -> list[tuple[int, int]]:
-    """Each event of the rounds before one, the earliest first, and the one that takes its place a round later."""
+    """Pair each event of the previous rounds, the earliest first, with the event that takes its place a round later."""
     alike = [events]
     for earlier in reversed(list(before)):
         if len(earlier) != len(events):
